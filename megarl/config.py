@@ -1,0 +1,182 @@
+"""The door: a YAML recipe and command-line overrides become one frozen configuration, or one clear error.
+
+    recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"]  ->  RunConfig
+
+Importing this module pulls in no torch. pydantic reads the YAML (unknown keys and wrong types are refused with their
+dotted path), tyro reads the command line, and each class checks its own ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from megarl.algorithms.config import AlgorithmConfig
+from megarl.environments.config import EnvironmentConfig
+from megarl.observe.config import ObserveConfig
+from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
+from megarl.publish.config import PublishConfig
+from megarl.rollout.config import RolloutConfig
+from megarl.schema import as_plain, config, require, require_range
+from megarl.training.config import ModelConfig, TrainingConfig
+
+C = TypeVar("C")
+
+
+@config
+class EvaluationConfig:
+    """Held-out problems scored by the run's own verifier, before, during and after training."""
+
+    prompts: PromptsConfig = PromptsConfig(shuffle=False)
+    """An empty source turns evaluation off."""
+    every: int = 0
+    """Steps between evaluations; 0 evaluates only before the first step and after the last."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    sampled_too: bool = False
+    """Also draw one sample of each problem at the rollout temperature."""
+
+    def __post_init__(self) -> None:
+        require_range("evaluation.every", self.every, 0)
+        require_range("evaluation.temperature", self.temperature, 0.0)
+
+
+@config
+class RunConfig:
+    """A whole reinforcement-learning run: `megarl train`."""
+
+    folder: str = ""
+    """Run folder: resolved recipe, metrics, transcripts, checkpoints, report."""
+    steps: int = 100
+    seed: int = 1
+    resume: bool = False
+    """Go on from the newest whole checkpoint in `folder`."""
+    model: ModelConfig = ModelConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    publish: PublishConfig = PublishConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    def __post_init__(self) -> None:
+        require(bool(self.folder), "folder is empty; set it to where the run may write, for example folder: runs/my-run")
+        require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
+        require(bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name")
+        require_range("steps", self.steps, 1)
+        require_range("seed", self.seed, 0, 2**31 - 1)
+        groups, parts = self.rollout.groups_per_step, self.training.mini_batches
+        require(
+            groups % parts == 0,
+            f"rollout.groups_per_step is {groups}, not divisible by training.mini_batches = {parts}; change one of them",
+        )
+        overlong = self.environment.overlong
+        require(
+            overlong.limit_tokens <= self.rollout.max_new_tokens,
+            f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond rollout.max_new_tokens = "
+            f"{self.rollout.max_new_tokens}; lower it",
+        )
+        require(
+            self.algorithm.advantage in ("reinforce_plus_plus",) or self.rollout.samples_per_group > 1,
+            f"algorithm.advantage '{self.algorithm.advantage}' compares the samples of a group, but "
+            "rollout.samples_per_group is 1; raise it or use 'reinforce_plus_plus'",
+        )
+
+
+@config
+class SftConfig:
+    """Supervised fine-tuning: `megarl sft`."""
+
+    folder: str = ""
+    steps: int = 100
+    seed: int = 1
+    resume: bool = False
+    samples_per_step: int = 64
+    """Demonstrations of one optimizer step, over all ranks."""
+    model: ModelConfig = ModelConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    training: TrainingConfig = TrainingConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    def __post_init__(self) -> None:
+        require(bool(self.folder), "folder is empty; set it to where the run may write, for example folder: runs/my-sft")
+        require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
+        require(bool(self.demonstrations.source), "demonstrations.source is empty; set it to a data file or hub name")
+        require_range("steps", self.steps, 1)
+        require_range("samples_per_step", self.samples_per_step, 1)
+        require(self.training.mini_batches == 1, "training.mini_batches has no meaning in fine-tuning; set it to 1")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: PyYAML alone reads `1e-4` as a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+
+
+def read(kind: type[C], recipe: str | Path) -> C:
+    """Read a YAML recipe as `kind`; raises `ValueError` naming file, dotted key and what is wrong."""
+    path = Path(recipe)
+    require(path.is_file(), f"recipe {path} does not exist; pass the path of a .yaml file (see launch/recipes/)")
+    try:
+        tree = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {path} is not YAML: {error}") from None
+    return from_tree(kind, tree or {}, where=str(path))
+
+
+def from_tree(kind: type[C], tree: object, *, where: str) -> C:
+    """Validate nested dicts as `kind`; `where` names their origin in errors."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        lines = []
+        for issue in error.errors():
+            place = ".".join(str(part) for part in issue["loc"]) or "(top level)"
+            if issue["type"] == "unexpected_keyword_argument":
+                lines.append(f"{place}: unknown key{_suggestion(kind, issue['loc'])}")
+            elif issue["type"] == "value_error":
+                lines.append(str(issue["ctx"]["error"]))
+            else:
+                lines.append(f"{place}: {issue['msg'].lower()}, found {issue['input']!r}")
+        raise ValueError(f"{where}: " + "; ".join(lines)) from None
+
+
+def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
+    """The closest known key at `loc`, as a hint."""
+    import dataclasses
+    import difflib
+    import typing
+
+    for part in loc[:-1]:
+        kind = typing.get_type_hints(kind)[str(part)]
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
+
+
+def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
+    """Read `recipe` and apply `--section.key value` overrides; raises `ValueError` or exits through tyro's own help."""
+    base = read(kind, recipe)
+    if not overrides:
+        return base
+    import tyro
+
+    return tyro.cli(kind, args=overrides, default=base, prog="megarl", use_underscores=True)
+
+
+def dump(value: object) -> str:
+    """The resolved configuration as YAML: reading it back gives the same object."""
+    return yaml.safe_dump(as_plain(value), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,1 @@
+"""Engines, and the service that turns prompts into groups of scored rollouts."""

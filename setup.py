@@ -1,0 +1,29 @@
+"""The links megarl/kernels and megarl/parallel make megarl/ one ordinary tree; nothing else is packaged."""
+
+from setuptools import find_namespace_packages, setup
+
+setup(
+    name="megarl",
+    version="0.1.0",
+    description="Reinforcement learning of language models on long chains of thought, under any parallel layout",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_namespace_packages(include=["megarl", "megarl.*"]),
+    install_requires=[
+        "torch",
+        "deepspeed",
+        "ray",
+        "transformers",
+        "sentencepiece",
+        "numpy",
+        "datasets",
+        "math-verify",
+        "pydantic",
+        "pyyaml",
+        "safetensors",
+        "tensorboard",
+        "tqdm",
+        "tyro",
+    ],
+    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+)
