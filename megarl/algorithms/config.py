@@ -27,6 +27,10 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         require_range("algorithm.kl.coefficient", self.coefficient, 0.0)
+        require(
+            self.coefficient == 0 or self.where == "reward" or self.estimator != "k1",
+            "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or 'k3', or algorithm.kl.where to 'reward'",
+        )
 
 
 @config
@@ -56,7 +60,9 @@ class AlgorithmConfig:
     constant_tokens: int = 0
     """Divisor of a sequence under `aggregation: constant` (Dr.GRPO uses the token limit)."""
     clip_low: float = 0.2
+    """The ratio's lower bound is 1 - clip_low. GSPO's ratio is a mean over the sequence and wants about 3e-4."""
     clip_high: float = 0.28
+    """Its upper bound is 1 + clip_high. GSPO: about 4e-4."""
     dual_clip: float = 3.0
     """`dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
     entropy_coefficient: float = 0.0
@@ -69,7 +75,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         require_range("algorithm.clip_low", self.clip_low, 0.0, 1.0)
         require_range("algorithm.clip_high", self.clip_high, 0.0)
-        require_range("algorithm.dual_clip", self.dual_clip, 1.0)
+        require(self.dual_clip > 1, f"algorithm.dual_clip is {self.dual_clip}; set it above 1 (usually 3)")
         require_range("algorithm.entropy_coefficient", self.entropy_coefficient, 0.0)
         require(
             self.aggregation != "constant" or self.constant_tokens > 0,

@@ -71,7 +71,7 @@ class RolloutConfig:
     """Versions by which the weights that generate may lag those that train; 0 is synchronous."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: float = 600.0
-    """A request that takes longer fails; three failures in a row of one prompt end the run."""
+    """A request that takes longer ends the run with an error that names the engine."""
 
     def __post_init__(self) -> None:
         require_range("rollout.num_engines", self.num_engines, 1)

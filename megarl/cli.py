@@ -1,0 +1,106 @@
+"""The command line: `megarl train | sft | eval | doctor`; `python -m megarl` is the same.
+
+    megarl train RECIPE.yaml [--section.key value ...] [--print-config]
+    torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
+
+Exit codes: 0 done, 2 the recipe or its data are at fault (one message), 1 anything else, 130 / 143 ended by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+USAGE = """usage: megarl COMMAND ...
+
+  megarl train RECIPE.yaml [--section.key value ...]   reinforcement learning
+  megarl sft RECIPE.yaml [--section.key value ...]     supervised fine-tuning
+  megarl eval RECIPE.yaml [--section.key value ...]    score a model on the recipe's held-out problems
+  megarl doctor                                        what this machine has, and whether it is enough
+
+  --print-config   print the resolved recipe and stop
+  --check          check everything that can be checked without starting, and stop
+  --help           after a recipe: every key with its meaning
+"""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point; never returns."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if arguments else 2)
+    command, rest = arguments[0], arguments[1:]
+    if command not in ("train", "sft", "eval", "doctor"):
+        fail(f"unknown command {command!r}; use train, sft, eval or doctor")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = dispatch(command, rest)
+    except UserError as error:
+        fail(str(error))
+    except Terminated:
+        code = 143
+    except KeyboardInterrupt:
+        code = 130
+    leave(code)
+
+
+class UserError(Exception):
+    """Something the user can mend, with the message that says how."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived: unwinds like Ctrl-C, so that everything started is taken down."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def dispatch(command: str, rest: list[str]) -> int:
+    """Run a command; `UserError` for what the recipe, its data or the machine are at fault for."""
+    if command == "doctor":
+        from megarl.doctor import main as doctor
+
+        return doctor()
+    flags = {flag for flag in ("--print-config", "--check") if flag in rest}
+    rest = [word for word in rest if word not in flags]
+    if not rest or rest[0].startswith("-"):
+        raise UserError(f"megarl {command} needs a recipe first: megarl {command} RECIPE.yaml [--section.key value ...]")
+    from megarl.config import RunConfig, SftConfig, dump, load
+
+    try:
+        config = load(SftConfig if command == "sft" else RunConfig, rest[0], rest[1:])
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if "--print-config" in flags:
+        print(dump(config), end="")
+        return 0
+    from megarl.cluster import prepare_environment
+
+    prepare_environment(config.training.num_threads)
+    from megarl import runs
+
+    return runs.RUNS[command](config, only_check="--check" in flags)  # type: ignore[operator]
+
+
+def fail(message: str) -> NoReturn:
+    """One line on standard error, from one rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megarl: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without the destructors of half a dozen libraries, which may hang after a signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

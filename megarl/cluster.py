@@ -1,0 +1,228 @@
+"""Processes that are not trainer ranks: Ray, the engines and the rollout service. Rank 0 starts them and ends them.
+
+Environment variables for third parties are set here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from megarl.rollout.engine import Engine
+from megarl.types import Prompt, StepBatch
+
+Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
+
+SERVICE = "rollouts"
+STOP_TIMEOUT_S = 4.0
+"""Patience with an engine or service that is asked to stop, before it is killed."""
+
+
+def prepare_environment(num_threads: int) -> None:
+    """Settings that libraries read when they are imported; call before torch is."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # every rank must agree, and Ray's own default differs by role
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DISABLE_MEMORY_MONITOR", "1")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+
+def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: float) -> dict[str, str]:
+    """What a vLLM engine's process needs to find in its environment."""
+    settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "1"}
+    if on_cpu:
+        settings |= {
+            "VLLM_CPU_KVCACHE_SPACE": f"{kv_cache_gib:g}",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(num_threads),
+        }
+    return settings
+
+
+class Cluster:
+    """Ray and what runs on it. A context manager: on leaving, everything it started has ended."""
+
+    def __init__(self, *, namespace: str, address: str = "") -> None:
+        """Start Ray on this machine, or join the cluster at `address` (or in RAY_ADDRESS)."""
+        self.namespace = namespace
+        self._owned: list[ActorHandle] = []
+        self._pids: list[int] = []
+        address = address or os.environ.get("RAY_ADDRESS", "")
+        options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": "ERROR"}
+        if address:
+            ray.init(address=address, **options)
+        else:
+            ray.init(include_dashboard=False, num_cpus=max(4, os.cpu_count() or 1), object_store_memory=512 * 2**20, **options)
+        self.address: str = ray.get_runtime_context().gcs_address
+
+    def start_engines(self, count: int, *, num_gpus: int, timeout_s: float, **arguments: Any) -> EngineGroup:
+        """`count` engines of `num_gpus` GPUs each, starting side by side; `.wait()` for them before use."""
+        actor = ray.remote(Engine).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=100_000)
+        handles = [actor.remote(number=number, **arguments) for number in range(count)]
+        self._owned += handles
+        return EngineGroup(handles, [handle.start.remote() for handle in handles], timeout_s, self._pids)
+
+    def start_service(self, build: Callable[[], Any], *, timeout_s: float = 120.0) -> ActorHandle:
+        """The rollout service, made by `build` inside an actor of its own that every rank can find by name."""
+        handle = ray.remote(ServiceActor).options(name=SERVICE, num_cpus=0, max_concurrency=100_000).remote(build)
+        self._owned.insert(0, handle)
+        _get([handle.build.remote()], timeout_s, "the rollout service did not start")
+        return handle
+
+    def close(self) -> None:
+        """Stop the actors, then Ray, then whatever of vLLM's processes is still there."""
+        stops = []
+        for handle in self._owned:
+            with contextlib.suppress(Exception):
+                stops.append(handle.stop.remote())
+        if stops:
+            with contextlib.suppress(Exception):
+                ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for handle in self._owned:
+            with contextlib.suppress(Exception):
+                ray.kill(handle)
+        self._owned = []
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        deadline = time.monotonic() + 1.0
+        while any(map(_alive, self._pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in filter(_alive, self._pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class EngineGroup:
+    """The engines, from rank 0: each call reaches all of them; it raises within its time limit, naming the engine."""
+
+    def __init__(self, handles: list[ActorHandle], starting: list[Any], timeout_s: float, pids: list[int]) -> None:
+        self.handles, self._starting, self._timeout_s, self._pids = handles, starting, timeout_s, pids
+
+    def wait(self) -> float:
+        """Until every engine is ready; returns the slowest one's seconds."""
+        answers = _get(self._starting, self._timeout_s, "an engine did not start; raise rollout.engine.start_timeout_s")
+        for answer in answers:
+            self._pids += answer["pids"]
+        return max(answer["seconds"] for answer in answers)
+
+    def update(self, manifest: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Every engine loads the manifest's weights."""
+        return _get([h.update.remote(manifest) for h in self.handles], timeout_s, "raise publish.timeout_s")
+
+    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
+        """Every engine's log-probs of `token_ids[1:]`."""
+        return _get([h.score.remote(token_ids) for h in self.handles], timeout_s, "raise publish.timeout_s")
+
+
+class RemoteEngine:
+    """An engine, from the rollout service: calls become coroutines."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Any:
+        """See `Engine.generate`."""
+        return await self._handle.generate.remote(prompt_ids, seed=seed, max_tokens=max_tokens, temperature=temperature)
+
+
+class ServiceActor:
+    """The shell around `RolloutService`: it is built where it runs, since prompts and verifiers need not travel."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._build = build
+
+    async def build(self) -> None:
+        self._service, self._environment = self._build()
+        await self._environment.start()
+
+    async def start(self) -> None:
+        await self._service.start()
+
+    async def take(self, step: int, data_rank: int) -> StepBatch:
+        return await self._service.take(step, data_rank)
+
+    async def release(self, version: int) -> None:
+        await self._service.release(version)
+
+    async def cursor(self, step: int) -> int:
+        return await self._service.cursor(step)
+
+    async def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
+        return await self._service.evaluate(prompts, temperature, name)
+
+    async def stop(self) -> None:
+        await self._service.stop()
+        await self._environment.close()
+
+
+class RolloutClient:
+    """One rank's end of the rollout service; every call has a deadline."""
+
+    def __init__(self, data_rank: int, *, deadline_s: float) -> None:
+        self._service = ray.get_actor(SERVICE)
+        self._data_rank, self._deadline_s = data_rank, deadline_s
+
+    def start(self) -> None:
+        """Let the service begin."""
+        self._ask(self._service.start.remote(), "starting rollouts")
+
+    def take(self, step: int) -> StepBatch:
+        """This rank's share of step `step`."""
+        return self._ask(self._service.take.remote(step, self._data_rank), f"waiting for the rollouts of step {step}")
+
+    def release(self, step: int) -> None:
+        """Step `step` is trained and version `step + 1` is on the engines."""
+        self._ask(self._service.release.remote(step + 1), f"releasing step {step}")
+
+    def cursor(self, step: int) -> int:
+        """First ordinal not yet trained after `step` steps."""
+        return self._ask(self._service.cursor.remote(step), f"reading the prompt cursor of step {step}")
+
+    def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
+        """One scored answer to each prompt: (metrics, transcripts)."""
+        return self._ask(self._service.evaluate.remote(prompts, temperature, name), "evaluating")
+
+    def _ask(self, reference: Any, doing: str) -> Any:
+        return _get([reference], self._deadline_s, doing)[0]
+
+
+def _get(references: list[Any], timeout_s: float, hint: str) -> list[Any]:
+    """`ray.get` with a deadline, and errors that say which of several failed and why."""
+    deadline = time.monotonic() + timeout_s
+    answers = []
+    for number, reference in enumerate(references):
+        which = f"engine {number}" if len(references) > 1 else "the other process"
+        try:
+            answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            raise RuntimeError(f"{which} did not answer within {timeout_s:g} s ({hint})") from None
+        except ray.exceptions.RayTaskError as error:
+            raise RuntimeError(f"{which} failed ({hint}): {error.cause}") from error
+        except ray.exceptions.RayActorError as error:
+            raise RuntimeError(f"{which} died ({hint}): {error}") from error
+    return answers
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

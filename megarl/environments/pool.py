@@ -1,0 +1,184 @@
+"""A pool of processes in which verifiers run, each verdict under a hard time limit.
+
+    VerifierPool.judge(prompt, response) -> Outcome
+
+A verifier that hangs, even in C code, costs its process and its own sample, nothing else: the process is killed and the
+next request of that lane starts another. One lane is one thread of this process and one worker process; a process is
+started afresh as a program (never forked: the parent has threads) and ends with its parent, even one killed by force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.worker import LENGTH, receive
+from megarl.types import Prompt
+
+START_WITHIN_S = 120.0  # a verifier of one's own may import much
+ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
+# Not `-m`, which would need PYTHONPATH, and that every process a verifier starts would inherit.
+PROGRAM = """import sys
+sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
+from megarl.environments.worker import main
+main(int(sys.argv[2]))"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of asking a verifier: a score, or a failure and its words."""
+
+    score: float = 0.0
+    """From 0, wrong, to 1, right; 0 where `failure` is set."""
+    failure: Literal["", "error", "timeout", "nan"] = ""
+    detail: str = ""
+
+
+class _Ended(Exception):
+    """The worker process ended before it replied."""
+
+
+class _Worker:
+    """One worker process and the channel to it; used by one thread."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Start the process and wait until its verifier is loaded; raises `ValueError` with the cure where it does not load."""
+        self._channel, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        with theirs:
+            self.process = subprocess.Popen(
+                # -P: the working folder stays off the path, where a file of the user's may hide a library.
+                [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
+                stdin=theirs,
+                start_new_session=True,  # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
+            )
+        try:
+            reply = self.ask(config, START_WITHIN_S)
+        except _Ended as error:
+            self.discard()
+            raise ValueError(f"environment.verifier '{config.verifier}': its process ended at start, {error}") from None
+        except TimeoutError:
+            self.discard()
+            raise ValueError(
+                f"environment.verifier '{config.verifier}' did not load within {START_WITHIN_S:g} s; "
+                "move what takes long out of its file's top level"
+            ) from None
+        if "refused" in reply:
+            self.discard()
+            raise ValueError(reply["refused"])
+
+    def ask(self, message: Any, limit_s: float) -> dict[str, Any]:
+        """Send and wait for the reply; raises `TimeoutError` after `limit_s`, `_Ended` where the process ended."""
+        body = pickle.dumps(message)
+        deadline = time.monotonic() + limit_s
+        try:
+            self._channel.settimeout(limit_s)
+            self._channel.sendall(LENGTH.pack(len(body)) + body)
+            # A reply is one small write, so the limit of the whole is that of its first byte.
+            self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+            reply = receive(self._channel)
+        except TimeoutError:
+            raise
+        except OSError:
+            reply = None
+        if reply is None:
+            self.kill()
+            raise _Ended(_how_it_ended(self.process.returncode))
+        return json.loads(reply)
+
+    def kill(self) -> None:
+        """End the process and what it started, now; from any thread."""
+        with self._lock:
+            if self.process.returncode is None:  # not reaped yet, so its number is still its own
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def discard(self) -> None:
+        """End the process and close the channel; only once no thread waits on it."""
+        self.kill()
+        self._channel.close()
+
+
+def _how_it_ended(code: int) -> str:
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+class VerifierPool:
+    """Judges responses in `config.num_workers` processes."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._lanes = ThreadPoolExecutor(config.num_workers, thread_name_prefix="verifier")
+        self._own = threading.local()  # each thread's worker
+        self._workers: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Load the verifier in a first process; raises `ValueError` where it does not load."""
+        await asyncio.wrap_future(self._lanes.submit(self._worker))
+
+    async def judge(self, prompt: Prompt, response: str) -> Outcome:
+        """The verifier's outcome; raises `ValueError` only where the verifier cannot be loaded at all."""
+        return await asyncio.wrap_future(self._lanes.submit(self._judge, prompt, response))
+
+    async def close(self) -> None:
+        """End every process; waiting requests are cancelled. May be called twice."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+            self._workers.clear()
+        for worker in workers:
+            worker.kill()  # a lane that waits on it sees it end
+        await asyncio.to_thread(self._lanes.shutdown, wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.discard()
+
+    def _worker(self) -> _Worker:
+        """The calling thread's worker, started where it has none."""
+        worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = _Worker(self._config)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._workers.add(worker)
+            if closed:
+                worker.discard()
+                raise RuntimeError("the verifier's pool is closed")
+            self._own.worker = worker
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        self._own.worker = None
+        with self._lock:
+            self._workers.discard(worker)
+        worker.discard()
+
+    def _judge(self, prompt: Prompt, response: str) -> Outcome:
+        limit_s = self._config.time_limit_s
+        worker = self._worker()
+        try:
+            return Outcome(**worker.ask((prompt, response), limit_s))
+        except TimeoutError:
+            self._drop(worker)
+            return Outcome(failure="timeout", detail=f"no verdict within environment.time_limit_s = {limit_s:g} s")
+        except _Ended as error:
+            self._drop(worker)
+            return Outcome(failure="error", detail=f"the verifier's process ended {error}")
+        except Exception as error:  # a prompt that cannot be pickled, a reply that a verifier forged
+            self._drop(worker)
+            return Outcome(failure="error", detail=f"{type(error).__name__}: {error}")

@@ -1,0 +1,176 @@
+"""Verifiers: is a response right? Each is an async function (prompt, response) -> score, 1.0 right, 0.0 wrong.
+
+    EnvironmentConfig --load_verifier--> verifier
+
+To add one to the house, write a function that makes it from the configuration and name it in `VERIFIERS`; to use one of
+your own, write `environment.verifier: path/to/file.py:function`, where the function takes a `megarl.types.Prompt` and
+the response's text, may be async, may raise and may hang: `megarl.environments.pool` bounds it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megarl.contracts import Verifier
+from megarl.environments.config import EnvironmentConfig
+from megarl.schema import require
+from megarl.types import Prompt
+
+NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
+FINAL = "####"  # GSM8K's mark of a final answer
+NUMBER = re.compile(r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?")
+UNIT = re.compile(r"^(.*[\d])\.?\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
+# Words that change the number before them, so that it may not be read alone.
+NOT_UNITS = set(
+    "hundred,hundreds,thousand,thousands,million,millions,billion,billions,trillion,trillions,dozen,dozens,half,quarter,"
+    "third,percent,percentage,pi,sqrt,times,plus,minus,over,and,or,to,by,mod".split(",")
+)
+
+
+def exact_match(config: EnvironmentConfig) -> Verifier:
+    """Right where what follows the last `answer_after` marker (or all of the response) is the answer, outer blanks aside."""
+    marker = config.answer_after
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        if marker:
+            _, found, response = response.rpartition(marker)
+            if not found:
+                return 0.0
+        return float(response.strip() == prompt.answer.strip())
+
+    return verify
+
+
+def math(config: EnvironmentConfig) -> Verifier:
+    """Right where the final expression of the response equals the answer as mathematics.
+
+    Final is what follows the last `####` or stands in the last `\\boxed{}`, whichever comes later; without either, what
+    math-verify takes for the final expression. Plain numbers are compared exactly, all else by math-verify
+    (its documentation says what it holds equal). A reference answer that is no mathematics raises.
+    """
+    import math_verify
+
+    del config
+    # It says once per process that its time limits are off; ours hold, and its own need signals.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> list[Any]:
+        return math_verify.parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+
+    def parse_marked(text: str) -> list[Any]:
+        return parse(f"\\boxed{{{text}}}") or parse(text)
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        reference = final_expression(prompt.answer) or prompt.answer.strip()
+        found = final_expression(response)
+        expected, number = plain_number(reference), plain_number(found or "")
+        if expected is not None and number is not None:
+            return float(expected == number)
+        gold = parse_marked(reference if expected is None else _latex(expected))
+        if not gold:
+            raise ValueError(
+                f"the reference answer {reference!r} of row {prompt.index} is not mathematics; "
+                "set environment.verifier to 'exact_match' or to a function of your own"
+            )
+        given = parse(response) if found is None else parse_marked(found)
+        return float(bool(given) and math_verify.verify(gold, given, timeout_seconds=None))
+
+    return verify
+
+
+VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {"exact_match": exact_match, "math": math}
+
+
+def final_expression(text: str) -> str | None:
+    """What the text marks as its final answer, by `####` or `\\boxed{}`, whichever comes last; None where nothing is marked."""
+    hashed, boxed = text.rfind(FINAL), text.rfind("\\boxed{")
+    if boxed > hashed:
+        start, depth = boxed + len("\\boxed{"), 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end].strip()
+        return ""  # an open box is not an answer
+    if hashed >= 0:
+        line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
+        if len(line) <= 1 or re.search(r"[\d\\]", line):  # else it is a heading, as in "#### Conclusion"
+            return line
+    return None
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The number a text is, when it is nothing else: signs, `$`, thousands separators, a final stop and a unit aside."""
+    if len(text) > NUMBER_CHARACTERS:
+        return None
+    text = text.replace("\\$", "$").replace("{,}", ",").replace("\\!", "").replace("\u2212", "-").strip()
+    if len(text) > 2 and text.startswith("$") and text.endswith("$"):
+        text = text[1:-1].strip()
+    unit = UNIT.match(text)
+    if unit and not NOT_UNITS & set(unit[2].lower().split()):
+        text = unit[1]
+    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text.removesuffix(".").rstrip()))
+    if not match or not (match[2] or match[3]):
+        return None
+    return Fraction(f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}")
+
+
+def _latex(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number.numerator)
+    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def split_name(name: str) -> tuple[Path, str] | None:
+    """(file, function) of `path/to/file.py:function`, or None for a verifier of the house; raises `ValueError` otherwise."""
+    if name in VERIFIERS:
+        return None
+    file, colon, function = name.rpartition(":")
+    require(
+        bool(colon) and file.endswith(".py") and function.isidentifier(),
+        f"environment.verifier is '{name}'; set it to one of {', '.join(VERIFIERS)}, or to path/to/file.py:function",
+    )
+    path = Path(file)
+    require(path.is_file(), f"environment.verifier is '{name}', but there is no file {path}; set the path of one there is")
+    return path, function
+
+
+def load_verifier(config: EnvironmentConfig) -> Verifier:
+    """The verifier that the configuration names; raises `ValueError` where a file or function cannot be had."""
+    own = split_name(config.verifier)
+    if own is None:
+        return VERIFIERS[config.verifier](config)
+    path, name = own
+    spec = importlib.util.spec_from_file_location(f"megarl_verifier_{path.stem}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(
+            f"environment.verifier: {path} does not import: {type(error).__name__}: {error}; mend the file"
+        ) from error
+    found = getattr(module, name, None)
+    public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    listed = ", ".join(public) or "(none)"
+    require(found is not None, f"environment.verifier: {path} has no function '{name}'; set one of: {listed}")
+    require(
+        callable(found),
+        f"environment.verifier: '{name}' of {path} is {type(found).__name__}, not a function; set one of: {listed}",
+    )
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        score: Any = found(prompt, response)  # type: ignore[misc]
+        return await score if inspect.isawaitable(score) else score
+
+    return verify

@@ -1,0 +1,338 @@
+"""Charts as HTML around inline SVG: drawn here, sized by the browser, readable without any script.
+
+The shapes live in an SVG that stretches with its box (strokes do not scale), the numbers and words in HTML over it, so type keeps
+its size from a phone to a wide screen. A small JSON beside each chart feeds the tooltip (`megarl.observe.page`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import numpy as np
+
+DRAWN_POINTS = 400
+"""A line is thinned to about so many points; more cannot be told apart on a screen."""
+DRAWN_BARS = 100
+_UNIT = 1000.0
+"""Width and height of the drawing, in its own units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line, row of bars, or set of points."""
+
+    label: str
+    steps: np.ndarray
+    """[n] ascending"""
+    values: np.ndarray
+    """[n] NaN where unknown"""
+    colour: int
+    """1 .. 5, a colour of the page's palette."""
+    kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line"
+    """faint: raw values under a smoothed line; points and rings: single measurements, joined thinly; bars are stacked."""
+    each: int = 1
+    """Steps that a value stands for, `steps` being their middle."""
+
+
+def percent(value: float) -> str:
+    """0.174 -> 17.4%"""
+    return compact(100 * value) + "%"
+
+
+def compact(value: float) -> str:
+    """20345 -> 20.3k; three significant digits, a power of ten where the number is tiny."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for bound, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= bound * 0.9995:
+            return f"{value / bound:.3g}{letter}"
+    if size < 1e-3:
+        return power(value)
+    return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+def power(value: float) -> str:
+    """3.1e-05 -> 3.1×10⁻⁵"""
+    if value == 0:
+        return "0"
+    digits, exponent = f"{value:.1e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    digits = digits.removesuffix(".0")
+    return ("" if digits == "1" else digits.replace("-", "\N{MINUS SIGN}") + "\N{MULTIPLICATION SIGN}") + "10" + raised
+
+
+def duration(seconds: float) -> str:
+    """3 -> 3 s, 84 -> 1 min 24 s, 7500 -> 2 h 5 min"""
+    if seconds < 10:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """[n] mean over the `window` (odd) values around each, fewer at the ends; NaN are not counted."""
+    known = np.isfinite(values)
+    ones = np.ones(window)
+    total = np.convolve(np.where(known, values, 0.0), ones, mode="full")
+    count = np.convolve(known.astype(float), ones, mode="full")
+    half = window // 2
+    total, count = total[half : half + len(values)], count[half : half + len(values)]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def thin(steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `limit` of the points: the least and the greatest of each stretch, so that no spike is lost."""
+    if len(steps) <= limit:
+        return steps, values
+    chosen: list[int] = [0]
+    for stretch in np.array_split(np.arange(len(steps)), limit // 2):
+        if np.isfinite(values[stretch]).any():
+            chosen += sorted({stretch[np.nanargmin(values[stretch])], stretch[np.nanargmax(values[stretch])]})
+        else:
+            chosen.append(stretch[0])
+    index = np.unique([*chosen, len(steps) - 1])
+    return steps[index], values[index]
+
+
+def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Series:
+    """At most `limit` points, each the mean (or the largest) of as many steps; for what would otherwise be a solid band."""
+    size = -(-len(one.steps) // limit)
+    if size <= 1:
+        return one
+    cuts = np.arange(0, len(one.steps), size)
+    known = np.isfinite(one.values)
+    count = np.add.reduceat(known.astype(int), cuts)
+    if largest:
+        values = np.maximum.reduceat(np.where(known, one.values, -np.inf), cuts)
+    else:
+        values = np.add.reduceat(np.where(known, one.values, 0.0), cuts) / np.maximum(count, 1)
+    values = np.where(count > 0, values, np.nan)
+    return dataclasses.replace(one, steps=one.steps[cuts] + (size - 1) / 2, values=values, each=size)
+
+
+def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """Round (or whole) numbers from at most `low` to at least `high`: about `count` intervals of 1, 2 or 5 times 10^n."""
+    if not high > low:
+        low, high = (low - 0.5, high + 0.5) if low == 0 else (low - abs(low) / 2, high + abs(low) / 2)
+    rough = max((high - low) / count, 1.0 if whole else 0.0)
+    size = 10.0 ** math.floor(math.log10(rough))
+    stride = next(m * size for m in (1, 2, 5, 10) if m * size >= rough * 0.999)
+    first, last = math.floor(low / stride + 1e-9), math.ceil(high / stride - 1e-9)
+    last = max(last, first + 1)
+    return [i * stride for i in range(first, last + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Values to heights: 0 at the bottom, 1 at the top."""
+
+    low: float
+    high: float
+    log: bool
+    marks: list[tuple[float, str]]
+    """(height, label)"""
+
+    def height(self, values: np.ndarray) -> np.ndarray:
+        """[n] heights; NaN where a logarithmic scale has no place for the value."""
+        if self.log:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.where(values > 0, np.log10(np.maximum(values, 1e-300)), np.nan)
+        return (values - self.low) / (self.high - self.low)
+
+
+def _y_scale(
+    values: np.ndarray, span: tuple[float, float] | None, log: bool, whole: bool, words: Callable[[float], str]
+) -> _Scale:
+    values = values[np.isfinite(values)]
+    if log:
+        logs = np.log10(values[values > 0])
+        low, high = (math.floor(logs.min()), math.ceil(logs.max())) if len(logs) else (-8, 0)
+        high = max(high, low + 1)
+        stride = -(-(high - low) // 6)
+        marks = [((e - low) / (high - low), power(10.0**e)) for e in range(low, high + 1, stride)]
+        return _Scale(low, high, True, marks)
+    low, high = span or (float(values.min()), float(values.max()))
+    at = ticks(low, high, 5, whole=whole)
+    low, high = at[0], at[-1]
+    labels = [words(round(tick, 12)) for tick in at]
+    if len(set(labels)) < len(labels):  # three digits do not tell these apart
+        labels = [f"{tick:.6g}" for tick in at]
+    return _Scale(low, high, False, [((tick - low) / (high - low), label) for tick, label in zip(at, labels, strict=True)])
+
+
+def chart(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    *,
+    words: Callable[[float], str] = compact,
+    span: tuple[float, float] | None = None,
+    zero: bool = False,
+    log: bool = False,
+    whole: bool = False,
+    wide: bool = False,
+    x_span: tuple[float, float] | None = None,
+) -> str:
+    """A figure with axes, legend and tooltip, or "" where no series has a finite value.
+
+    Args:
+        title: what is shown.
+        note: unit of the vertical axis, and how to read it.
+        series: what to draw; bars are stacked in this order.
+        words: a value as text, on the axis and in the tooltip.
+        span: bounds of the vertical axis; by default those of the values.
+        zero: the vertical axis begins at 0.
+        log: logarithmic vertical axis; values of 0 are not drawn.
+        whole: the values are counts, so marks stand at whole numbers.
+        wide: twice the width, and taller.
+        x_span: (first, last) step of the horizontal axis; by default those of the series.
+    """
+    series = [one for one in series if np.isfinite(one.values).any()]
+    if not series:
+        return ""
+    stacked = any(one.kind == "bars" for one in series)
+    drawn = [gather(one) if stacked else _thinned(one) for one in series]
+    stack = [one for one in drawn if one.kind == "bars"]
+    tops = np.cumsum([np.nan_to_num(one.values) for one in stack], axis=0) if stack else np.zeros((0, 0))
+    first, last = x_span or (
+        min(float(one.steps.min()) - (one.each - 1) / 2 for one in drawn),
+        max(float(one.steps.max()) + (one.each - 1) / 2 for one in drawn),
+    )
+    bar = float(np.diff(stack[0].steps).min()) if stack and len(stack[0].steps) > 1 else 1.0
+    margin = 0.5 if stack or first == last else 0.0
+    first, last = first - margin, last + margin
+    everything = np.concatenate([tops.ravel(), *(one.values for one in drawn if one.kind != "bars")])
+    known = everything[np.isfinite(everything)]
+    if log and not (known > 0).any():
+        note += "; every one of these is exactly 0"
+    if zero and span is None:
+        span = (min(0.0, float(known.min())), float(known.max()) if known.max() > 0 else 1.0)
+    scale = _y_scale(everything, span, log, whole, words)
+
+    def across(at: np.ndarray) -> np.ndarray:
+        return (at - first) / (last - first)
+
+    shapes, rows, bottom = [], [], np.zeros(tops.shape[1] if stack else 0)
+    number = 0
+    for one in drawn:
+        if one.kind == "bars":
+            top = tops[number]
+            number += 1
+            width = bar / (last - first) * (0.78 if len(one.steps) <= 60 else 1.0)
+            shapes.append(_bars(one, across(one.steps), scale.height(bottom), scale.height(top), width))
+            heights, bottom = scale.height(top), top
+        else:
+            heights = scale.height(one.values)
+            shapes.append(_line(one, across(one.steps), heights, over_bars=bool(stack)))
+        rows.append(_tooltip_row(one, across(one.steps), heights, words))
+    x_marks = [(float(across(np.array(tick))), f"{tick:,.0f}") for tick in _x_ticks(first + margin, last - margin)]
+    names = ", ".join(one.label for one in series)
+    return _figure(title, note, series, "".join(shapes), scale.marks, x_marks, rows, f"{title}: {names}, by step", wide)
+
+
+def _thinned(one: Series) -> Series:
+    steps, values = thin(one.steps, one.values)
+    return dataclasses.replace(one, steps=steps, values=values)
+
+
+def _x_ticks(first: float, last: float) -> list[float]:
+    """Whole steps inside the axis."""
+    if last - first < 5:
+        return [float(step) for step in range(math.ceil(first), math.floor(last) + 1)]
+    return [tick for tick in ticks(first, last, 6, whole=True) if first <= tick <= last]
+
+
+def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
+    return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}" vector-effect="non-scaling-stroke"{extra}/>'
+
+
+def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
+    """A polyline broken at NaN; points are zero-length strokes with round ends, which no stretching makes oval."""
+    places = [(f"{_UNIT * a:.1f} {_UNIT * (1 - b):.1f}" if np.isfinite(b) else "") for a, b in zip(x, y, strict=True)]
+    path, pen = [], "M"
+    for place in places:
+        if place:
+            path.append(pen + place)
+        pen = "L" if place else "M"
+    dots = "".join(f"M{place}h.01" for place in places if place)
+    ink, colour = "".join(path), f"var(--c{one.colour})"
+    if one.kind in ("points", "rings"):
+        inner = colour if one.kind == "points" else "var(--card)"
+        return (
+            _stroke(ink, colour, 1.25, ' stroke-dasharray="2 4"')
+            + _stroke(dots, "var(--card)", 12)
+            + _stroke(dots, colour, 8.5)
+            + (_stroke(dots, inner, 4.5) if one.kind == "rings" else "")
+        )
+    if sum(map(bool, places)) == 1:
+        return _stroke(dots, colour, 7)
+    if one.kind == "faint":
+        return _stroke(ink, colour, 1.25, ' opacity=".38"')
+    dash = ' stroke-dasharray="6 4"' if one.kind == "dashed" else ""
+    return (_stroke(ink, "var(--card)", 5) if over_bars else "") + _stroke(ink, colour, 2, dash)
+
+
+def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: float) -> str:
+    path = "".join(
+        f"M{_UNIT * (a - width / 2):.1f} {_UNIT * (1 - b):.1f}h{_UNIT * width:.1f}V{_UNIT * (1 - t):.1f}h{-_UNIT * width:.1f}z"
+        for a, b, t in zip(x, low, high, strict=True)
+        if t > b
+    )
+    seamless = ' shape-rendering="crispEdges"' if len(x) > 60 else ""
+    return f'<path d="{path}" fill="var(--c{one.colour})"{seamless}/>'
+
+
+def _named(step: float, each: int) -> str:
+    half = (each - 1) / 2
+    return f"step {step:,.0f}" if each == 1 else f"steps {step - half:,.0f}\N{EN DASH}{step + half:,.0f}"
+
+
+def _tooltip_row(one: Series, x: np.ndarray, y: np.ndarray, words: Callable[[float], str]) -> dict[str, object]:
+    """What the page's script needs of a series: [place across, place up or null, steps in words, value in words]."""
+    points = [
+        [round(float(a), 4), round(float(b), 4) if np.isfinite(b) else None, _named(float(step), one.each), words(float(value))]
+        for a, b, step, value in zip(x, y, one.steps, one.values, strict=True)
+        if np.isfinite(value)
+    ]
+    return {"label": one.label, "colour": one.colour, "kind": one.kind, "points": points}
+
+
+def _figure(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    shapes: str,
+    y_marks: list[tuple[float, str]],
+    x_marks: list[tuple[float, str]],
+    rows: list[dict[str, object]],
+    name: str,
+    wide: bool,
+) -> str:
+    grid = "".join(f"M0 {_UNIT * (1 - at):.1f}H{_UNIT:g}" for at, _ in y_marks)
+    legend = "".join(
+        f'<li><i class="key {one.kind}" style="--c:var(--c{one.colour})"></i>{escape(one.label)}</li>' for one in series
+    )
+    # "<" cannot end the script element early, whatever a label holds.
+    data = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<figure class="chart{" wide" if wide else ""}"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
+        f'</figcaption><ul class="legend">{legend}</ul><div class="frame"><div class="y" aria-hidden="true">'
+        + "".join(f'<span style="top:{100 * (1 - at):.2f}%">{escape(text)}</span>' for at, text in y_marks)
+        + f'</div><div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'
+        f'<svg viewBox="0 0 {_UNIT:g} {_UNIT:g}" preserveAspectRatio="none" fill="none" stroke-linejoin="round" '
+        f'stroke-linecap="round" aria-hidden="true">{_stroke(grid, "var(--grid)", 1)}{shapes}</svg>'
+        '<div class="cursor" hidden></div><div class="tip" hidden></div></div><div class="x" aria-hidden="true">'
+        + "".join(f'<span style="left:{100 * at:.2f}%">{escape(text)}</span>' for at, text in x_marks)
+        + f'</div><div class="unit" aria-hidden="true">step</div></div><script type="application/json">{data}</script></figure>'
+    )

@@ -1,0 +1,188 @@
+"""Where numbers are written. To add a sink: a class with `write(step, metrics)` and `close()`, and a line in `SINKS`.
+
+`metrics.jsonl` is always written and is the truth; the sinks in `SINKS` are copies for a viewer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.observe.config import ObserveConfig
+
+
+class Sink(Protocol):
+    """Takes the numbers of one step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold (NaN, infinities) as None, at any depth, and numpy scalars as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return finite(value.tolist())
+    return float(value) if math.isfinite(value) else None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSON-lines file, none where the file does not exist.
+
+    Raises:
+        ValueError: a line is not a JSON object with a step. A last line without its newline, which a killed process leaves,
+            is passed over.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error}); delete the line") from None
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError(f"{path}, line {number} has no whole number `step`; delete the line")
+            yield record
+
+
+class MetricsFile:
+    """A JSON-lines file with one object a step, appended to and flushed at each.
+
+    Args:
+        path: the file; created with its folder where missing.
+        keep_until_step: on resume, lines of later steps are dropped (in one atomic rename), since they will be written again.
+            None keeps every whole line.
+
+    Raises:
+        ValueError: the existing file is not made of JSON objects with a `step`.
+    """
+
+    def __init__(self, path: Path, *, keep_until_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _keep(path, keep_until_step)
+        # A lone surrogate, which a broken decoder can leave in a transcript, becomes its JSON escape.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append `{"step": step, **metrics}`; non-finite floats become null."""
+        record = {"step": step} | finite(metrics) | {"step": step}
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def _keep(path: Path, until_step: int | None) -> None:
+    """Rewrite `path` without records later than `until_step` and without a torn last line."""
+    kept = path.with_name(path.name + ".kept")
+    with kept.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        for record in read_records(path):
+            if until_step is None or record["step"] <= until_step:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    kept.replace(path)
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard under `folder`.
+
+    Args:
+        folder: the log folder.
+        first_step: on resume, what an earlier process logged from this step on is hidden by TensorBoard.
+
+    Raises:
+        ValueError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"observe.tensorboard is true, but TensorBoard cannot be imported ({error}); "
+                "`pip install tensorboard`, or set observe.tensorboard to false"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log every number of `metrics` at `step`; None is left out."""
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Scalars for Weights & Biases; the key comes from the environment.
+
+    Args:
+        project: name of the project.
+        config: the resolved recipe, shown beside the run.
+        name: display name of the run; empty for one of wandb's own.
+
+    Raises:
+        ValueError: the package wandb is not installed.
+    """
+
+    def __init__(self, project: str, config: Mapping[str, Any], *, name: str = "") -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ValueError(
+                f"observe.wandb_project is {project!r}, but the package wandb cannot be imported ({error}); "
+                '`pip install wandb`, or set observe.wandb_project to ""'
+            ) from error
+        self._run = wandb.init(project=project, config=dict(config), name=name or None)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log `metrics` at `step`; steps must not go down."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Upload what is left and finish the run."""
+        self._run.finish()
+
+
+SINKS: dict[str, Callable[[ObserveConfig, Path, int, Mapping[str, Any]], Sink | None]] = {
+    "tensorboard": lambda config, folder, first_step, recipe: (
+        TensorBoardSink(folder / "tensorboard", first_step=first_step) if config.tensorboard else None
+    ),
+    "wandb": lambda config, folder, first_step, recipe: (
+        WandbSink(config.wandb_project, recipe, name=folder.name) if config.wandb_project else None
+    ),
+}
+"""Name -> (config, run folder, first step, resolved recipe) -> the sink, or None where the config does not ask for it."""
+
+
+def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Mapping[str, Any]) -> list[Sink]:
+    """Every sink that `config` asks for; if one cannot be opened, those already open are closed and its error goes on."""
+    with contextlib.ExitStack() as opened:
+        sinks: list[Sink] = []
+        for make in SINKS.values():
+            sink = make(config, folder, first_step, recipe)
+            if sink is not None:
+                opened.callback(sink.close)
+                sinks.append(sink)
+        opened.pop_all()
+        return sinks

@@ -1,0 +1,185 @@
+"""The parts of a run, built in the order in which they need each other, and taken down in the reverse."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.cluster import Cluster, EngineGroup, RemoteEngine, RolloutClient, engine_environment
+from megarl.config import RunConfig, as_plain, dump
+from megarl.environments.scoring import Environment
+from megarl.observe.observer import Observer
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.mesh import ProcessMesh
+from megarl.preflight import Checked
+from megarl.prompts.source import load_prompts
+from megarl.prompts.tokenizer import load_tokenizer
+from megarl.publish.wire import BACKENDS, WORKER_EXTENSIONS, Publisher
+from megarl.rollout.service import RolloutService
+from megarl.training.checkpoint import Checkpoints
+from megarl.training.policy import Policy
+from megarl.types import Prompt, StepReport
+
+TAKE_DEADLINE_FACTOR = 8
+"""A step may take several requests' deadlines after each other (dynamic sampling, a full engine queue)."""
+
+
+@dataclass
+class Parts:
+    """What `megarl.loop` works with, on this rank."""
+
+    config: RunConfig
+    mesh: ProcessMesh
+    policy: Policy
+    publisher: Publisher
+    rollouts: RolloutClient
+    checkpoints: Checkpoints
+    observer: Observer | None
+    """On rank 0."""
+    held_out: list[Prompt] | None
+
+    def start_rollouts(self) -> None:
+        """Tell the service to begin; once, by rank 0."""
+        if self.observer is not None:
+            self.rollouts.start()
+
+    def observe(self, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
+        """Write down a step; rank 0 only."""
+        if self.observer is not None:
+            self.observer.transcripts(report.step, transcripts)
+            self.observer.step(report)
+
+
+@contextmanager
+def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
+    """Build everything, yield it, and take it down; what has been built is taken down on any failure too."""
+    training, folder = config.training, Path(config.folder)
+    torch.set_num_threads(training.num_threads)
+    with ExitStack() as stack:
+        device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+        stack.callback(mesh_module.finalise)
+        mesh = stack.enter_context(ProcessMesh(checked.layout, timeout_s=training.collective_timeout_s))
+        main = mesh.world.rank == 0
+        cluster, engines = None, None
+        if main:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "recipe.yaml").write_text(dump(config))
+            # Engines take longest to start: they do so while this process builds the policy.
+            cluster = stack.enter_context(Cluster(namespace=f"megarl-{os.getpid()}"))
+            engines = start_engines(cluster, config, checked, on_cpu=device.type == "cpu")
+        policy = Policy(
+            model=config.model,
+            training=training,
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            mesh=mesh,
+            device=device,
+            total_steps=config.steps,
+            seed=config.seed,
+        )
+        stack.callback(policy.engine.destroy)
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            keep=training.checkpoint.keep,
+            engine=policy.engine,
+            tokenizer=checked.tokenizer,
+            mesh=mesh,
+            seed=config.seed,
+        )
+        progress = checkpoints.load() if config.resume else None
+        policy.step, first_ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
+        observer = None
+        if main:
+            observer = stack.enter_context(
+                Observer(config.observe, folder, total_steps=config.steps, first_step=policy.step, resolved=as_plain(config))
+            )
+            assert cluster is not None and engines is not None
+            engines.wait()
+            cluster.start_service(service_builder(config, checked, engines, policy.step, first_ordinal))
+        join_cluster(cluster, mesh, stack)
+        deadline = config.rollout.request_timeout_s * TAKE_DEADLINE_FACTOR
+        publisher = Publisher(
+            config.publish,
+            policy=policy,
+            engines=engines,
+            mesh=mesh,
+            dtype=config.rollout.engine.dtype,
+            vocabulary=len(checked.tokenizer),
+            seed=config.seed,
+        )
+        stack.callback(publisher.close)
+        yield Parts(
+            config=config,
+            mesh=mesh,
+            policy=policy,
+            publisher=publisher,
+            rollouts=RolloutClient(mesh.data.rank, deadline_s=deadline),
+            checkpoints=checkpoints,
+            observer=observer,
+            held_out=list(checked.held_out) if checked.held_out is not None else None,
+        )
+
+
+def join_cluster(cluster: Cluster | None, mesh: ProcessMesh, stack: ExitStack) -> None:
+    """Bring ranks other than 0 into rank 0's Ray; all ranks call it."""
+    place = (cluster.address, cluster.namespace) if cluster is not None else None
+    place = broadcast_object(place, mesh.world)
+    if cluster is None:
+        assert place is not None
+        stack.enter_context(Cluster(namespace=place[1], address=place[0]))
+
+
+def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool) -> EngineGroup:
+    """The recipe's engines, starting."""
+    engine = config.rollout.engine
+    return cluster.start_engines(
+        config.rollout.num_engines,
+        num_gpus=0 if on_cpu else engine.tensor,
+        timeout_s=engine.start_timeout_s,
+        model=config.model.path,
+        config=engine,
+        max_tokens=config.prompts.max_prompt_tokens + config.rollout.max_new_tokens,
+        stop_token_ids=checked.stop_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+        backend=BACKENDS[config.publish.carrier],
+        worker_extension=WORKER_EXTENSIONS[config.publish.carrier],
+        environment=engine_environment(on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib),
+    )
+
+
+def service_builder(config: RunConfig, checked: Checked, engines: EngineGroup, step: int, ordinal: int) -> Any:
+    """A function that builds the rollout service where it will run."""
+    return functools.partial(build_service, config, list(engines.handles), checked.layout.data, step, ordinal)
+
+
+def build_service(
+    config: RunConfig, handles: list[Any], num_data_ranks: int, first_step: int, first_ordinal: int
+) -> tuple[RolloutService, Environment]:
+    """The rollout service and its environment, inside the service's own process."""
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code)
+    environment = Environment(config.environment)
+    service = RolloutService(
+        config=config.rollout,
+        seed=config.seed,
+        prompts=load_prompts(config.prompts, tokenizer, seed=config.seed),
+        engines=[RemoteEngine(handle) for handle in handles],
+        score=environment.score,
+        decode=functools.partial(tokenizer.decode, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
+        num_data_ranks=num_data_ranks,
+        mini_batches=config.training.mini_batches,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        last_step=config.steps - 1,
+        transcripts_per_step=config.observe.transcripts_per_step,
+        first_ordinal=first_ordinal,
+        first_step=first_step,
+    )
+    return service, environment

@@ -1,0 +1,156 @@
+"""Everything that can be known to be wrong before anything heavy starts, each with one message that says what to set."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config import RunConfig, SftConfig
+from megarl.environments.scoring import Environment
+from megarl.parallel.layout import Layout, resolve
+from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
+from megarl.prompts.source import PromptList, load_prompts
+from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
+from megarl.schema import require
+from megarl.training.config import ModelConfig, TrainingConfig
+from megarl.training.model import load_model_config, refuse_unsupported
+
+MIN_FREE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks had to load anyway."""
+
+    layout: Layout
+    tokenizer: PreTrainedTokenizerBase
+    hf: transformers.PretrainedConfig
+    stop_token_ids: list[int]
+    prompts: PromptList | None = None
+    held_out: PromptList | None = None
+    demonstrations: DemonstrationList | None = None
+
+
+def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool) -> Checked:
+    """All checks of `megarl train`; raises `ValueError`."""
+    layout = check_layout(config.training, num_ranks)
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group // config.training.mini_batches
+    require(
+        samples >= layout.data,
+        f"a mini-batch has {samples} samples for {layout.data} data ranks; raise rollout.groups_per_step or samples_per_group, "
+        "or lower training.mini_batches",
+    )
+    check_folder(config.folder, resume=config.resume)
+    tokenizer, hf = check_model(config.model)
+    Environment(config.environment)
+    prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
+    held_out = load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed) if config.evaluation.prompts.source else None
+    longest = config.prompts.max_prompt_tokens + config.rollout.max_new_tokens
+    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+    require(
+        limit is None or longest <= limit,
+        f"prompts.max_prompt_tokens + rollout.max_new_tokens is {longest}, but the model's max_position_embeddings is {limit}; "
+        "lower one of them",
+    )
+    if on_cpu:
+        check_cache_memory(config, hf, longest)
+    return Checked(layout, tokenizer, hf, stop_tokens(tokenizer, config.model), prompts, held_out)
+
+
+def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
+    """All checks of `megarl sft`; raises `ValueError`."""
+    layout = check_layout(config.training, num_ranks)
+    require(
+        config.samples_per_step >= layout.data,
+        f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
+    )
+    check_folder(config.folder, resume=config.resume)
+    tokenizer, hf = check_model(config.model)
+    demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
+    return Checked(layout, tokenizer, hf, stop_tokens(tokenizer, config.model), demonstrations=demonstrations)
+
+
+def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
+    """The layout for `num_ranks`."""
+    wanted = training.layout
+    for name in ("sequence", "tensor"):
+        require(
+            getattr(wanted, name) == 1,
+            f"training.layout.{name} is {getattr(wanted, name)}, but this version trains data-parallel only; set it to 1 "
+            "(training.zero_stage 3 splits the model over data ranks)",
+        )
+    return resolve(data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks)
+
+
+def check_folder(folder: str, *, resume: bool) -> None:
+    """The run folder is new, or `resume` says to go on; its disk has room."""
+    path = Path(folder)
+    holds_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+    require(
+        resume or not holds_run,
+        f"folder {folder} already holds a run; set resume to true to go on with it, or folder to a new one",
+    )
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    require(existing.is_dir(), f"folder {folder}: {existing} is a file; set folder to a place where a folder can be made")
+    free = shutil.disk_usage(existing).free
+    require(
+        free >= MIN_FREE_BYTES,
+        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; free at least {MIN_FREE_BYTES / 2**20:.0f} MiB or set another folder",
+    )
+
+
+def check_model(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
+    """Tokenizer and model description, which must fit each other."""
+    hf = load_model_config(config)
+    refuse_unsupported(hf)
+    if not config.from_scratch and Path(config.path).is_dir():
+        require(
+            any(Path(config.path).glob("*.safetensors")),
+            f"model.path {config.path!r} has no .safetensors weights; set model.from_scratch to true for random weights, "
+            "or point model.path at a trained model",
+        )
+    name = config.tokenizer or config.path
+    tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
+    check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)
+    return tokenizer, hf
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
+    """Ids that end a response: the tokenizer's own, and those of the model's generation settings."""
+    found = [tokenizer.eos_token_id]
+    try:
+        more = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id
+    except OSError:
+        more = None
+    for token in more if isinstance(more, list) else [more]:
+        if token is not None and token not in found:
+            found.append(token)
+    return [int(token) for token in found]  # type: ignore[arg-type]
+
+
+def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
+    """The engines' caches fit into this machine's memory and hold at least one longest request."""
+    import psutil
+
+    text, engine = hf.get_text_config(), config.rollout.engine
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * heads * width * (4 if engine.dtype == "float32" else 2)
+    need = longest * per_token / 2**30
+    require(
+        need <= engine.kv_cache_gib,
+        f"rollout.engine.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest} tokens needs {need:.2f} GiB; "
+        "raise it or lower rollout.max_new_tokens",
+    )
+    total, free = engine.kv_cache_gib * config.rollout.num_engines, psutil.virtual_memory().available / 2**30
+    require(
+        total <= free,
+        f"{config.rollout.num_engines} engine(s) x rollout.engine.kv_cache_gib = {total:g} GiB of cache, but this machine has "
+        f"{free:.1f} GiB of memory available; lower rollout.engine.kv_cache_gib or rollout.num_engines",
+    )

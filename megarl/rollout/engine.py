@@ -1,0 +1,148 @@
+"""One inference engine: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and their log-probs out.
+
+`Engine` is a plain class; `megarl.cluster` makes a Ray actor of it. Weights arrive through vLLM's weight-transfer
+interface, so version 0 is published like every other and no engine reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from megarl.rollout.config import EngineConfig
+from megarl.types import Turn
+
+
+class Engine:
+    """One replica. All methods are coroutines of one event loop; any number may be under way."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        model: str,
+        config: EngineConfig,
+        max_tokens: int,
+        stop_token_ids: list[int],
+        trust_remote_code: bool,
+        seed: int,
+        backend: str,
+        worker_extension: str,
+        environment: dict[str, str],
+    ) -> None:
+        os.environ.update(environment)  # before vLLM is imported: it reads them once
+        self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
+        self.version = -1
+        self._requests = 0
+        self._arguments: dict[str, Any] = {
+            "model": model,
+            "trust_remote_code": trust_remote_code,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "load_format": "dummy",
+            "dtype": config.dtype,
+            "seed": seed,
+            "tensor_parallel_size": config.tensor,
+            "max_model_len": max_tokens,
+            "max_num_seqs": config.max_num_sequences,
+            "max_num_batched_tokens": max(config.max_batched_tokens, max_tokens),
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enforce_eager": not config.compile or "VLLM_CPU_KVCACHE_SPACE" in environment,
+            "enable_prefix_caching": True,
+            # Log-probs of the law that was sampled from: temperature applied. The default would be raw.
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": worker_extension,
+            "disable_log_stats": True,
+        }
+        self._backend = backend
+
+    async def start(self) -> dict[str, Any]:
+        """Load vLLM and allocate its cache; returns {pids, seconds}. Raises what vLLM raises."""
+        begun = time.monotonic()
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.config import WeightTransferConfig
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
+        arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=WeightTransferConfig(backend=self._backend))
+        self._llm = AsyncLLM.from_engine_args(arguments)
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        return {"pids": [os.getpid(), *_descendants()], "seconds": time.monotonic() - begun}
+
+    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
+        """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence token is part of it."""
+        sampling = self._sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=self.stop_token_ids,
+            output_kind=self._final,
+        )
+        # The salt keeps a prefix cached under old weights from serving a request under new ones.
+        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
+        output = await self._run(prompt, sampling)
+        spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
+        return Turn(
+            token_ids=list(output.token_ids),
+            logprobs=list(output.logprobs.logprobs),
+            versions=spans or [(self.version, len(output.token_ids))],
+            finish="stop" if output.finish_reason == "stop" else "length",
+        )
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of token_ids[1:] given what precedes them, at temperature 1."""
+        final = None
+        sampling = self._sampling(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
+        async for final in self._llm.generate(prompt, sampling, self._name("score")):
+            pass
+        assert final is not None and final.prompt_logprobs is not None
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)]
+
+    async def update(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Load the weights of `manifest` under running generation; returns this engine's {version, digest} and seconds.
+
+        Requests under way are kept: their cache is computed again with the new weights, and each token's version recorded.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        begun = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=manifest))
+        await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
+        held = await self._llm.collective_rpc("megarl_digest")
+        self.version = manifest["version"]
+        await self._llm.resume_generation()
+        return {"held": held, "seconds": time.monotonic() - begun}
+
+    async def stop(self) -> None:
+        """End vLLM's processes."""
+        llm = getattr(self, "_llm", None)
+        if llm is not None:
+            await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+
+    def _name(self, kind: str) -> str:
+        self._requests += 1
+        return f"{kind}-{self._requests}"
+
+    async def _run(self, prompt: dict[str, Any], sampling: Any) -> Any:
+        final = None
+        async for final in self._llm.generate(prompt, sampling, self._name("sample")):  # type: ignore[arg-type]
+            pass
+        assert final is not None
+        return final.outputs[0]
+
+
+def _descendants() -> list[int]:
+    """Process ids below this one: vLLM's engine core and workers."""
+    import psutil
+
+    return [child.pid for child in psutil.Process().children(recursive=True)]

@@ -1,0 +1,219 @@
+"""Checkpoints that are whole or absent: written aside, digested, synced, renamed; older ones removed only after that.
+
+runs/x/checkpoints/step_000010/
+    run.json      step, prompt cursor, layout, what the model looks like
+    state/        model, optimizer: DeepSpeed's files, one set a rank
+    random/       random states, one file a rank
+    model/        the weights as a Hugging Face model, with its tokenizer
+    digests.json  BLAKE3 of every file above
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from megarl.parallel.collectives import barrier, broadcast_object
+from megarl.parallel.mesh import ProcessMesh
+from megarl.training.engine import TrainEngine
+
+DIGESTS = "digests.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: what a checkpoint needs besides tensors."""
+
+    step: int
+    """Steps done, and the version of the weights."""
+    next_ordinal: int
+    """First prompt (or demonstration) not yet trained."""
+    seed: int
+    layout: str
+    """Layout and ZeRO stage that wrote it."""
+    model: str
+    """Fingerprint of names and shapes of the weights."""
+
+
+def fingerprint(engine: TrainEngine) -> str:
+    """What the model looks like: a digest over names and shapes of its weights, whatever their values."""
+    parameters = engine.module.model.named_parameters()
+    shapes = sorted(f"{name} {tuple(getattr(p, 'ds_shape', p.shape))}" for name, p in parameters)
+    return blake3("\n".join(shapes).encode()).hexdigest(8)
+
+
+def layout_name(engine: TrainEngine) -> str:
+    """The layout that must be the same to resume."""
+    return f"{engine.mesh.layout}, ZeRO {engine.config.zero_stage}, {engine.config.precision}"
+
+
+class Checkpoints:
+    """The checkpoints of one run folder; all ranks call every method together."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, mesh: ProcessMesh, seed: int
+    ) -> None:
+        self.folder, self.keep, self.engine, self.tokenizer, self.mesh, self.seed = folder, keep, engine, tokenizer, mesh, seed
+
+    def save(self, *, step: int, next_ordinal: int) -> Path:
+        """Write the checkpoint of `step`; afterwards at most `keep` remain. Raises `OSError` with the cure on a full disk."""
+        final = self.folder / f"step_{step:06d}"
+        aside = self.folder / f".writing_{step:06d}"
+        problem = ""
+        if self.mesh.world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            for part in ("state", "random", "model"):
+                (aside / part).mkdir(parents=True)
+        barrier(self.mesh.world)
+        try:
+            self.engine.save(str(aside / "state"))
+            save_file({"torch": torch.get_rng_state()}, str(aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        whole = {}
+        for name, tensor in self.engine.weights():
+            if self.mesh.world.rank == 0:
+                whole[name] = tensor.detach().to("cpu", copy=True)
+        barrier(self.mesh.world)
+        if self.mesh.world.rank == 0 and not problem:
+            try:
+                self._export(aside / "model", whole)
+                progress = Progress(step, next_ordinal, self.seed, layout_name(self.engine), fingerprint(self.engine))
+                (aside / "run.json").write_text(json.dumps(asdict(progress), indent=1))
+                seal(aside)
+                if final.exists():
+                    shutil.rmtree(final)
+                os.rename(aside, final)
+                _sync(self.folder)
+                self._prune()
+            except (OSError, RuntimeError) as error:
+                problem = str(error) or repr(error)
+        problem = broadcast_object(problem, self.mesh.world)
+        if problem:
+            if self.mesh.world.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free / 2**30
+            raise OSError(
+                errno.EIO,
+                f"the checkpoint of step {step} could not be written to {self.folder} ({free:.2f} GiB free): {problem}; "
+                "earlier checkpoints are whole: free some space and go on with --resume True",
+            )
+        return final
+
+    def load(self) -> Progress | None:
+        """Restore the newest whole checkpoint that fits this run, or None where there is none at all.
+
+        A damaged or foreign one is passed over with a word on standard error; if none is left, raises `ValueError`.
+        """
+        chosen, passed = "", []
+        if self.mesh.world.rank == 0:
+            for path in newest_first(self.folder):
+                reason = self._why_not(path)
+                if not reason:
+                    chosen = str(path)
+                    break
+                passed.append(f"{path.name}: {reason}")
+                print(f"megarl: passing over checkpoint {path}: {reason}", file=sys.stderr)
+        chosen, passed = broadcast_object((chosen, passed), self.mesh.world)
+        if not chosen:
+            if passed:
+                raise ValueError(
+                    f"no checkpoint in {self.folder} can be resumed ({'; '.join(passed)}); set resume to false and another folder"
+                )
+            return None
+        path = Path(chosen)
+        self.engine.load(str(path / "state"))
+        torch.set_rng_state(load_file(str(path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))["torch"])
+        return read_progress(path)
+
+    def _why_not(self, path: Path) -> str:
+        """Why `path` cannot be resumed, or nothing."""
+        reason = damage(path)
+        if reason:
+            return reason
+        progress = read_progress(path)
+        if progress.model != fingerprint(self.engine):
+            return "it is of another model (names or shapes of the weights differ)"
+        if progress.layout != layout_name(self.engine):
+            return f"it was written under {progress.layout}, this run is {layout_name(self.engine)}"
+        if progress.seed != self.seed:
+            return f"it is of a run with seed {progress.seed}, this one has {self.seed}"
+        return ""
+
+    def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """The weights as a Hugging Face model folder that `from_pretrained` and vLLM load."""
+        model = self.engine.module.model
+        save_torch_state_dict(weights, folder)
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(str(folder))
+
+    def _prune(self) -> None:
+        for old in newest_first(self.folder)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`."""
+    return sorted(folder.glob("step_*"), reverse=True) if folder.is_dir() else []
+
+
+def read_progress(path: Path) -> Progress:
+    """`run.json` of a checkpoint."""
+    return Progress(**json.loads((path / "run.json").read_text()))
+
+
+def seal(folder: Path) -> None:
+    """Digest every file, write the digests, and bring all of it to the disk."""
+    digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(_files(folder))}
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=1))
+    for path in _files(folder):
+        _sync(path)
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _sync(path)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a sealed folder, or nothing: a missing, changed or unexpected file."""
+    try:
+        expected = json.loads((folder / DIGESTS).read_text())
+    except (OSError, ValueError) as error:
+        return f"its {DIGESTS} cannot be read ({error})"
+    present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
+    if present != set(expected):
+        return f"files are missing or foreign: {sorted(present ^ set(expected))[:3]}"
+    for name, digest in expected.items():
+        if _digest(folder / name) != digest:
+            return f"{name} is damaged (its digest differs)"
+    return ""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()
+    hasher.update_mmap(path)
+    return hasher.hexdigest(16)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""The policy network: a Hugging Face causal language model that answers with log-probs instead of logits.
+
+    MicroBatch (one packed row, T tokens)  ->  log-prob and entropy of each target with mask True, [M] each
+
+Attention and head are plugged in through public doors: `AttentionInterface.register` and `set_output_embeddings`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from megarl.kernels.logprobs import linear_logprobs
+from megarl.kernels.packed_attention import Documents, packed_attention
+from megarl.training.config import ModelConfig
+from megarl.types import MicroBatch
+
+ATTENTION = "megarl_packed"
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    documents: Documents | None = None,
+    **features: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    assert documents is not None and attention_mask is None and query.shape[0] == 1
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q, k, v, documents, scale)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class LogProbHead(nn.Linear):
+    """The output embedding, asked for log-probs of targets. The same weight under the same name as the head it replaces."""
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprobs(hidden, self.weight, targets, temperature)
+
+
+class PolicyModel(nn.Module):
+    """Log-probs of a packed row; owns the Hugging Face model as `.model`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        old = model.get_output_embeddings()
+        if not isinstance(old, nn.Linear) or old.bias is not None:
+            raise ValueError(
+                f"model {model.name_or_path} has an output head that is not a linear layer without bias; it cannot be trained here"
+            )
+        head = LogProbHead(1, 1, bias=False, device="meta")
+        head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight
+        model.set_output_embeddings(head)
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M]) of the M targets with `batch.mask` True, in order."""
+        hidden = self.model.base_model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            documents=Documents.of(batch.starts),
+        ).last_hidden_state[0]
+        chosen = batch.mask.nonzero()[:, 0]
+        return self.model.get_output_embeddings()(hidden[chosen], batch.targets[chosen], temperature)
+
+
+def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` for attention features that our kernel does not have: never computed wrongly in silence."""
+    text = config.get_text_config()
+    found = []
+    types = set(getattr(text, "layer_types", None) or [])
+    window = getattr(text, "sliding_window", None)
+    uses_window = getattr(text, "use_sliding_window", window is not None)
+    if types - {"full_attention"} or (not types and window is not None and uses_window):
+        found.append(f"layer types {sorted(types)}" if types else f"sliding window of {window} tokens")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, name, None):
+            found.append(f"{name} = {getattr(text, name)}")
+    if getattr(text, "logits_scaling", 1.0) not in (None, 1.0) or getattr(text, "logit_scale", 1.0) not in (None, 1.0):
+        found.append("scaled logits")
+    if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
+        found.append("mixture of experts")
+    if found:
+        raise ValueError(
+            f"model type {config.model_type} uses {', '.join(found)}, which training does not support; choose another model"
+        )
+
+
+def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
+    """The model's config.json, or a `ValueError` that says what to set."""
+    try:
+        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        hint = "" if Path(config.path).exists() else " (no such folder here; as a hub name it needs a network)"
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path {config.path!r} cannot be loaded{hint}: {first}; set it to a model folder or hub name"
+        ) from None
+
+
+def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The causal language model on the CPU in `dtype`; with `from_scratch`, random weights that only `seed` decides."""
+    hf = load_model_config(config)
+    refuse_unsupported(hf)
+    if config.from_scratch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                hf, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=config.trust_remote_code
+            ).to(dtype)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+            )
+        except OSError as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model.path {config.path!r} has no weights that can be loaded: {first}; "
+                "set model.from_scratch to true for random weights, or point model.path at a trained model"
+            ) from None
+    model.name_or_path = config.path
+    return model

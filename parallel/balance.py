@@ -1,0 +1,74 @@
+"""Dealing work out evenly: pure arithmetic on lengths, the same on every rank, so that ranks never disagree.
+
+lengths of samples -> split over ranks -> rows of at most a token budget, the same number of rows on every rank
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def work(length: int) -> float:
+    """Relative cost of a sample: linear layers plus causal attention, whose share grows with length."""
+    return length + length * length / 8192.0
+
+
+def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Deal positions of `lengths` to `parts` ranks, equal counts within one and work as even as greedy dealing gets it.
+
+    Returns per rank its positions in ascending order. Longest first, each to the least loaded rank that has room.
+    """
+    base, extra = divmod(len(lengths), parts)
+    # (load, rank, count): ranks with room for one more only while `extra` lasts.
+    heap = [(0.0, rank, 0) for rank in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    for position in sorted(range(len(lengths)), key=lambda p: (-lengths[p], p)):
+        skipped = []
+        while True:
+            load, rank, count = heapq.heappop(heap)
+            if count < base or (count == base and extra > 0):
+                break
+            skipped.append((load, rank, count))
+        if count == base:
+            extra -= 1
+        dealt[rank].append(position)
+        heapq.heappush(heap, (load + work(lengths[position]), rank, count + 1))
+        for item in skipped:
+            heapq.heappush(heap, item)
+    return [sorted(positions) for positions in dealt]
+
+
+def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
+    """Pack positions of `lengths` into rows of at most `budget` tokens (a longer sample sits alone), evenly filled.
+
+    Returns at least `at_least` rows, some empty where there are too few samples.
+    """
+    if not lengths:
+        return [[] for _ in range(at_least)]
+    order = sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))
+    count = max(at_least, -(-sum(lengths) // budget), 1)
+    while True:
+        # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that does not fit.
+        heap = [(0, index) for index in range(count)]
+        packed: list[list[int]] = [[] for _ in range(count)]
+        for position in order:
+            filled, index = heap[0]
+            if filled and filled + lengths[position] > budget:
+                break
+            heapq.heapreplace(heap, (filled + lengths[position], index))
+            packed[index].append(position)
+        else:
+            return [sorted(row) for row in packed]
+        count += 1
+
+
+def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+    """`rows` for each rank, with the same number of rows everywhere: ranks that run out get empty rows."""
+    needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
+    while True:
+        packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]
+        most = max(len(made) for made in packed)
+        if all(len(made) == most for made in packed):
+            return packed
+        needed = most

@@ -1,0 +1,77 @@
+"""Who sits where: pure arithmetic, no torch. A layout is degrees; ranks and coordinates follow.
+
+Layout(data=2, sequence=2, tensor=2): rank = ((data * sequence_size) + sequence) * tensor_size + tensor
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+AXES = ("data", "sequence", "tensor")
+"""Slowest first: tensor neighbours have consecutive ranks and share a node."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. `sequence` is what the field also calls context parallel."""
+
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.layout.{name} is {getattr(self, name)}; set it to 1 or more")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.sequence * self.tensor
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on each axis."""
+        return {
+            "data": rank // (self.sequence * self.tensor),
+            "sequence": rank // self.tensor % self.sequence,
+            "tensor": rank % self.tensor,
+        }
+
+    def rank(self, *, data: int = 0, sequence: int = 0, tensor: int = 0) -> int:
+        """The rank at these coordinates."""
+        return (data * self.sequence + sequence) * self.tensor + tensor
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The ranks that differ only along `axes`: a partition of all ranks, in one order on every rank."""
+        others = [name for name in AXES if name not in axes]
+        made = []
+        for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
+            place = dict(zip(others, fixed, strict=True))
+            free = itertools.product(*(range(getattr(self, name)) for name in AXES if name in axes))
+            names = [name for name in AXES if name in axes]
+            made.append(tuple(self.rank(**place, **dict(zip(names, values, strict=True))) for values in free))
+        return made
+
+    def __str__(self) -> str:
+        return f"data {self.data} x sequence {self.sequence} x tensor {self.tensor}"
+
+
+def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
+    """The layout for `num_ranks`; `data = 0` takes what the other axes leave. Raises `ValueError` where they do not match."""
+    rest = sequence * tensor
+    if data == 0:
+        if num_ranks % rest:
+            raise ValueError(
+                f"training.layout is sequence {sequence} x tensor {tensor}, which does not divide {num_ranks} ranks; "
+                f"start a multiple of {rest} ranks (torchrun --nproc-per-node) or change the layout"
+            )
+        data = num_ranks // rest
+    layout = Layout(data, sequence, tensor)
+    if layout.size != num_ranks:
+        cure = f"set training.layout.data to {num_ranks // rest}" if num_ranks % rest == 0 else "change the layout"
+        raise ValueError(
+            f"training.layout is {layout} = {layout.size} ranks, but this run has {num_ranks}; "
+            f"{cure}, or start {layout.size} ranks (torchrun --nproc-per-node)"
+        )
+    return layout

@@ -1,0 +1,121 @@
+"""The process groups of a layout, made by hand, once, in one order; axes are asked for by what they are for."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Some ranks that talk to each other. `group` is None exactly when `size` is 1: to torch None would mean everybody."""
+
+    name: str
+    size: int
+    rank: int
+    """This process's place on the axis."""
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+class ProcessMesh:
+    """Every axis of a layout, for this process. A context manager: it destroys what it made.
+
+    * `data`: ranks with different samples
+    * `sequence`: ranks that share a sample, split by token
+    * `tensor`: ranks that share a token, split by width
+    * `gradient` = data x sequence: ranks with the same weights: ZeRO shards, gradient mean, loss normaliser
+    * `sample` = sequence x tensor: ranks that get the same micro-batch
+    * `world`: everybody
+    """
+
+    USES = {
+        "data": ("data",),
+        "sequence": ("sequence",),
+        "tensor": ("tensor",),
+        "gradient": ("data", "sequence"),
+        "sample": ("sequence", "tensor"),
+        "world": ("data", "sequence", "tensor"),
+    }
+
+    data: Axis
+    sequence: Axis
+    tensor: Axis
+    gradient: Axis
+    sample: Axis
+    world: Axis
+
+    def __init__(self, layout: Layout, *, timeout_s: float = 600.0) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessMesh needs an initialised torch.distributed; call megarl.parallel.mesh.initialise first")
+        if dist.get_world_size() != layout.size:
+            raise ValueError(f"layout {layout} has {layout.size} ranks, but this run has {dist.get_world_size()}")
+        self.layout = layout
+        self.rank = dist.get_rank()
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for name, axes in self.USES.items():
+            for ranks in layout.groups(*axes):
+                if len(ranks) > 1 and ranks not in made:
+                    # Every rank makes every group, members or not, in this order: torch requires it.
+                    made[ranks] = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
+                if self.rank in ranks:
+                    axis = Axis(name, len(ranks), ranks.index(self.rank), ranks, made.get(ranks))
+                    setattr(self, name, axis)
+        self._groups = [group for ranks, group in made.items() if self.rank in ranks and isinstance(group, dist.ProcessGroup)]
+
+    def destroy(self) -> None:
+        """Give the groups back. Safe to call twice."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def __enter__(self) -> ProcessMesh:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.destroy()
+
+
+def num_ranks() -> int:
+    """Ranks of this run, as the launcher says; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's rank, as the launcher says; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_device() -> torch.device:
+    """The device of this rank: its own GPU where there are any, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def initialise(*, timeout_s: float = 600.0) -> torch.device:
+    """Join the other ranks (gloo on CPU, NCCL on GPUs) and return this rank's device. Needs no launcher for one rank."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one rank
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def finalise() -> None:
+    """Leave; the counterpart of `initialise`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,203 @@
+"""The report as a reader meets it: in a real browser where there is one, and its structure in any case."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.observe.config import ObserveConfig
+from megarl.observe.observer import Observer
+from megarl.observe.report import write_report
+from megarl.types import StepReport
+
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+    "--allow-file-access-from-files",
+    "--virtual-time-budget=5000",
+]
+TITLES = ["Accuracy", "Reward", "Response length", "Time of a step", "Throughput", "Do trainer and engine agree?", "Loss"]
+LONG = "1" * 3000 + "</script><script>document.documentElement.dataset.broken = 1</script>"
+
+# The page in a frame as wide as the device: the frame's width is what the page's own rules see, whatever a browser's least width.
+PROBE = """<!doctype html><meta charset="utf-8"><body><iframe style="border:0;width:%dpx;height:900px" src="report.html"></iframe>
+<pre id="told"></pre><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const errors = [], page = frame.contentDocument, root = page.documentElement;
+  frame.contentWindow.addEventListener("error", event => errors.push(event.message));
+  const tips = [...page.querySelectorAll(".plot")].map(plot => {
+    const box = plot.getBoundingClientRect(), tip = plot.querySelector(".tip");
+    plot.dispatchEvent(new frame.contentWindow.PointerEvent("pointermove", {clientX: box.left + box.width * .999}));
+    const shown = tip.getBoundingClientRect();
+    const told = {text: tip.innerText, inside: shown.left >= 0 && shown.right <= root.clientWidth, hidden: tip.hidden};
+    plot.dispatchEvent(new frame.contentWindow.PointerEvent("pointerleave"));
+    return {...told, gone: tip.hidden, height: box.height, width: box.width};
+  });
+  const overlaps = [...page.querySelectorAll(".x, .y")].filter(axis => {
+    const boxes = [...axis.children].map(mark => mark.getBoundingClientRect());
+    return boxes.some((a, i) => boxes.slice(i + 1).some(b =>
+      a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom));
+  }).length;
+  const told = {errors, tips, overlaps, charts: root.dataset.charts, broken: root.dataset.broken || "", width: root.clientWidth,
+    content: root.scrollWidth, titles: [...page.querySelectorAll("h3")].map(one => one.innerText),
+    tiles: [...page.querySelectorAll(".tile")].map(one => one.innerText.replace(/\\s+/g, " ")),
+    marks: [...page.querySelectorAll(".mark")].map(one => one.className)};
+  document.getElementById("told").textContent = JSON.stringify(told);
+};
+</script>"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run like that of the quick start: 60 steps, accuracy 0.15 to 0.99."""
+    config = ObserveConfig(tensorboard=False, progress=False)
+    with Observer(config, tmp_path, total_steps=60) as observer:
+
+        def evaluate(step: int, accuracy: float) -> None:
+            one = {"prompt": "347+589=", "answer": "936", "response": "#826", "correct": step > 0, "reward": -1.0, "tokens": 5}
+            metrics = {"eval/accuracy": accuracy, "eval/reward/mean": 2 * accuracy - 1, "eval/length/mean": 18 + step / 5}
+            observer.evaluation(step, metrics, [one, one | {"prompt": LONG, "response": LONG}])
+
+        evaluate(0, 0.15)
+        for step in range(60):
+            accuracy = 0.15 + 0.84 / (1 + math.exp(6 - step / 4))
+            metrics = {
+                "accuracy": accuracy,
+                "reward/mean": 2 * accuracy - 1,
+                "length/mean": 18 + step / 5,
+                "loss": math.sin(step),
+            }
+            times = {"time/step_s": 1.2, "time/wait_s": 0.6, "time/train_s": 0.5, "time/publish_s": 0.05, "time/rollout_s": 0.9}
+            rates = {"tokens/generated_per_s": 20e3, "tokens/trained_per_s": 25e3}
+            gaps = {"mismatch/mean_abs": 2e-6, "mismatch/max_abs": 3e-5, "probe/max_abs": 1e-5 * (1 + step % 2)}
+            observer.step(StepReport(step, metrics | times | rates | gaps))
+        evaluate(60, 0.99)
+    (tmp_path / "recipe.yaml").write_text(f"seed: 5\nlong: {LONG}\n")
+    write_report(tmp_path, title="Three-digit sums")
+    return tmp_path
+
+
+def browse(folder: Path, profile: Path, width: int) -> dict[str, Any]:
+    """What the probe says of the report at a width in CSS pixels."""
+    (folder / "probe.html").write_text(PROBE % width)
+    command = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", "--window-size=1400,1000", "--dump-dom"]
+    done = subprocess.run([*command, (folder / "probe.html").as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert console == []  # script errors and what the content policy refused
+    found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+class Outline(HTMLParser):
+    """What can be checked of the page without a browser; every element must be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.titles: list[str] = []
+        self.tiles: list[str] = []
+        self.marks: list[str] = []
+        self.scripts: list[str] = []
+        self.shapes = 0
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        name = dict(attrs).get("class") or ""
+        if tag == "meta":
+            return
+        self.open.append(tag)
+        if tag == "h3":
+            self.titles.append("")
+        if tag == "script":
+            self.scripts.append("")
+        if name.startswith("tile") and tag == "div":
+            self.tiles.append("")
+        if name.startswith("mark"):
+            self.marks.append(name)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag == "path"
+        place = dict(attrs).get("d") or ""
+        assert place == "" or re.fullmatch(r"([MLHVhz][-\d. ]*)+", place), place[:80]
+        self.shapes += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "h3" in self.open:
+            self.titles[-1] += data
+        elif "script" in self.open:
+            self.scripts[-1] += data
+        elif "dl" in self.open:
+            self.tiles[-1] += data + " "
+
+
+def check(titles: list[str], tiles: list[str], marks: list[str]) -> None:
+    """What both ways of reading the page must find."""
+    assert set(TITLES) <= set(titles)
+    words = " ".join(" ".join(tiles).split())
+    for told in ("15.0% → 99.0%", "18.0 → 30.0", "Steps 60", "1 min 12 s", "20k tokens/s", "25k tokens/s"):
+        assert told in words, words
+    assert marks == ["mark wrong", "mark right"] * 2
+
+
+def test_structure(run: Path) -> None:
+    outline = Outline((run / "report.html").read_text(encoding="utf-8"))
+    check(outline.titles, outline.tiles, outline.marks)
+    assert outline.shapes >= 2 * len(outline.titles)
+    *data, script = outline.scripts
+    assert len(data) == len(outline.titles)
+    for one in data:
+        for row in json.loads(one):
+            assert row["points"]
+            assert all(0 <= across <= 1 for across, *_ in row["points"])
+            assert all(up is None or -1e-6 <= up <= 1 + 1e-6 for _, up, *_ in row["points"])
+    assert "figure.chart" in script
+
+
+@pytest.mark.parametrize("width", [390, 820, 1280])
+def test_in_a_browser(run: Path, tmp_path_factory: pytest.TempPathFactory, width: int) -> None:
+    if BROWSER is None:
+        # The browser is optional; `test_structure` holds what can be held without one, and is repeated here rather than skipped.
+        test_structure(run)
+        return
+    told = browse(run, tmp_path_factory.mktemp("profile"), width)
+    assert told["errors"] == []
+    assert told["broken"] == ""
+    check(told["titles"], told["tiles"], told["marks"])
+    assert int(told["charts"]) == len(told["titles"]) == len(told["tips"])
+    assert told["width"] == width
+    assert told["content"] <= width, "the page scrolls sideways"
+    assert told["overlaps"] == 0, "labels of an axis overlap"
+    for tip in told["tips"]:
+        assert tip["text"].startswith("step "), tip
+        assert tip["inside"], tip
+        assert not tip["hidden"], tip
+        assert tip["gone"], tip
+        assert tip["height"] >= 180, tip
+        assert tip["width"] >= 250, tip
+    assert "step 60" in told["tips"][0]["text"]
+    assert "99%" in told["tips"][0]["text"]

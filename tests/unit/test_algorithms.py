@@ -1,0 +1,570 @@
+"""Every entry of the learning rule against a closed form worked out here, and the properties that all entries share.
+
+Closed forms are plain Python and numpy over one token or one group at a time; nothing of the package is used in them.
+A new entry without a closed form fails `test_every_entry_has_a_closed_form`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.config import AlgorithmConfig, CorrectionConfig
+from megarl.algorithms.corrections import CORRECTIONS, merge, mismatch, summarise
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.losses import AGGREGATIONS, LOSSES
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5, constant_tokens=16)
+
+
+def f64(values: object) -> Tensor:
+    return torch.as_tensor(np.asarray(values), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+
+def by_group(form: Callable[[list[float]], list[float]]) -> Callable[..., np.ndarray]:
+    """Apply a closed form for one group's rewards to each group."""
+
+    def whole(rewards: list[float], groups: list[int], tokens: list[int]) -> np.ndarray:
+        out = np.zeros(len(rewards))
+        for label in set(groups):
+            rows = [i for i, g in enumerate(groups) if g == label]
+            out[rows] = form([rewards[i] for i in rows])
+        return out
+
+    return whole
+
+
+def normalised(values: list[float], tokens: list[int]) -> np.ndarray:
+    """Write every value once per token, then take the ordinary mean and std."""
+    spread = np.repeat(np.asarray(values, dtype=np.float64), tokens)
+    if spread.size == 0:
+        return np.zeros(len(values))
+    out = [(v - spread.mean()) / (spread.std() + 1e-6) if t else 0.0 for v, t in zip(values, tokens, strict=True)]
+    return np.asarray(out)
+
+
+def leave_one_out(r: list[float]) -> list[float]:
+    return [x - np.mean(r[:i] + r[i + 1 :]) if len(r) > 1 else 0.0 for i, x in enumerate(r)]
+
+
+minus_mean = by_group(lambda r: [x - np.mean(r) for x in r])
+ADVANTAGE_FORMS: dict[str, Callable[..., np.ndarray]] = {
+    "grpo": by_group(lambda r: [(x - np.mean(r)) / (np.std(r) + 1e-6) for x in r]),
+    "dr_grpo": minus_mean,
+    "rloo": by_group(leave_one_out),
+    "reinforce_plus_plus": lambda r, g, t: normalised(r, t),
+    "reinforce_plus_plus_baseline": lambda r, g, t: normalised(list(minus_mean(r, g, t)), t),
+}
+GROUP_BASELINES = ["grpo", "dr_grpo", "rloo"]
+OVER_TOKENS = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+reward = st.sampled_from([-1.0, 0.0, 0.1, 1 / 3, 1.0]) | st.floats(-10, 10, allow_subnormal=False)
+steps = st.lists(st.tuples(reward, st.sampled_from([0, 3, 7, -2]), st.integers(0, 40)), min_size=1, max_size=12)
+
+
+def advantages(name: str, rewards: object, groups: object, tokens: object) -> Tensor:
+    return ADVANTAGES[name](f64(rewards), torch.as_tensor(groups), torch.as_tensor(tokens))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@FEW
+@given(step=steps)
+def test_advantage_is_its_closed_form(name: str, step: list[tuple[float, int, int]]) -> None:
+    rewards, groups, tokens = map(list, zip(*step, strict=True))
+    got = advantages(name, rewards, groups, tokens)
+    assert got.dtype == torch.float64
+    np.testing.assert_allclose(got.numpy(), ADVANTAGE_FORMS[name](rewards, groups, tokens), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@FEW
+@given(step=steps, seed=st.integers(0, 99))
+def test_advantage_ignores_order_labels_and_offset(name: str, step: list[tuple[float, int, int]], seed: int) -> None:
+    rewards, groups, tokens = (np.asarray(column) for column in zip(*step, strict=True))
+    order = np.random.default_rng(seed).permutation(len(step))
+    plain = advantages(name, rewards, groups, tokens)
+    moved = advantages(name, rewards[order] + 0.75, 1000 - 13 * groups[order], tokens[order])
+    torch.testing.assert_close(moved, plain[order.copy()], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("value", [0.1, -1 / 3, 1e6 + 0.1])
+def test_equal_rewards_give_exactly_nothing(name: str, value: float) -> None:
+    got = advantages(name, [value] * 7, [0, 0, 0, 1, 1, 2, 2], [5, 0, 3, 9, 9, 1, 0])
+    assert torch.equal(got, torch.zeros(7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
+def test_group_of_one_and_group_of_equals_give_exactly_nothing(name: str) -> None:
+    got = advantages(name, [0.1, 0.1, 0.1, 5.0, 1.0, 0.0], [4, 4, 4, 2, 9, 9], [1, 2, 3, 4, 5, 6])
+    assert torch.equal(got[:4], torch.zeros(4, dtype=torch.float64))
+    assert (got[4:].abs() > 0.4).all()
+
+
+def test_advantages_by_hand() -> None:
+    rewards, groups = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1]
+    tokens = [10, 10, 10, 10, 5, 15]
+    root = math.sqrt(3)
+    expected = {
+        "grpo": [root, -1 / root, -1 / root, -1 / root, 1, -1],
+        "dr_grpo": [0.75, -0.25, -0.25, -0.25, 0.5, -0.5],
+        "rloo": [1, -1 / 3, -1 / 3, -1 / 3, 1, -1],
+        # 15 of 60 tokens have reward 1: mean 1/4, std sqrt(3)/4.
+        "reinforce_plus_plus": [root, -1 / root, -1 / root, -1 / root, root, -1 / root],
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(advantages(name, rewards, groups, tokens), f64(values), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OVER_TOKENS)
+def test_normalised_advantages_have_mean_0_and_variance_1_over_tokens(name: str) -> None:
+    tokens = torch.tensor([3, 50, 1, 0, 20, 8])
+    got = advantages(name, [1.0, 0.0, 0.5, 9.0, 1.0, 0.2], [0, 0, 0, 1, 1, 1], tokens)
+    share = tokens.double() / tokens.sum()
+    assert float((share * got).sum()) == pytest.approx(0, abs=1e-9)
+    assert float((share * got**2).sum()) == pytest.approx(1, abs=1e-4)
+    assert got[3] == 0
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_of_nothing_and_of_nonsense(name: str) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert advantages(name, [], empty, empty).shape == (0,)
+    assert torch.isfinite(advantages(name, [1.0, 0.0, 3.0], [0, 0, 1], [0, 0, 0])).all()
+    with pytest.raises(ValueError, match="sample 1 is nan"):
+        advantages(name, [1.0, math.nan], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match=r"\[N\]"):
+        advantages(name, [1.0, 0.0], [0, 0, 0], [1, 1])
+    with pytest.raises(ValueError, match="negative"):
+        advantages(name, [1.0, 0.0], [0, 0], [1, -1])
+
+
+# ------------------------------------------------------------------------------------------------------------ kl
+
+KL_FORMS: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_is_its_closed_form(name: str) -> None:
+    logp, ref = f64(np.linspace(-12, 0, 41)), f64(np.linspace(-3, -2, 41))
+    got = KL_ESTIMATORS[name](logp, ref)
+    expected = [KL_FORMS[name](float(d)) for d in logp - ref]
+    torch.testing.assert_close(got, f64(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_gradient(name: str) -> None:
+    ref = f64([-1.0, -2.0, -3.0, -0.5, -1.0])
+    logp = (ref + f64([-30.0, -9.0, -0.1, 0.7, 40.0])).requires_grad_()  # the first is beyond k3's limit
+    assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[name](x, ref), (logp,))
+    ref.requires_grad_()
+    KL_ESTIMATORS[name](logp, ref).sum().backward()
+    assert ref.grad is None, "the reference does not learn"
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@pytest.mark.parametrize("d", [-1e4, -88.8, -10.0, 0.0, 10.0, 88.8, 1e4])
+def test_kl_is_finite_and_pulls_back_in_float32(name: str, d: float) -> None:
+    logp = torch.tensor([d], requires_grad=True)
+    value = KL_ESTIMATORS[name](logp, torch.zeros(1))
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(gradient).all()
+    if name != "k1":
+        assert value >= 0
+        assert gradient.sign() == np.sign(d)
+
+
+def test_k3_slope_at_its_limit_is_counted_once() -> None:
+    logp = f64([-10.0]).requires_grad_()
+    (gradient,) = torch.autograd.grad(KL_ESTIMATORS["k3"](logp, f64([0.0])).sum(), logp)
+    assert float(gradient) == pytest.approx(1 - math.exp(10))
+
+
+def test_k3_keeps_small_differences_in_float32() -> None:
+    got = KL_ESTIMATORS["k3"](torch.tensor([1e-4]), torch.zeros(1))
+    assert float(got) == pytest.approx(0.5e-8, rel=0.01)
+
+
+def test_what_the_kl_estimators_estimate() -> None:
+    """Exact expectations over a vocabulary of 5: the table in the module's docstring."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, generator=rng).requires_grad_()
+    logp, ref = logits.log_softmax(0), torch.randn(5, dtype=torch.float64, generator=rng).log_softmax(0)
+    forward, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
+
+    def slope(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    mean = {name: (logp.exp().detach() * k(logp, ref)).sum() for name, k in KL_ESTIMATORS.items()}
+    torch.testing.assert_close(mean["k1"], forward)
+    torch.testing.assert_close(mean["k3"], forward)
+    torch.testing.assert_close(slope(mean["k1"]), torch.zeros(5, dtype=torch.float64))
+    torch.testing.assert_close(slope(mean["k2"]), slope(forward))
+    torch.testing.assert_close(slope(mean["k3"]), slope(reverse))
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass
+class Row:
+    """Packed samples: each has two prompt positions, then its response, then a last position without a target."""
+
+    rows_T: Tensor
+    mask_T: Tensor
+    logp_T: Tensor
+    old_T: Tensor
+    advantages_N: Tensor
+    tokens_N: Tensor
+
+    def take(self, samples: list[int]) -> Tensor:
+        """Positions of these samples, in their order."""
+        return torch.cat([(self.rows_T == n).nonzero().flatten() for n in samples])
+
+
+def make_row(lengths: list[int], seed: int, spread: float = 0.4) -> Row:
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.cat([torch.full((length + 3,), n) for n, length in enumerate(lengths)])
+    mask = torch.cat([torch.tensor([False] * 2 + [True] * length + [False]) for length in lengths])
+    logp = -3 * torch.rand(len(rows), dtype=torch.float64, generator=rng)
+    old = logp + spread * torch.randn(len(rows), dtype=torch.float64, generator=rng)
+    adv = torch.randn(len(lengths), dtype=torch.float64, generator=rng)
+    return Row(rows, mask, logp.requires_grad_(), old, adv, torch.tensor(lengths))
+
+
+def mean_over(rows_T: Tensor, mask_T: Tensor, num_samples: int) -> Callable[[Tensor], Tensor]:
+    """The mean that the training room injects."""
+    counts = torch.zeros(num_samples, dtype=torch.float64).index_add(0, rows_T, mask_T.double()).clamp(min=1)
+
+    def sequence_mean(x_T: Tensor) -> Tensor:
+        total = x_T.new_zeros(num_samples).index_add(0, rows_T, torch.where(mask_T, x_T, 0.0))
+        return (total / counts.to(x_T.dtype))[rows_T]
+
+    return sequence_mean
+
+
+def step_loss(row: Row, name: str, weights_N: Tensor, samples: list[int], config: AlgorithmConfig = CONFIG) -> Tensor:
+    """What the training room does with one micro-batch."""
+    at = row.take(samples)
+    rows_T, mask_T = row.rows_T[at], row.mask_T[at]
+    sequence_mean = mean_over(rows_T, mask_T, len(row.tokens_N))
+    terms = LOSSES[name](row.logp_T[at], row.old_T[at], row.advantages_N[rows_T], sequence_mean, config)
+    return (weights_N[rows_T] * mask_T * terms.per_token).sum()
+
+
+def clip(r: float) -> float:
+    return min(max(r, 0.8), 1.28)
+
+
+def ppo_form(d: float, mean_d: float, a: float, logp: float) -> tuple[float, float, bool]:
+    """(loss of a token, its derivative by logp, clipped) from log-ratio, the sequence's mean log-ratio and advantage."""
+    r = math.exp(d)
+    cut = (a > 0 and r > 1.28) or (a < 0 and r < 0.8)
+    return -clip(r) * a if cut else -r * a, 0.0 if cut else -r * a, cut
+
+
+def dual_form(d: float, mean_d: float, a: float, logp: float) -> tuple[float, float, bool]:
+    if a < 0 and math.exp(d) > 1.5:
+        return -1.5 * a, 0.0, True
+    return ppo_form(d, mean_d, a, logp)
+
+
+def cispo_form(d: float, mean_d: float, a: float, logp: float) -> tuple[float, float, bool]:
+    r = math.exp(d)
+    return -clip(r) * a * logp, -clip(r) * a, not 0.8 <= r <= 1.28
+
+
+LOSS_FORMS: dict[str, Callable[[float, float, float, float], tuple[float, float, bool]]] = {
+    "ppo_clip": ppo_form,
+    "dual_clip": dual_form,
+    "gspo": lambda d, mean_d, a, logp: ppo_form(mean_d, mean_d, a, logp),
+    "cispo": cispo_form,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_is_its_closed_form(name: str, seed: int) -> None:
+    row = make_row([1, 9, 1, 14, 5, 2], seed, spread=0.6)
+    sequence_mean = mean_over(row.rows_T, row.mask_T, 6)
+    terms = LOSSES[name](row.logp_T, row.old_T, row.advantages_N[row.rows_T], sequence_mean, CONFIG)
+    (gradient,) = torch.autograd.grad(terms.per_token[row.mask_T].sum(), row.logp_T)
+    assert not terms.ratio.requires_grad
+    assert not gradient[~row.mask_T].any()
+    kinds = set()
+    for t in row.mask_T.nonzero().flatten().tolist():
+        n = int(row.rows_T[t])
+        mine = row.mask_T & (row.rows_T == n)
+        d = float(row.logp_T[t].detach() - row.old_T[t])
+        mean_d = float((row.logp_T.detach() - row.old_T)[mine].mean())
+        value, slope, cut = LOSS_FORMS[name](d, mean_d, float(row.advantages_N[n]), float(row.logp_T[t].detach()))
+        assert float(terms.per_token[t].detach()) == pytest.approx(value, rel=1e-10)
+        assert float(gradient[t]) == pytest.approx(slope, rel=1e-10, abs=1e-14)
+        assert bool(terms.clipped[t]) is cut
+        assert float(terms.ratio[t]) == pytest.approx(math.exp(mean_d if name == "gspo" else d), rel=1e-10)
+        kinds.add(cut)
+    assert kinds == {True, False}, "the case must show both sides of the clip"
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip"])
+def test_smooth_losses_pass_gradcheck(name: str) -> None:
+    row = make_row([4, 7], seed=5)
+    weights = AGGREGATIONS["token"](row.tokens_N, CONFIG)
+
+    def loss(logp_T: Tensor) -> Tensor:
+        return step_loss(Row(row.rows_T, row.mask_T, logp_T, row.old_T, row.advantages_N, row.tokens_N), name, weights, [0, 1])
+
+    assert torch.autograd.gradcheck(loss, (row.logp_T,))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gspo_has_the_gradient_of_its_sequence_form(aggregation: str) -> None:
+    """Finite differences of sum_n W_n T_n x -min(s A, clip(s) A), where s moves with every token of the sample."""
+    row = make_row([3, 1, 6, 4], seed=1, spread=0.3)
+    weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
+
+    def sequence_form(logp: np.ndarray) -> float:
+        total = 0.0
+        for n in range(4):
+            mine = (row.mask_T & (row.rows_T == n)).numpy()
+            s, a = math.exp((logp - row.old_T.numpy())[mine].mean()), float(row.advantages_N[n])
+            total += float(weights[n]) * int(row.tokens_N[n]) * -min(s * a, clip(s) * a)
+        return total
+
+    loss = step_loss(row, "gspo", weights, [0, 1, 2, 3])
+    (gradient,) = torch.autograd.grad(loss, row.logp_T)
+    start = row.logp_T.detach().numpy()
+    assert float(loss.detach()) == pytest.approx(sequence_form(start))
+    for t in range(len(start)):
+        step = 1e-6 * np.eye(len(start))[t]
+        numeric = (sequence_form(start + step) - sequence_form(start - step)) / 2e-6
+        assert float(gradient[t]) == pytest.approx(numeric, abs=1e-8)
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_first_update_is_the_policy_gradient(name: str) -> None:
+    row = make_row([3, 5], seed=2, spread=0.0)
+    advantages_T = row.advantages_N[row.rows_T]
+    sequence_mean = mean_over(row.rows_T, row.mask_T, 2)
+    terms = LOSSES[name](row.logp_T, row.old_T.detach(), advantages_T, sequence_mean, CONFIG)
+    (gradient,) = torch.autograd.grad(terms.per_token.sum(), row.logp_T)
+    torch.testing.assert_close(gradient, -advantages_T, rtol=0, atol=0)
+    assert torch.equal(terms.ratio, torch.ones_like(terms.ratio))
+    assert not terms.clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_advantage_no_gradient(name: str) -> None:
+    row = make_row([2, 6], seed=3, spread=1.0)
+    sequence_mean = mean_over(row.rows_T, row.mask_T, 2)
+    terms = LOSSES[name](row.logp_T, row.old_T, torch.zeros_like(row.old_T), sequence_mean, CONFIG)
+    (gradient,) = torch.autograd.grad(terms.per_token.sum(), row.logp_T)
+    assert not gradient.any()
+    assert not terms.clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_logp_learns(name: str) -> None:
+    row = make_row([2, 6], seed=3)
+    old_T, advantages_T = row.old_T.detach().requires_grad_(), row.advantages_N[row.rows_T].requires_grad_()
+    LOSSES[name](row.logp_T, old_T, advantages_T, mean_over(row.rows_T, row.mask_T, 2), CONFIG).per_token.sum().backward()
+    assert row.logp_T.grad is not None
+    assert old_T.grad is None
+    assert advantages_T.grad is None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("d", [-1e4, 1e4])
+@pytest.mark.parametrize("a", [-2.0, 2.0])
+def test_losses_are_finite_in_float32(name: str, d: float, a: float) -> None:
+    logp = torch.tensor([d, -1.0], requires_grad=True)
+    terms = LOSSES[name](logp, torch.zeros(2), torch.full((2,), a), lambda x: x.mean().expand_as(x), CONFIG)
+    (gradient,) = torch.autograd.grad(terms.per_token.sum(), logp)
+    for tensor in (terms.per_token, terms.ratio, gradient):
+        assert torch.isfinite(tensor).all()
+    if name == "dual_clip":
+        assert terms.per_token.max() <= 1.5 * abs(a)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+@FEW
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=2, max_size=6),
+    seed=st.integers(0, 99),
+    where=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_micro_batches_do_not_change_the_step(
+    name: str, aggregation: str, lengths: list[int], seed: int, where: list[int]
+) -> None:
+    """Samples of uneven length in any order over three micro-batches, some of them empty or without a response token."""
+    row = make_row(lengths, seed)
+    weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
+    order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
+    whole = step_loss(row, name, weights, list(range(len(lengths))))
+    parts = [[n for n in order if where[n] == k] for k in range(3)]
+    losses = [step_loss(row, name, weights, part) for part in parts if part]
+    torch.testing.assert_close(torch.stack(losses).sum(), whole, rtol=1e-12, atol=1e-14)
+    (expected,) = torch.autograd.grad(whole, row.logp_T)
+    for loss in losses:
+        loss.backward()
+    assert row.logp_T.grad is not None
+    torch.testing.assert_close(row.logp_T.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_untrained_positions_do_not_matter(name: str, aggregation: str) -> None:
+    row = make_row([4, 0, 7], seed=8)
+    weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
+    plain = step_loss(row, name, weights, [0, 1, 2])
+    junk = torch.where(row.mask_T, row.logp_T.detach(), 777.0).requires_grad_()
+    dirty_row = Row(row.rows_T, row.mask_T, junk, row.old_T, row.advantages_N, row.tokens_N)
+    dirty = step_loss(dirty_row, name, weights, [0, 1, 2])
+    assert torch.equal(plain, dirty)
+    torch.testing.assert_close(torch.autograd.grad(dirty, junk)[0], torch.autograd.grad(plain, row.logp_T)[0])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_without_response_tokens_is_finite_and_teaches_nothing(name: str, aggregation: str) -> None:
+    row = make_row([0, 0, 0], seed=9)
+    loss = step_loss(row, name, AGGREGATIONS[aggregation](row.tokens_N, CONFIG), [0, 1, 2])
+    (gradient,) = torch.autograd.grad(loss, row.logp_T)
+    assert loss == 0
+    assert not gradient.any()
+
+
+# -------------------------------------------------------------------------------------------------- aggregations
+
+AGGREGATION_FORMS: dict[str, Callable[[list[np.ndarray]], float]] = {
+    "token": lambda samples: float(np.mean(np.concatenate(samples))),
+    "sequence": lambda samples: float(np.mean([np.mean(sample) for sample in samples])),
+    "constant": lambda samples: float(np.mean([np.sum(sample) / 16 for sample in samples])),
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@FEW
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_aggregation_is_its_closed_form(name: str, lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = [rng.normal(size=length) for length in lengths]
+    weights = AGGREGATIONS[name](torch.tensor(lengths), CONFIG)
+    assert weights.dtype == torch.float64
+    got = sum(float(w) * sample.sum() for w, sample in zip(weights, samples, strict=True))
+    trained = [sample for sample in samples if sample.size]
+    assert got == pytest.approx(AGGREGATION_FORMS[name](trained) if trained else 0.0, rel=1e-9, abs=1e-12)
+    for weight, length in zip(weights.tolist(), lengths, strict=True):
+        assert 0 < weight <= 1 if length else weight == 0
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_samples_without_tokens_are_not_sequences(name: str) -> None:
+    with_empty = AGGREGATIONS[name](torch.tensor([4, 0, 2, 0]), CONFIG)
+    torch.testing.assert_close(with_empty[[0, 2]], AGGREGATIONS[name](torch.tensor([4, 2]), CONFIG))
+    assert AGGREGATIONS[name](torch.zeros(0, dtype=torch.int64), CONFIG).shape == (0,)
+
+
+# --------------------------------------------------------------------------------------------------- corrections
+
+CORRECTION_FORMS: dict[str, Callable[[float], float]] = {
+    "none": lambda w: 1.0,
+    "tis": lambda w: min(w, 2.0),
+    "icepop": lambda w: w if 0.5 <= w <= 2.0 else 0.0,
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@FEW
+@given(log_w=st.lists(st.floats(-15, 15), min_size=1, max_size=20))
+def test_correction_is_its_closed_form(name: str, log_w: list[float]) -> None:
+    engine = f64(np.linspace(-3, -1, len(log_w)))
+    trainer = (engine + f64(log_w)).requires_grad_()
+    got = CORRECTIONS[name](trainer, engine, CorrectionConfig(low=0.5, high=2.0))
+    assert not got.requires_grad
+    exact = (trainer.detach() - engine).tolist()
+    np.testing.assert_allclose(got.numpy(), [CORRECTION_FORMS[name](math.exp(x)) for x in exact], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_correction_is_bounded_in_float32_and_1_without_mismatch(name: str) -> None:
+    engine = torch.tensor([0.0, -1e4, -700.0, -2.5])
+    trainer = torch.tensor([-1e4, 0.0, -0.1, -2.5])
+    got = CORRECTIONS[name](trainer, engine, CorrectionConfig(low=0.5, high=3.0))
+    assert got.dtype == torch.float32
+    assert ((got >= 0) & (got <= 3.0)).all()
+    assert got[3] == 1
+
+
+def test_mismatch_by_hand() -> None:
+    """KL(engine || trainer), d = engine - trainer: 0.3, -0.1, 0.2 and one untrained position."""
+    trainer = f64([-1.3, -0.9, -2.2, math.nan])
+    engine = f64([-1.0, -1.0, -2.0, -5.0])
+    got = summarise(mismatch(trainer, engine, torch.tensor([True, True, True, False])))
+    d = [0.3, -0.1, 0.2]
+    assert got == pytest.approx(
+        {
+            "mean_abs": 0.2,
+            "max_abs": 0.3,
+            "k1": 0.4 / 3,
+            "k3": sum(math.exp(-x) - 1 + x for x in d) / 3,
+            "outside": 1 / 3,  # exp(-0.3) = 0.74; exp(0.1) = 1.11 and exp(-0.2) = 0.82 are inside
+        }
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.79, 0.81, 1.24, 1.26])
+def test_mismatch_counts_ratios_outside_the_band(ratio: float) -> None:
+    got = summarise(mismatch(f64([math.log(ratio)]), f64([0.0]), torch.tensor([True])))
+    assert got["outside"] == (not 0.8 <= ratio <= 1.25)
+
+
+def test_mismatch_of_parts_merges_to_the_whole() -> None:
+    rng = torch.Generator().manual_seed(0)
+    trainer, engine = -torch.rand(2, 50, generator=rng)
+    mask = torch.rand(50, generator=rng) > 0.3
+    mask[:10] = False
+    whole = mismatch(trainer, engine, mask)
+    parts = [mismatch(trainer[a:b], engine[a:b], mask[a:b]) for a, b in [(0, 10), (10, 30), (30, 50), (50, 50)]]
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = merge(merged, part)
+    assert summarise(merged) == pytest.approx(summarise(whole), rel=1e-12)
+    assert set(summarise(parts[0]).values()) == set(summarise(parts[3]).values()) == {0.0}
+
+
+# ---------------------------------------------------------------------------------------------------- registries
+
+
+@pytest.mark.parametrize(
+    ("registry", "forms"),
+    [
+        (ADVANTAGES, ADVANTAGE_FORMS),
+        (KL_ESTIMATORS, KL_FORMS),
+        (LOSSES, LOSS_FORMS),
+        (AGGREGATIONS, AGGREGATION_FORMS),
+        (CORRECTIONS, CORRECTION_FORMS),
+    ],
+)
+def test_every_entry_has_a_closed_form(registry: dict[str, object], forms: dict[str, object]) -> None:
+    assert registry.keys() == forms.keys()

@@ -1,0 +1,356 @@
+"""What a run writes down comes back as it was, is not doubled on resume, and makes a page whatever the model wrote."""
+
+from __future__ import annotations
+
+import math
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.observe import charts
+from megarl.observe.config import ObserveConfig
+from megarl.observe.observer import Observer, shown
+from megarl.observe.report import write_report
+from megarl.observe.sinks import read_records
+from megarl.observe.summary import read_run, summary
+from megarl.types import StepReport
+
+QUIET = ObserveConfig(tensorboard=False, progress=False)
+WEIRD = (
+    'a</pre><script>alert(1)</script><img src=x onerror=alert(2)> "quoted" & \x00\x1b[31m \u202e \ud83d 你好 🎉 ﷽\r\n\u2028end'
+)
+
+
+def numbers(step: int, total: int) -> dict[str, float]:
+    done = step / max(total - 1, 1)
+    return {
+        "reward/mean": 2 * done - 1,
+        "accuracy": done,
+        "length/mean": 18 + 13 * done,
+        "length/truncated_share": 0.01,
+        "time/step_s": 1.0,
+        "time/rollout_s": 0.8,
+        "time/wait_s": 0.5,
+        "time/train_s": 0.4,
+        "time/publish_s": 0.02,
+        "tokens/generated_per_s": 20000.0 + step,
+        "tokens/trained_per_s": 25000.0,
+        "loss": math.sin(step),
+        "grad_norm": 0.5,
+        "mismatch/mean_abs": 1e-6,
+        "mismatch/max_abs": 3e-5 * (1 + step % 3),
+        "probe/max_abs": 0.0,
+        "staleness/max": 1.0,
+    }
+
+
+def answer(correct: bool, prompt: str = "347+589=", response: str = "#936") -> dict[str, Any]:
+    return {"prompt": prompt, "answer": "936", "response": response, "correct": correct, "reward": 1.0, "tokens": 5}
+
+
+def write_run(folder: Path, steps: int, *, evaluated: bool = True) -> None:
+    with Observer(QUIET, folder, total_steps=steps) as observer:
+        if evaluated:
+            observer.evaluation(0, {"eval/accuracy": 0.174, "eval/length/mean": 18.0}, [answer(False)])
+            observer.evaluation(0, {"eval_sampled/accuracy": 0.2}, [answer(True, response="sampled")])
+        for step in range(steps):
+            observer.step(StepReport(step, numbers(step, steps)))
+        if evaluated:
+            observer.evaluation(
+                steps, {"eval/accuracy": 0.994, "eval/length/mean": 31.5}, [answer(True, response="7+9+0=16#936")]
+            )
+
+
+class Page(HTMLParser):
+    """Parses strictly: every element that must be closed is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "img", "link", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.text += data
+
+    def count(self, tag: str, name: str = "") -> int:
+        return sum(t == tag and (not name or name in (attrs.get("class") or "").split()) for t, attrs in self.seen)
+
+
+def page_of(folder: Path, title: str = "A run") -> Page:
+    return Page(write_report(folder, title=title).read_text(encoding="utf-8"))
+
+
+# The observer
+
+
+def test_resume_of_all_files(tmp_path: Path) -> None:
+    group = {"ordinal": 0, "prompt": "p", "answer": "a", "rollouts": []}
+
+    def go(first: int, last: int) -> None:
+        with Observer(QUIET, tmp_path, total_steps=6, first_step=first) as observer:
+            if first == 0:
+                observer.evaluation(0, {"eval/accuracy": 0.0}, [])
+            for step in range(first, last):
+                observer.step(StepReport(step, {"loss": 1.0}))
+                observer.transcripts(step, [group] * 5)
+                observer.evaluation(step + 1, {"eval/accuracy": step / 10}, [])
+
+    def steps(name: str) -> list[int]:
+        return [record["step"] for record in read_records(tmp_path / name)]
+
+    go(0, 5)
+    go(3, 6)  # the checkpoint was after 3 steps; its evaluation stays
+    assert steps("metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+    assert steps("evaluations.jsonl") == [0, 1, 2, 3, 4, 5, 6]
+    assert steps("transcripts.jsonl") == sorted([0, 1, 2, 3, 4, 5] * 2)
+    go(0, 1)  # died before its first checkpoint: all anew
+    assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([0], [0, 1])
+
+
+def test_evaluation_names_are_checked(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=1) as observer, pytest.raises(ValueError, match="accuracy"):
+        observer.evaluation(0, {"accuracy": 1.0}, [])
+
+
+def test_progress_without_a_terminal_is_a_few_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Observer(ObserveConfig(tensorboard=False), tmp_path, total_steps=50) as observer:
+        for step in range(50):
+            observer.step(StepReport(step, {"loss": 1.5, "tokens/trained_per_s": 25000.0, "learning_rate": 1e-4}))
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert len(lines) == 2
+    assert lines[0].startswith("step 1/50  loss 1.5000  25,000 tokens/s")
+    assert "\r" not in captured.err
+
+
+def test_progress_on_a_terminal_is_a_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Observer(ObserveConfig(tensorboard=False), tmp_path, total_steps=3, first_step=1) as observer:
+        for step in (1, 2):
+            observer.step(StepReport(step, numbers(step, 3)))
+        observer.evaluation(3, {"eval/accuracy": 0.5}, [])
+    err = capsys.readouterr().err
+    assert "3/3" in err
+    assert "accuracy 100.0%" in err
+    assert "evaluation after 3 steps" in err
+
+
+def test_shown_tolerates_missing_and_null() -> None:
+    assert shown({}) == ""
+    assert shown({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"  # type: ignore[dict-item]
+
+
+# Summary
+
+
+def test_summary_of_evaluations(tmp_path: Path) -> None:
+    write_run(tmp_path, 4)
+    assert summary(tmp_path) == {
+        "accuracy_before": 0.174,
+        "accuracy_after": 0.994,
+        "length_before": 18.0,
+        "length_after": 31.5,
+        "measured_on": "evaluation",
+        "steps": 4,
+        "seconds": 4.0,
+        "generated_tokens_per_s": 20001.5,
+        "trained_tokens_per_s": 25000.0,
+    }
+
+
+def test_summary_without_evaluations(tmp_path: Path) -> None:
+    write_run(tmp_path, 11, evaluated=False)
+    told = summary(tmp_path)
+    assert told["measured_on"] == "rollouts"
+    assert (told["accuracy_before"], told["accuracy_after"]) == pytest.approx((0.2, 0.8))
+
+
+def test_summary_does_not_invent_a_change(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=1) as observer:
+        observer.step(StepReport(0, {"loss": 1.0}))
+        observer.evaluation(1, {"eval/accuracy": 0.5}, [])
+    told = summary(tmp_path)
+    assert (told["accuracy_before"], told["accuracy_after"], told["seconds"]) == (None, 0.5, None)
+
+
+def test_rates_are_tokens_over_time(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=2) as observer:
+        observer.step(StepReport(0, {"tokens/generated_per_s": 100.0, "time/rollout_s": 3.0}))
+        observer.step(StepReport(1, {"tokens/generated_per_s": 200.0, "time/rollout_s": 1.0}))
+    assert summary(tmp_path)["generated_tokens_per_s"] == 125.0
+
+
+def test_summary_of_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
+        summary(tmp_path)
+
+
+def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=3) as observer:
+        for step in range(4):
+            observer.evaluation(step, {"eval/accuracy": 0.5}, [answer(True, response=f"greedy {step}")])
+            observer.evaluation(step, {"eval_sampled/accuracy": 0.5}, [answer(True, response="sampled")])
+    held = [[one["response"] for one in evaluation.transcripts] for evaluation in read_run(tmp_path).evaluations]
+    assert held == [["greedy 0"], [], [], ["greedy 3"]]
+
+
+# Charts and report
+
+
+def test_thin_keeps_ends_and_spikes() -> None:
+    values = np.zeros(10_000)
+    values[7777], values[1234], values[50:90] = 9.0, -9.0, np.nan
+    steps, _ = charts.thin(np.arange(10_000.0), values)
+    assert len(steps) <= charts.DRAWN_POINTS + 2
+    assert {0.0, 1234.0, 7777.0, 9999.0} <= set(steps)
+    assert (np.diff(steps) > 0).all()
+
+
+def test_gather_means_and_largest() -> None:
+    one = charts.Series("x", np.arange(5.0), np.array([1, np.nan, 3, 5, np.nan]), 1)
+    mean, largest = charts.gather(one, 3), charts.gather(one, 3, largest=True)
+    assert mean.steps.tolist() == [0.5, 2.5, 4.5]
+    np.testing.assert_equal(mean.values, [1, 4, np.nan])
+    np.testing.assert_equal(largest.values, [1, 5, np.nan])
+
+
+def test_smooth_is_the_mean_of_the_neighbours() -> None:
+    np.testing.assert_allclose(charts.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0])
+    np.testing.assert_allclose(charts.smooth(np.array([2.0]), 1), [2.0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-1, 1), (0, 0), (3, 3), (-7.3, 1234), (1e-9, 2e-9), (0, 1e-9), (1e6, 1e6 + 1)]
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
+    at = charts.ticks(low, high, 5, whole=whole)
+    assert 2 <= len(at) <= 9
+    assert at[0] <= low + 1e-9 * max(1, abs(low))
+    assert at[-1] >= high - 1e-9 * max(1, abs(high))
+    assert not whole or all(tick == round(tick) for tick in at)
+
+
+def test_numbers_in_words() -> None:
+    assert [charts.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == ["0%", "17.4%", "99.4%", "100%", "0.05%"]
+    assert [charts.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == ["0", "31.5", "−0.5", "20.3k", "1k", "10M"]  # noqa: RUF001
+    assert [charts.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == ["3.1×10⁻⁵", "10⁻⁴", "−2×10⁻⁶"]  # noqa: RUF001
+    assert [charts.duration(x) for x in (0.987, 45.2, 84, 7500)] == ["0.987 s", "45 s", "1 min 24 s", "2 h 5 min"]
+
+
+def test_report_has_everything(tmp_path: Path) -> None:
+    write_run(tmp_path, 60)
+    (tmp_path / "recipe.yaml").write_text("seed: 5\n")
+    page = page_of(tmp_path, "Sums <with> carries")
+    for text in (
+        "17.4% → 99.4%",
+        "18.0 → 31.5",
+        "1 min 0 s",
+        "25k",
+        "seed: 5",
+        "Sums <with> carries",
+        "before training",
+        "right",
+    ):
+        assert text in page.text, text
+    assert page.count("figure", "chart") >= 8
+    assert page.count("article", "problem") == 1
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+def test_report_loads_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    page = page_of(tmp_path)
+    assert not [attrs for _, attrs in page.seen if {"src", "href", "srcset", "onerror", "onload"} & set(attrs)]
+    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
+    policies = [attrs["content"] for tag, attrs in page.seen if tag == "meta" and "http-equiv" in attrs]
+    assert len(policies) == 1
+    assert "default-src 'none'" in (policies[0] or "")
+
+
+def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=1) as observer:
+        observer.step(StepReport(0, {WEIRD: 1.0, "accuracy": 0.5}))
+        for step in (0, 1):
+            observer.evaluation(step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}])
+    (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
+    page = page_of(tmp_path, WEIRD)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in text
+    assert "<img" not in text
+    assert "\x00" not in text
+    assert "\x1b" not in text
+    assert "你好 🎉 ﷽" in page.text
+    assert text.count("<script>") == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_report_of_short_runs(tmp_path: Path, steps: int, evaluated: bool) -> None:
+    write_run(tmp_path, steps, evaluated=evaluated)
+    page = page_of(tmp_path)
+    assert (page.count("figure", "chart") > 0) == (evaluated or steps > 0)
+
+
+def test_report_of_thousands_of_steps_stays_small(tmp_path: Path) -> None:
+    write_run(tmp_path, 5000)
+    page = page_of(tmp_path)
+    assert "5,000" in page.text
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_report_of_supervised_training(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=30) as observer:
+        for step in range(30):
+            values = {"loss": 3 / (1 + step), "tokens/trained_per_s": 25e3, "learning_rate": 3e-3, "grad_norm": math.nan}
+            observer.step(StepReport(step, values))
+    page = page_of(tmp_path)
+    assert page.count("figure", "wide") == 1
+    assert page.count("figure", "chart") == 3  # loss, throughput, learning rate; the norm was never finite
+    assert "Accuracy" not in page.text
+
+
+def test_report_shows_training_groups_where_nothing_was_evaluated(tmp_path: Path) -> None:
+    rollouts = [
+        {"response": f"#93{i}", "reward": float(i), "correct": i > 0, "tokens": 5, "finish": "stop", "versions": [[0, 5]]}
+        for i in range(2)
+    ]
+    with Observer(QUIET, tmp_path, total_steps=3) as observer:
+        for step in range(3):
+            observer.step(StepReport(step, {"accuracy": 0.5}))
+            observer.transcripts(step, [{"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}])
+    page = page_of(tmp_path)
+    assert page.count("article", "problem") == 2
+    assert "p0" in page.text
+    assert "p2" in page.text
+    assert "p1" not in page.text
+
+
+def test_zeros_on_the_logarithmic_chart_are_said(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=2) as observer:
+        for step in range(2):
+            observer.step(StepReport(step, {"mismatch/max_abs": 0.0}))
+    assert "every one of these is exactly 0" in page_of(tmp_path).text

@@ -1,0 +1,251 @@
+"""Tokenizers: SentencePiece files keep their ids through every form, and what a model cannot use is refused with the cure."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import sentencepiece
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "Natalia sold clips to her friends in April and then half as many in May how altogether 0123456789 +-=.,?"
+TEXTS = [
+    "How many clips did Natalia sell altogether in April and May?",
+    "48+24 = 72",
+    "one",
+    "a.b,c",
+    "Half as many, then.",
+]
+AWKWARD = [
+    " leading",
+    "two  blanks",
+    "trailing ",
+    "   ",
+    "tab\there",
+    "line\nbreak",
+    "",
+    "caf\u00e9 \u00bd \uff21",
+    "\u732b\U0001f600",
+]
+
+
+def train(folder: Path, **changes: object) -> Path:
+    """A SentencePiece model of the words above."""
+    corpus = folder / "corpus.txt"
+    words = WORDS.split()
+    lines = [" ".join(words[i % len(words)] for i in range(n, n + 7)) for n in range(400)]
+    corpus.write_text("\n".join([*lines, *TEXTS]))
+    settings = {"model_type": "unigram", "vocab_size": 120, "pad_id": 3, "hard_vocab_limit": False, "character_coverage": 1.0}
+    settings.update(changes)
+    sentencepiece.SentencePieceTrainer.train(input=str(corpus), model_prefix=str(folder / "spm"), minloglevel=2, **settings)
+    return folder / "spm.model"
+
+
+KINDS = {
+    "unigram": {},
+    "unigram-bytes": {"byte_fallback": True, "vocab_size": 380},
+    "bpe": {"model_type": "bpe"},
+    "bpe-bytes": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 380},
+    "llama": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "vocab_size": 380,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
+    "no-prefix": {"add_dummy_prefix": False},
+    "char": {"model_type": "char"},
+    "other-ids": {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentencepiece_file_keeps_its_ids_and_texts(kind: str, tmp_path: Path) -> None:
+    file = train(tmp_path, **KINDS[kind])
+    original = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    tokenizer = load_tokenizer(str(file))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for form in (tokenizer, again, load_tokenizer(str(tmp_path / "saved"))):
+        assert len(form) == original.get_piece_size()
+        assert form.eos_token_id == original.eos_id()
+        assert form.bos_token_id == original.bos_id()
+        assert form.pad_token_id == original.pad_id()
+        for text in [*TEXTS, *AWKWARD]:
+            ids = form(text).input_ids
+            assert ids == original.encode(text), text
+            if original.unk_id() not in ids:
+                assert form.decode(ids) == original.decode(ids), text
+                assert form.decode([*ids, form.eos_token_id], skip_special_tokens=True) == original.decode(ids)
+        for text in TEXTS:
+            assert form.decode(form(text).input_ids) == text
+
+
+@pytest.fixture(scope="module")
+def llama_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[sentencepiece.SentencePieceProcessor, PreTrainedTokenizerFast]:
+    file = train(tmp_path_factory.mktemp("llama"), **KINDS["llama"])
+    return sentencepiece.SentencePieceProcessor(model_file=str(file)), load_tokenizer(str(file))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2581"), max_size=30))
+def test_any_text_goes_through_a_byte_fallback_tokenizer(text: str, llama_pair: tuple) -> None:
+    original, tokenizer = llama_pair
+    ids = tokenizer(text).input_ids
+    assert ids == original.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_sentencepiece_without_padding_is_told_so(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(train(tmp_path, pad_id=-1)))
+    assert tokenizer.pad_token_id is None
+    with pytest.raises(ValueError, match=r"spm has no padding token; set pad_token.*to '</s>'"):
+        check_tokenizer(tokenizer, 1000, source="spm")
+
+
+def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist; set the path"):
+        load_tokenizer(str(tmp_path / "none.model"))
+    (tmp_path / "bad.model").write_bytes(b"not a model at all")
+    with pytest.raises(ValueError, match=r"bad\.model is not a SentencePiece model"):
+        load_tokenizer(str(tmp_path / "bad.model"))
+    with pytest.raises(ValueError, match=r"words\); train one of type unigram, bpe or char"):
+        load_tokenizer(str(train(tmp_path, model_type="word", vocab_size=30)))
+
+
+def test_absent_folders_and_names_fail_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="tokenizer folder .* does not exist; set the path"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="name is empty"):
+        load_tokenizer("")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="does not load"):
+        load_tokenizer(str(tmp_path))
+    # An address that drops what is sent to it, as a firewall does.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"'nobody/nothing' is not on this machine and the Hugging Face hub did not answer.*HF_HUB_OFFLINE"
+    ):
+        load_tokenizer("nobody/nothing")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set; unset it to download"):
+        load_tokenizer("nobody/nothing")
+    assert time.monotonic() - started < 15
+
+
+def make_addition() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_addition", ROOT / "tools" / "make_addition.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_check_tokenizer_names_the_cure(tmp_path: Path) -> None:
+    make_addition().write_model(tmp_path / "model")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    check_tokenizer(tokenizer, 16, source="model")
+    with pytest.raises(ValueError, match="model has 16 tokens, but the model embeds 15; .* at least 16"):
+        check_tokenizer(tokenizer, 15, source="model")
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="no padding token; set pad_token"):
+        check_tokenizer(tokenizer, 16, source="model")
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token.*set eos_token"):
+        check_tokenizer(tokenizer, 16, source="model")
+
+
+def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> None:
+    """transformers 5 would read a SentencePiece tokenizer beside a Qwen2 with Qwen's splitting rules."""
+    file = train(tmp_path, **KINDS["bpe"])
+    folder = tmp_path / "model"
+    load_tokenizer(str(file)).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    for text in TEXTS:
+        assert load_tokenizer(str(folder))(text).input_ids == original.encode(text)
+
+
+@pytest.fixture(scope="module")
+def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task") / "addition"
+    assert make_addition().main([str(folder), "--demonstrations", "4000", "--prompts", "900"]) == 0
+    return folder
+
+
+def test_addition_tokenizer_is_sixteen_characters(addition: Path) -> None:
+    for tokenizer in (load_tokenizer(str(addition / "model")), AutoTokenizer.from_pretrained(addition / "model")):
+        check_tokenizer(tokenizer, 64, source="addition")
+        assert len(tokenizer) == 16
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+        text = "0123456789+=,#"
+        assert tokenizer(text).input_ids == list(range(2, 16))
+        assert tokenizer.decode(range(2, 16)) == text
+        assert tokenizer.decode([2, 3, 1, 0], skip_special_tokens=True) == "01"
+
+
+def test_addition_parts_do_not_touch_and_answers_are_sums(addition: Path) -> None:
+    tool = make_addition()
+    parts = {"train": range(2, 10), "held_out": range(1), "validation": range(1, 2), "sft": range(2, 10)}
+    for name, expected in parts.items():
+        rows = [json.loads(line) for line in (addition / f"{name}.jsonl").read_text().splitlines()]
+        assert len(rows) == {"train": 900, "held_out": 500, "validation": 500, "sft": 4000}[name]
+        for row in rows:
+            a, b = map(int, row["prompt"].removesuffix("=").split("+"))
+            assert 100 <= min(a, b) <= max(a, b) <= 999
+            assert tool.part_of(a, b) in expected
+            if name != "sft":
+                assert row["answer"] == str(a + b)
+        if name != "sft":
+            assert len({row["prompt"] for row in rows}) == len(rows)
+
+
+def test_addition_demonstrations_have_the_styles_they_claim(addition: Path) -> None:
+    rows = [json.loads(line) for line in (addition / "sft.jsonl").read_text().splitlines()]
+    reasoned = [row for row in rows if not row["response"].startswith("#")]
+    assert len(reasoned) / len(rows) == pytest.approx(0.5, abs=0.04)
+    carries = [step for row in reasoned for step in carry_pairs(row["response"])]
+    # careful rows carry always, sloppy ones a fifth of the time: (0.1 + 0.4 * 0.2) / 0.5
+    assert sum(right for right in carries) / len(carries) == pytest.approx(0.36, abs=0.05)
+    tool = make_addition()
+    assert tool.columns(478, 356, lambda: False) == "8+6+0=14,7+5+1=13,4+3+1=08#834"
+    assert tool.columns(478, 356, lambda: True) == "8+6+0=14,7+5+0=12,4+3+0=07#724"
+    assert len(tool.columns(999, 999, lambda: False)) + 1 == 32
+
+
+def carry_pairs(response: str) -> list[bool]:
+    """Of each column that makes a carry and is followed by another: was it carried?"""
+    steps = response.split("#")[0].split(",")
+    return [after[4] == "1" for before, after in zip(steps, steps[1:], strict=False) if before[6] == "1"]
+
+
+def test_addition_is_made_once(addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = make_addition()
+    before = {path: path.read_bytes() for path in addition.rglob("*.json*")}
+    same = ["--demonstrations", "4000", "--prompts", "900"]
+    assert tool.main([str(addition), *same]) == 0
+    assert "there already" in capsys.readouterr().out
+    assert tool.main([str(addition), *same, "--seed", "2"]) == 1
+    assert "the task of other arguments; name another folder" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in addition.rglob("*.json*")} == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("!")
+    assert tool.main([str(tmp_path / "mine"), *same]) == 1
+    assert "files of another origin" in capsys.readouterr().err
+    assert tool.main([str(tmp_path / "other"), *same]) == 0
+    for path, content in before.items():
+        assert (tmp_path / "other" / path.relative_to(addition)).read_bytes() == content
+    assert not list(tmp_path.glob(".*")), "no unfinished folder stays behind"
