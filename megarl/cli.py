@@ -80,7 +80,7 @@ def dispatch(command: str, rest: list[str]) -> int:
     if "--print-config" in flags:
         print(dump(config), end="")
         return 0
-    from megarl.cluster import prepare_environment
+    from megarl.third_party import prepare_environment
 
     prepare_environment(config.training.num_threads)
     from megarl import runs

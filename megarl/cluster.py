@@ -1,7 +1,4 @@
-"""Processes that are not trainer ranks: Ray, the engines and the rollout service. Rank 0 starts them and ends them.
-
-Environment variables for third parties are set here and nowhere else.
-"""
+"""Processes that are not trainer ranks: Ray, the engines and the rollout service. Rank 0 starts them and ends them."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.rollout.engine import Engine
+from megarl.third_party import use_cluster_token
 from megarl.types import Prompt, StepBatch
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
@@ -25,35 +23,12 @@ STOP_TIMEOUT_S = 4.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
 
 
-def prepare_environment(num_threads: int) -> None:
-    """Settings that libraries read when they are imported; call before torch is."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # every rank must agree, and Ray's own default differs by role
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DISABLE_MEMORY_MONITOR", "1")
-    os.environ.setdefault("DS_LOG_LEVEL", "warning")
-
-
-def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: float) -> dict[str, str]:
-    """What a vLLM engine's process needs to find in its environment."""
-    settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "1"}
-    if on_cpu:
-        settings |= {
-            "VLLM_CPU_KVCACHE_SPACE": f"{kv_cache_gib:g}",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(num_threads),
-        }
-    return settings
-
-
 class Cluster:
     """Ray and what runs on it. A context manager: on leaving, everything it started has ended."""
 
-    def __init__(self, *, namespace: str, address: str = "") -> None:
-        """Start Ray on this machine, or join the cluster at `address` (or in RAY_ADDRESS)."""
+    def __init__(self, *, namespace: str, token: str, address: str = "") -> None:
+        """Start Ray on this machine, or join the cluster at `address` (or in RAY_ADDRESS) that knows `token`."""
+        use_cluster_token(token)
         self.namespace = namespace
         self._owned: list[ActorHandle] = []
         self._pids: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megarl.cluster import Cluster, EngineGroup, RemoteEngine, RolloutClient, engine_environment
+from megarl.cluster import Cluster, EngineGroup, RemoteEngine, RolloutClient
 from megarl.config import RunConfig, as_plain, dump
 from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
@@ -24,6 +24,7 @@ from megarl.prompts.source import load_prompts
 from megarl.prompts.tokenizer import load_tokenizer
 from megarl.publish.wire import BACKENDS, WORKER_EXTENSIONS, Publisher
 from megarl.rollout.service import RolloutService
+from megarl.third_party import engine_environment, own_cluster_token
 from megarl.training.checkpoint import Checkpoints
 from megarl.training.policy import Policy
 from megarl.types import Prompt, StepReport
@@ -73,7 +74,7 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "recipe.yaml").write_text(dump(config))
             # Engines take longest to start: they do so while this process builds the policy.
-            cluster = stack.enter_context(Cluster(namespace=f"megarl-{os.getpid()}"))
+            cluster = stack.enter_context(Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()))
             engines = start_engines(cluster, config, checked, on_cpu=device.type == "cpu")
         policy = Policy(
             model=config.model,
@@ -130,11 +131,11 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
 
 def join_cluster(cluster: Cluster | None, mesh: ProcessMesh, stack: ExitStack) -> None:
     """Bring ranks other than 0 into rank 0's Ray; all ranks call it."""
-    place = (cluster.address, cluster.namespace) if cluster is not None else None
+    place = (cluster.address, cluster.namespace, own_cluster_token()) if cluster is not None else None
     place = broadcast_object(place, mesh.world)
     if cluster is None:
         assert place is not None
-        stack.enter_context(Cluster(namespace=place[1], address=place[0]))
+        stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
 
 def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool) -> EngineGroup:

@@ -28,6 +28,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.worker import LENGTH, receive
 from megarl.types import Prompt
 
+END_WITHIN_S = 1.0
 START_WITHIN_S = 120.0  # a verifier of one's own may import much
 ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
 # Not `-m`, which would need PYTHONPATH, and that every process a verifier starts would inherit.
@@ -95,9 +96,23 @@ class _Worker:
         except OSError:
             reply = None
         if reply is None:
+            self._let_end()
             self.kill()
             raise _Ended(_how_it_ended(self.process.returncode))
         return json.loads(reply)
+
+    def ended(self) -> bool:
+        """Has the process ended? It is not reaped by asking, so that its number stays its own until `kill`."""
+        with self._lock:
+            if self.process.returncode is not None:
+                return True
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _let_end(self) -> None:
+        """Give a process that closed its channel the moment it needs to end in its own way, for the words of the error."""
+        deadline = time.monotonic() + END_WITHIN_S
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def kill(self) -> None:
         """End the process and what it started, now; from any thread."""
@@ -150,6 +165,9 @@ class VerifierPool:
     def _worker(self) -> _Worker:
         """The calling thread's worker, started where it has none."""
         worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is not None and worker.ended():  # killed from outside, for memory perhaps, while it waited
+            self._drop(worker)
+            worker = None
         if worker is None:
             worker = _Worker(self._config)
             with self._lock:

@@ -27,11 +27,12 @@ from megarl.types import Prompt
 NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
 FINAL = "####"  # GSM8K's mark of a final answer
 NUMBER = re.compile(r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?")
-UNIT = re.compile(r"^(.*[\d])\.?\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
+UNIT = re.compile(r"^(.*\d)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
 # Words that change the number before them, so that it may not be read alone.
-NOT_UNITS = set(
-    "hundred,hundreds,thousand,thousands,million,millions,billion,billions,trillion,trillions,dozen,dozens,half,quarter,"
-    "third,percent,percentage,pi,sqrt,times,plus,minus,over,and,or,to,by,mod".split(",")
+NOT_UNITS = re.compile(
+    r"\b(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|percent|percentage|pi|sqrt|times|"
+    r"plus|minus|over|and|or|to|by|mod)\b",
+    re.IGNORECASE,
 )
 
 
@@ -115,10 +116,11 @@ def plain_number(text: str) -> Fraction | None:
     text = text.replace("\\$", "$").replace("{,}", ",").replace("\\!", "").replace("\u2212", "-").strip()
     if len(text) > 2 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1].strip()
+    text = text.removesuffix(".").rstrip()
     unit = UNIT.match(text)
-    if unit and not NOT_UNITS & set(unit[2].lower().split()):
+    if unit and not NOT_UNITS.search(unit[2]):
         text = unit[1]
-    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text.removesuffix(".").rstrip()))
+    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text))
     if not match or not (match[2] or match[3]):
         return None
     return Fraction(f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}")

@@ -14,7 +14,7 @@ class EngineConfig:
     tensor: int = 1
     """Tensor-parallel ranks of the engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: int = 1
     """CPU only: memory of the key-value cache. On GPUs see gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory the engine may use; the trainer shares the GPU when they are colocated."""
@@ -31,7 +31,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_range("rollout.engine.tensor", self.tensor, 1)
-        require_range("rollout.engine.kv_cache_gib", self.kv_cache_gib, 0.01)
+        require_range("rollout.engine.kv_cache_gib", self.kv_cache_gib, 1)
         require_range("rollout.engine.gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 0.98)
         require_range("rollout.engine.max_num_sequences", self.max_num_sequences, 1)
         require_range("rollout.engine.max_batched_tokens", self.max_batched_tokens, 16)

@@ -113,11 +113,6 @@ def test_other_ways_to_write_the_answer(form: str, gsm8k: list[Prompt], math: Ve
             assert ask(math, prompt, text) == score, text
 
 
-def test_the_number_of_problems_is_said() -> None:
-    """Guards the count above: with the variable set, all of GSM8K was read."""
-    assert NUM_PROBLEMS == 8_792
-
-
 def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     ask_for = (
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer."

@@ -158,13 +158,13 @@ def test_chat_columns_and_the_template(tmp_path: Path) -> None:
     assert prompt.text == "two\nGo."
     with pytest.raises(ValueError, match=r"row 0.*is a chat, but prompts\.template is 'none'; set it to 'chat'"):
         prompts(file, answer_column="reward_model.ground_truth")
-    with pytest.raises(ValueError, match="has no chat template; set prompts.template to 'none'"):
+    with pytest.raises(ValueError, match=r"has no chat template; set prompts.template to 'none'"):
         prompts(file, **{**read, "tokenizer": byte_tokenizer(template=None)})
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
     file = write(tmp_path / "own.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[:1], "answer": "1"}])
-    with pytest.raises(ValueError, match="line 1.*a system message of its own; remove prompts.system"):
+    with pytest.raises(ValueError, match=r"line 1.*a system message of its own; remove prompts.system"):
         prompts(file, template="chat", system="brief")
-    with pytest.raises(ValueError, match="line 2.*no user message to append prompts.instruction to"):
+    with pytest.raises(ValueError, match=r"line 2.*no user message to append prompts.instruction to"):
         prompts(file, template="chat", instruction="Go.")
     file = write(tmp_path / "broken.jsonl", [{"prompt": [{"role": "user"}], "answer": "1"}])
     with pytest.raises(ValueError, match=r"neither a text nor a chat.*set prompts\.prompt_column"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import time
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_absent_folders_and_names_fail_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="tokenizer folder .* does not exist; set the path"):
+    with pytest.raises(ValueError, match=r"tokenizer folder .* does not exist; set the path"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files"):
         load_tokenizer(str(tmp_path))
@@ -158,13 +159,13 @@ def test_check_tokenizer_names_the_cure(tmp_path: Path) -> None:
     make_addition().write_model(tmp_path / "model")
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     check_tokenizer(tokenizer, 16, source="model")
-    with pytest.raises(ValueError, match="model has 16 tokens, but the model embeds 15; .* at least 16"):
+    with pytest.raises(ValueError, match=r"model has 16 tokens, but the model embeds 15; .* at least 16"):
         check_tokenizer(tokenizer, 15, source="model")
     tokenizer.pad_token = None
     with pytest.raises(ValueError, match="no padding token; set pad_token"):
         check_tokenizer(tokenizer, 16, source="model")
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no end-of-sequence token.*set eos_token"):
+    with pytest.raises(ValueError, match=r"no end-of-sequence token.*set eos_token"):
         check_tokenizer(tokenizer, 16, source="model")
 
 
@@ -229,7 +230,7 @@ def test_addition_demonstrations_have_the_styles_they_claim(addition: Path) -> N
 def carry_pairs(response: str) -> list[bool]:
     """Of each column that makes a carry and is followed by another: was it carried?"""
     steps = response.split("#")[0].split(",")
-    return [after[4] == "1" for before, after in zip(steps, steps[1:], strict=False) if before[6] == "1"]
+    return [after[4] == "1" for before, after in itertools.pairwise(steps) if before[6] == "1"]
 
 
 def test_addition_is_made_once(addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

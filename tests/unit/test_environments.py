@@ -1,0 +1,377 @@
+"""Verifiers, their pool, and rewards: a verifier may raise, hang, die or babble, and costs its own sample only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.environments.config import EnvironmentConfig, OverlongConfig
+from megarl.environments.scoring import Environment, overlong_penalty
+from megarl.environments.verifiers import VERIFIERS, load_verifier, plain_number
+from megarl.types import Prompt, Verdict
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
+
+OWN = """
+import asyncio, math, os, re, subprocess, sys, time
+from pathlib import Path
+
+LIMIT = 3
+
+def judge(prompt, response):
+    if response == "raise": raise RuntimeError("no \\u00fcse \\ud800")
+    if response == "loop":
+        while True: pass
+    if response == "regex": re.match(r"(a+)+$", "a" * 60 + "b")  # inside C, the interpreter never gets a word in
+    if response == "sleep": time.sleep(1000)
+    if response == "die": os.kill(os.getpid(), 11)
+    if response == "exit": sys.exit(3)
+    if response == "child":
+        Path(prompt.fields["file"]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+        time.sleep(1000)
+    if response == "babble":
+        print("x" * 100_000); sys.stdin.read(); os.write(1, b"y" * 1000)
+    if response in ("nan", "inf"): return float(response)
+    if response == "none": return None
+    if response == "text": return "1.0"
+    if response == "three": return 3.0
+    if response == "half": return 0.5
+    if response == "pid": Path(prompt.fields["file"]).write_text(str(os.getpid()))
+    if response == "wait": time.sleep(0.2)
+    return response.endswith(prompt.answer)
+
+async def judge_later(prompt, response):
+    await asyncio.sleep(0.01)
+    return judge(prompt, response)
+
+def neighbour(prompt, response):
+    import beside
+    return beside.VALUE
+
+def _hidden(prompt, response): return 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "beside.py").write_text("VALUE = 1.0\n")
+    return str(tmp_path / "own.py")
+
+
+def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -> T:
+    """Use an environment and close it, all within a deadline."""
+
+    async def whole() -> T:
+        environment = Environment(config)
+        try:
+            return await use(environment)
+        finally:
+            await environment.close()
+            await environment.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def score(environment: Environment, text: str, prompt: Prompt = PROMPT, **changes: Any) -> Awaitable[Verdict]:
+    return environment.score(prompt, text, **{"num_tokens": 5, "truncated": False, **changes})
+
+
+def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:
+    async def use(environment: Environment) -> list[Verdict]:
+        return await asyncio.gather(*[score(environment, text, prompt) for text in texts])
+
+    return run(config, use)
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    """Did process `pid` end? A zombie that waits for its reaper has."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# Verifiers
+
+
+def ask(config: EnvironmentConfig, answer: str, response: str) -> float:
+    prompt = Prompt(index=4, text="", token_ids=[], answer=answer)
+    return asyncio.run(load_verifier(config)(prompt, response))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("marker", "response", "right"),
+    [
+        ("", "7", True), ("", " 7\n", True), ("", "#7", False), ("", "", False),
+        ("#", "3+4+0=07#7", True), ("#", "1#2#7", True), ("#", "7", False), ("#", "#7#", False),
+        ("#", "#7#8", False), ("#", "#07", False), ("", "77", False),
+    ],
+)  # fmt: skip
+def test_exact_match(marker: str, response: str, right: bool) -> None:
+    assert ask(EnvironmentConfig(answer_after=marker), "7", response) == float(right)
+    assert ask(EnvironmentConfig(answer_after=marker), " 7 ", response) == float(right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("12", "\\boxed{12\\%}", True), ("0.5", "\\boxed{\\frac12}", True), ("1/2", "#### 0.5", True),
+        ("1,234", "so $1,234.00", True), ("1234", "\\boxed{1{,}234\\text{ dollars}}", True), ("5", "#### 5 million", False),
+        ("18", "#### 18 dollars per day.", True), ("5", "#### 5 pi", False), ("5", "#### 5\n#### 6", False),
+        ("6", "#### 5\n#### 6", True), ("6", "\\boxed{5} no, \\boxed{6}", True), ("5", "\\boxed{5} no, \\boxed{6}", False),
+        ("5", "#### 5 or 6", False), ("\\frac{3}{4}", "\\boxed{\\dfrac{3}{4}}", True), ("x+1", "\\boxed{1+x}", True),
+        ("5", "#### Conclusion\nThe answer is 5.", True), ("5", "\\boxed{5", False), ("5", "", False),
+        ("-3", "#### \u22123", True), ("10", "#### x = 10", True), ("5", "The answer is 5. \\boxed{}", False),
+        ("18", "#### 18 eggs and 3 chicks", False), ("70000", "#### $ 70,000", True), ("7", "#### " + "9" * 5000, False),
+        ("Ann has 3+4 = <<3+4=7>>7 clips.\n#### 7", "#### 7", True), ("2", "\\boxed{\\sqrt{4}}", True),
+    ],
+)  # fmt: skip
+def test_mathematics(answer: str, response: str, right: bool) -> None:
+    assert ask(EnvironmentConfig(verifier="math"), answer, response) == float(right)
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "$ {}", "{}.", "{:,}.00", "{} dollars", "\\${:,}"]))
+def test_a_plain_number_is_read_in_any_dress(value: int, dress: str) -> None:
+    assert plain_number(dress.format(value)) == value
+
+
+def test_a_reference_that_is_no_mathematics_is_said() -> None:
+    with pytest.raises(ValueError, match=r"row 4 is not mathematics; set environment.verifier to 'exact_match'"):
+        ask(EnvironmentConfig(verifier="math"), "", "5")
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
+    right, wrong = verdicts(EnvironmentConfig(verifier=name, wrong=-1.0), "7", "8")
+    assert right == Verdict(reward=1.0, correct=True)
+    assert wrong == Verdict(reward=-1.0, correct=False)
+
+
+def test_verifiers_of_ones_own(own: str) -> None:
+    for function in ("judge", "judge_later"):
+        half, right, wrong = verdicts(
+            EnvironmentConfig(verifier=f"{own}:{function}", correct=2.0, wrong=-1.0), "half", "=7", "=8"
+        )
+        assert (half.reward, half.correct, half.failure) == (0.5, False, "")
+        assert (right.reward, right.correct, wrong.reward, wrong.correct) == (2.0, True, -1.0, False)
+    assert verdicts(EnvironmentConfig(verifier=f"{own}:neighbour"), "x")[0].correct
+
+
+BAD = {
+    "mathz": "is 'mathz'; set it to one of exact_match, math, or to path/to/file.py:function",
+    "none.py:judge": "there is no file none.py",
+    "{own}:nothing": "has no function 'nothing'; set one of: judge, judge_later, neighbour",
+    "{own}:LIMIT": "'LIMIT' of .* is int, not a function; set one of: judge",
+    "{folder}/broken.py:judge": r"broken\.py does not import: ModuleNotFoundError: No module named 'nowhere'; mend the file",
+    "{folder}/exits.py:judge": "its process ended at start, with exit code 3",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_verifier_that_cannot_be_loaded_stops_the_run(name: str, own: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    full = name.format(own=own, folder=tmp_path)
+    with pytest.raises(ValueError, match=BAD[name]):
+        run(EnvironmentConfig(verifier=full), Environment.start)
+    with pytest.raises(ValueError, match=BAD[name]):
+        verdicts(EnvironmentConfig(verifier=full), "7", "7")
+
+
+# The pool
+
+
+def test_a_failure_costs_its_own_sample_only(own: str) -> None:
+    bad = {
+        "raise": ("error", "RuntimeError: no \u00fcse"),
+        "loop": ("timeout", "no verdict within environment.time_limit_s = 0.5 s"),
+        "regex": ("timeout", "no verdict"),
+        "sleep": ("timeout", "no verdict"),
+        "die": ("error", "the verifier's process ended by signal SIGSEGV"),
+        "exit": ("error", "the verifier's process ended with exit code 3"),
+        "nan": ("nan", "returned nan, not a finite number"),
+        "inf": ("nan", "returned inf, not a finite number"),
+        "none": ("nan", "returned None, not a finite number"),
+        "text": ("nan", "returned '1.0', not a finite number"),
+        "three": ("error", "returned 3; a score lies between 0 (wrong) and 1 (right)"),
+    }
+    good = [f"{n}=7" for n in range(30)]
+    texts = [text for pair in zip(good, [*bad, *[""] * 19], strict=True) for text in pair if text]
+    started = time.monotonic()
+    config = EnvironmentConfig(verifier=f"{own}:judge", num_workers=2, time_limit_s=0.5, wrong=-1.0)
+    for text, verdict in zip(texts, verdicts(config, *texts), strict=True):
+        if text in bad:
+            failure, detail = bad[text]
+            assert (verdict.reward, verdict.correct, verdict.failure) == (-1.0, False, failure), text
+            assert detail in verdict.detail
+        else:
+            assert verdict == Verdict(reward=1.0, correct=True), text
+    assert time.monotonic() - started < 20
+
+
+def test_a_verifier_may_print_and_read(own: str) -> None:
+    babble, after = verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "babble", "=7")
+    assert babble == Verdict(reward=0.0, correct=False)
+    assert after.correct
+
+
+def test_large_responses_pass(own: str) -> None:
+    assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x" * 5_000_000 + "7")[0].correct
+
+
+def test_time_waiting_for_a_worker_is_not_counted(own: str) -> None:
+    config = EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.8)
+    assert [verdict.failure for verdict in verdicts(config, *["wait"] * 10)] == [""] * 10
+
+
+def test_what_a_killed_verifier_started_is_killed_too(own: str, tmp_path: Path) -> None:
+    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
+    (verdict,) = verdicts(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), "child", prompt=prompt)
+    assert verdict.failure == "timeout"
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) -> None:
+    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
+
+    async def use(environment: Environment) -> list[Verdict]:
+        await score(environment, "pid", prompt)
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid)
+        return [await score(environment, "=7"), await score(environment, "=7")]
+
+    first, second = run(EnvironmentConfig(verifier=f"{own}:judge"), use)
+    assert first.correct, "nothing had been judged yet, so the request is given to the replacement"
+    assert second.correct
+
+
+def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -> None:
+    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
+
+    async def whole() -> list[Any]:
+        environment = Environment(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=1000.0))
+        await score(environment, "pid", prompt)
+        waiting = [asyncio.ensure_future(score(environment, "sleep")) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        await environment.close()
+        assert time.monotonic() - started < 5
+        with pytest.raises(RuntimeError):
+            await score(environment, "=7")
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    in_flight, *queued = asyncio.run(asyncio.wait_for(whole(), 30))
+    assert in_flight.failure == "error"
+    assert [type(outcome) for outcome in queued] == [asyncio.CancelledError] * 2
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.fixture
+def orphaned(own: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process with a worker that hangs; the worker's number is in the file."""
+    program = f"""
+        import asyncio
+        from megarl.environments.config import EnvironmentConfig
+        from megarl.environments.scoring import Environment
+        from megarl.types import Prompt
+
+        async def main():
+            environment = Environment(EnvironmentConfig(verifier={f"{own}:judge"!r}, time_limit_s=1000.0))
+            prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={{"file": {str(tmp_path / "pid")!r}}})
+            await environment.score(prompt, "pid", 1, False)
+            print("ready", flush=True)
+            await environment.score(prompt, "loop", 1, False)
+
+        asyncio.run(main())
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield process, tmp_path / "pid"
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_workers_die_with_a_parent_killed_by_force(orphaned: tuple[subprocess.Popen[bytes], Path]) -> None:
+    parent, file = orphaned
+    worker = int(file.read_text())
+    assert not gone(worker, within_s=0.3)
+    parent.kill()
+    parent.wait()
+    assert gone(worker)
+
+
+def test_verdicts_cost_milliseconds() -> None:
+    async def use(environment: Environment) -> float:
+        await environment.start()
+        started = time.monotonic()
+        made = await asyncio.gather(*[score(environment, f"#### {n}") for n in range(256)])
+        assert sum(verdict.correct for verdict in made) == 1
+        return time.monotonic() - started
+
+    assert run(EnvironmentConfig(answer_after="####"), use) < 0.5
+    assert run(EnvironmentConfig(verifier="math"), use) < 5
+
+
+def test_starting_loads_no_torch_and_is_quick(own: str) -> None:
+    Path(own).write_text("import sys\ndef judge(prompt, response): return 'torch' not in sys.modules\n")
+    started = time.monotonic()
+    assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x")[0].correct
+    assert time.monotonic() - started < 10
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0.0), (35, 0.0), (36, 0.0), (39, -0.25), (42, -0.5), (47, -11 / 12), (48, -1.0), (60, -1.0)]
+)
+def test_overlong_penalty_is_dapo_equation_13(num_tokens: int, penalty: float) -> None:
+    config = OverlongConfig(limit_tokens=48, buffer_tokens=12)
+    assert overlong_penalty(config, num_tokens) == pytest.approx(penalty, abs=1e-12)
+    assert overlong_penalty(OverlongConfig(), num_tokens) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "truncated", "expected"),
+    [
+        ("7", 5, False, Verdict(reward=1.0, correct=True)),
+        ("8", 5, False, Verdict(reward=-1.0, correct=False)),
+        ("7", 42, False, Verdict(reward=0.5, correct=True, penalty=-0.5)),
+        ("8", 48, False, Verdict(reward=-2.0, correct=False, penalty=-1.0)),
+        ("7", 48, True, Verdict(reward=-2.0, correct=False, penalty=-1.0)),
+    ],
+)
+def test_rewards(text: str, num_tokens: int, truncated: bool, expected: Verdict) -> None:
+    config = EnvironmentConfig(wrong=-1.0, overlong=OverlongConfig(limit_tokens=48, buffer_tokens=12))
+    assert run(config, lambda made: made.score(PROMPT, text, num_tokens, truncated)) == expected
+
+
+def test_a_truncated_response_asks_no_verifier(own: str) -> None:
+    strict = EnvironmentConfig(verifier=f"{own}:judge")
+    assert run(strict, lambda made: score(made, "raise", truncated=True)) == Verdict(reward=0.0, correct=False)
+    lenient = EnvironmentConfig(verifier=f"{own}:judge", require_stop=False)
+    assert run(lenient, lambda made: score(made, "=7", truncated=True)).correct
+    assert run(lenient, lambda made: score(made, "raise", truncated=True)).failure == "error"
