@@ -63,7 +63,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 # -P: the working folder stays off the path, where a file of the user's may hide a library.
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,  # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
             )
         try:
@@ -156,9 +156,10 @@ class VerifierPool:
             self._closed = True
             workers = list(self._workers)
             self._workers.clear()
+        self._lanes.shutdown(wait=False, cancel_futures=True)  # first, or a lane that loses its worker goes on with the next
         for worker in workers:
             worker.kill()  # a lane that waits on it sees it end
-        await asyncio.to_thread(self._lanes.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._lanes.shutdown)
         for worker in workers:
             worker.discard()
 
@@ -169,6 +170,8 @@ class VerifierPool:
             self._drop(worker)
             worker = None
         if worker is None:
+            if self._closed:
+                raise RuntimeError("the verifier's pool is closed")
             worker = _Worker(self._config)
             with self._lock:
                 closed = self._closed

@@ -73,7 +73,8 @@ def judge(loop: asyncio.AbstractEventLoop, verifier: Any, prompt: Any, response:
 def main(parent: int) -> None:
     """Serve until the parent's end of the channel closes."""
     _die_with_parent(parent)
-    # The channel moves away from the standard streams, so that a verifier may print or read without breaking it.
+    # The channel moves away from standard input, so that a verifier may read without breaking it; what one prints goes
+    # to standard error, because the parent's standard output may be read by a program.
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -157,7 +157,7 @@ def _read_hub(name: str, split: str, limit: int | None, setting: str) -> Table:
         if isinstance(error, ValueError) and "split" in said.lower():
             raise ValueError(f"{setting}.split '{split}' of '{name}' cannot be had: {said}") from error
         raise ValueError(f"{unknown} {why_absent(name)} ({type(error).__name__}: {said})") from error
-    return Table(f"{name}[{split}]", list(itertools.islice(data, limit)))
+    return Table(f"{name}[{split}]", [dict(row) for row in itertools.islice(data, limit)])
 
 
 def _text(path: Path) -> str:
@@ -252,7 +252,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, template: Literal["none",
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
     """[N][T] ids of each text."""
-    ids_only = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time
+    ids_only: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time
     return tokenizer(list(texts), add_special_tokens=add_special_tokens, **ids_only).input_ids
 
 
@@ -267,7 +267,7 @@ def encode_prompts(
     eos, end = tokenizer.eos_token, tokenizer.eos_token_id
     if template == "none" and eos is not None:
         for text, ids in zip(texts, rows, strict=True):
-            while ids and ids[-1] == end and not text.endswith(eos):
+            while ids and ids[-1] == end and not text.endswith(str(eos)):
                 ids.pop()
     return rows
 

@@ -77,7 +77,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
         f"to '{tokenizer.eos_token}' where no other token is free (a .model file: load it, set tokenizer.pad_token, "
         "save_pretrained to a folder, and set that folder)",
     )
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    special: Any = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     size = max(len(tokenizer), *(token + 1 for token in special))
     require(
         size <= vocab_size,
@@ -88,10 +88,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
 
 def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     """A fast tokenizer with the ids of the SentencePiece file `path`; its special tokens keep their roles."""
-    from sentencepiece import sentencepiece_model_pb2 as schema
+    from sentencepiece import sentencepiece_model_pb2
     from transformers import PreTrainedTokenizerFast
 
-    model: Any = schema.ModelProto()
+    schema: Any = sentencepiece_model_pb2  # its classes are made while it is imported
+    model = schema.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
     except Exception as error:

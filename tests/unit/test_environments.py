@@ -229,10 +229,13 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     assert time.monotonic() - started < 20
 
 
-def test_a_verifier_may_print_and_read(own: str) -> None:
+def test_a_verifier_may_print_and_read(own: str, capfd: pytest.CaptureFixture[str]) -> None:
     babble, after = verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "babble", "=7")
     assert babble == Verdict(reward=0.0, correct=False)
     assert after.correct
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("y") == 1000
 
 
 def test_large_responses_pass(own: str) -> None:
