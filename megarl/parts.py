@@ -138,13 +138,16 @@ def join_cluster(cluster: Cluster | None, mesh: ProcessMesh, stack: ExitStack) -
         stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
 
-def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool) -> EngineGroup:
-    """The recipe's engines, starting."""
+def start_engines(
+    cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool, load: bool = False
+) -> EngineGroup:
+    """The recipe's engines, starting; with `load` they read the model's weights instead of waiting for version 0."""
     engine = config.rollout.engine
     return cluster.start_engines(
         config.rollout.num_engines,
         num_gpus=0 if on_cpu else engine.tensor,
         timeout_s=engine.start_timeout_s,
+        load=load,
         model=config.model.path,
         config=engine,
         max_tokens=config.prompts.max_prompt_tokens + config.rollout.max_new_tokens,

@@ -1,4 +1,4 @@
-"""Environment variables that third parties read, set here and nowhere else. Imports none of them: several read once, at import."""
+"""Environment variables that third parties read, set here and nowhere else. Imports none of them: they read at import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prepare_environment(num_threads: int) -> None:
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
     """What a vLLM engine's process needs to find in its environment."""
-    settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "1"}
+    settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
     if on_cpu:
         settings |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),

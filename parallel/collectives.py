@@ -1,4 +1,4 @@
-"""Collectives over an `Axis`. On an axis of size 1 each returns its input, so no group ever is None where torch means everybody."""
+"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would mean everybody."""
 
 from __future__ import annotations
 

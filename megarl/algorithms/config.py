@@ -29,7 +29,7 @@ class KLConfig:
         require_range("algorithm.kl.coefficient", self.coefficient, 0.0)
         require(
             self.coefficient == 0 or self.where == "reward" or self.estimator != "k1",
-            "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or 'k3', or algorithm.kl.where to 'reward'",
+            "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or 'k3', or kl.where to 'reward'",
         )
 
 
@@ -56,7 +56,7 @@ class AlgorithmConfig:
     loss: LossName = "ppo_clip"
     """How advantages become a loss: a name in megarl.algorithms.losses.LOSSES."""
     aggregation: AggregationName = "token"
-    """Mean over the step's tokens; mean over sequences of their token means; or sum over tokens / (sequences x constant_tokens)."""
+    """Mean over the step's tokens; mean over sequences of their token means; or token sum / (sequences x constant_tokens)."""
     constant_tokens: int = 0
     """Divisor of a sequence under `aggregation: constant` (Dr.GRPO uses the token limit)."""
     clip_low: float = 0.2

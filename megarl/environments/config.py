@@ -7,7 +7,7 @@ from megarl.schema import config, require, require_range
 
 @config
 class OverlongConfig:
-    """DAPO's soft length penalty: 0 up to `limit - buffer` tokens, then linear down to -1 at `limit` (arXiv:2503.14476, eq. 13)."""
+    """DAPO's soft length penalty: 0 up to `limit - buffer` tokens, then linear down to -1 at `limit` (arXiv:2503.14476)."""
 
     limit_tokens: int = 0
     """Response length at which the penalty reaches -1; 0 turns it off."""

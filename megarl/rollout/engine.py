@@ -31,7 +31,9 @@ class Engine:
         backend: str,
         worker_extension: str,
         environment: dict[str, str],
+        load: bool = False,
     ) -> None:
+        """`load` reads the model's own weights; otherwise they are random until version 0 is published."""
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version = -1
@@ -41,7 +43,7 @@ class Engine:
             "trust_remote_code": trust_remote_code,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
-            "load_format": "dummy",
+            "load_format": "auto" if load else "dummy",
             "dtype": config.dtype,
             "seed": seed,
             "tensor_parallel_size": config.tensor,
@@ -88,7 +90,9 @@ class Engine:
         # The salt keeps a prefix cached under old weights from serving a request under new ones.
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
         output = await self._run(prompt, sampling)
-        spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
+        # An engine that was never published to reports a version that is no number.
+        known = [span for span in output.weight_versions or () if span.version.isdecimal()]
+        spans = [(int(span.version), span.end - span.start) for span in known]
         return Turn(
             token_ids=list(output.token_ids),
             logprobs=list(output.logprobs.logprobs),

@@ -5,8 +5,10 @@ The loss handed to `backward` is this rank's share of one global sum; DeepSpeed'
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import sys
 from collections.abc import Iterator
 
 import deepspeed
@@ -87,13 +89,14 @@ class TrainEngine:
         model.train()
         model.to(device)
         optimizer = _adamw([p for p in model.parameters() if p.requires_grad], config.optimizer, device)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,  # pyright: ignore[reportArgumentType]
-            config=deepspeed_config(config, mesh.gradient.size),
-            mpu=DeepSpeedView(mesh),
-            dist_init_required=False,
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+                config=deepspeed_config(config, mesh.gradient.size),
+                mpu=DeepSpeedView(mesh),
+                dist_init_required=False,
+            )
         self.steps_done = 0
         """Optimizer steps taken."""
 

@@ -60,7 +60,7 @@ class PolicyModel(nn.Module):
         old = model.get_output_embeddings()
         if not isinstance(old, nn.Linear) or old.bias is not None:
             raise ValueError(
-                f"model {model.name_or_path} has an output head that is not a linear layer without bias; it cannot be trained here"
+                f"model {model.name_or_path} has an output head other than a linear layer without bias; choose another model"
             )
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight

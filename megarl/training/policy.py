@@ -9,6 +9,7 @@ mini-batch and all ranks, so neither micro-batching nor the layout can change lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -119,7 +120,7 @@ class Policy:
         rewards = torch.tensor(batch.rewards, dtype=torch.float64)
         if kl.coefficient > 0 and kl.where == "reward":
             charge = torch.zeros(number, dtype=torch.float64, device=self.device)
-            for micro, mine, theirs in zip(sum(packed, []), sum(old, []), sum(reference, []), strict=True):
+            for micro, mine, theirs in zip(*map(chain.from_iterable, (packed, old, reference)), strict=True):
                 per_token = KL_ESTIMATORS[kl.estimator](mine, theirs)
                 charge.index_add_(0, micro.rows[micro.mask], per_token.double())
             rewards -= kl.coefficient * all_reduce(charge, self.mesh.gradient).cpu()
@@ -127,7 +128,7 @@ class Policy:
         return ADVANTAGES[self.algorithm.advantage](rewards, groups, tokens).float().to(self.device)
 
     def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
-        """[N] float32: what each token of a sample weighs in the loss of mini-batch `number`; 0 for other mini-batches' samples."""
+        """[N] float32: what each token of a sample weighs in the loss of mini-batch `number`; 0 in the others'."""
         mine = torch.tensor(batch.mini_batch_of) == number
         weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
         tokens = torch.tensor(batch.response_tokens)[mine]

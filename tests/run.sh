@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Environment, then style and types, then the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k window
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+bash launch/env.sh
+bin=$root/.venv/bin
+if [ $# -eq 0 ]; then
+  "$bin/ruff" check .
+  "$bin/ruff" format --check --quiet .
+  "$bin/python" -m pyright --pythonpath "$bin/python"
+fi
+# No test may reach the hub: what is not on this machine must fail at once.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+exec "$bin/python" -m pytest "$@"
