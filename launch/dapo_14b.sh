@@ -125,6 +125,11 @@ layout, engines, tensor = training["layout"], rollout["num_engines"], rollout["e
 ranks = wanted_ranks or layout["data"] * layout["sequence"] * layout["tensor"]
 if not ranks:
     sys.exit("training.layout.data is 0, so the recipe leaves the number of ranks open; set --gpus-train")
+rest = layout["sequence"] * layout["tensor"]
+if layout["data"] and ranks != layout["data"] * rest:
+    mend = ", or training.layout.data to %d" % (ranks // rest) if ranks % rest == 0 else ""
+    sys.exit("--gpus-train is %d, but training.layout is data %d x sequence %d x tensor %d = %d ranks, one a GPU; set "
+             "--gpus-train to %d%s" % (ranks, *layout.values(), layout["data"] * rest, layout["data"] * rest, mend))
 try:
     layout = resolve(**layout, num_ranks=ranks)
 except ValueError as error:
@@ -164,7 +169,7 @@ engine_gpus=$(join ${gpus[@]+"${gpus[@]:num_ranks:num_engines * tensor}"})
 ray_gpus=$((num_engines * tensor))
 [ "$device" = cuda ] || ray_gpus=0
 
-free_port() { "$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
+free_port() { "$python" -I -S -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 port=${port:-$(free_port)}
 
 # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
@@ -179,6 +184,7 @@ healthy=("$python" -m ray.scripts.scripts health-check --address "127.0.0.1:$por
 # torchrun, but with the exit code of the rank that failed first; its own is always 1.
 TORCHRUN='
 import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 try:
@@ -186,6 +192,8 @@ try:
 except ChildFailedError as error:
     code = error.get_first_failure()[1].exitcode
     sys.exit(code if code > 0 else 128 - code)
+except SignalException as error:
+    sys.exit(128 + error.sigval)
 '
 torchrun=(--standalone --local-addr 127.0.0.1 --nproc-per-node "$num_ranks" -m megarl train "$recipe" ${overrides[@]+"${overrides[@]}"})
 trainers=(env "${shared[@]}" RAY_ADDRESS="127.0.0.1:$port" CUDA_VISIBLE_DEVICES="$train_gpus" OMP_NUM_THREADS="$threads" setsid
@@ -217,7 +225,7 @@ show() { # COMMAND...: as a shell would read it, on one line
 }
 
 show_plan() {
-  local rank engine first
+  local rank engine first on
   echo "recipe    $recipe"
   echo "folder    $folder"
   echo "host      $host"

@@ -95,7 +95,8 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             mesh=mesh,
             seed=config.seed,
         )
-        progress = checkpoints.load() if config.resume else None
+        chosen = broadcast_object(checked.resume_from, mesh.world)
+        progress = checkpoints.load(chosen) if chosen is not None else None
         policy.step, first_ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
         observer = None
         if main:
@@ -138,9 +139,7 @@ def join_cluster(cluster: Cluster | None, mesh: ProcessMesh, stack: ExitStack) -
         stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
 
-def start_engines(
-    cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool, load: bool = False
-) -> EngineGroup:
+def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool, load: bool = False) -> EngineGroup:
     """The recipe's engines, starting; with `load` they read the model's weights instead of waiting for version 0."""
     engine = config.rollout.engine
     return cluster.start_engines(

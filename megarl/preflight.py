@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,17 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import RunConfig, SftConfig
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.parallel.layout import Layout, resolve
+from megarl.parallel.mesh import rank
 from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
 from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
 from megarl.schema import require
+from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, TrainingConfig
-from megarl.training.model import load_model_config, refuse_unsupported
+from megarl.training.model import empty_model, load_model_config, refuse_unsupported
 
 MIN_FREE_BYTES = 64 * 2**20
 
@@ -33,10 +37,12 @@ class Checked:
     prompts: PromptList | None = None
     held_out: PromptList | None = None
     demonstrations: DemonstrationList | None = None
+    resume_from: Path | None = None
+    """On rank 0: the checkpoint to go on from."""
 
 
-def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool) -> Checked:
-    """All checks of `megarl train`; raises `ValueError`."""
+def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True) -> Checked:
+    """All checks of `megarl train`; raises `ValueError`. Without `new`, the run folder is neither used nor looked at."""
     layout = check_layout(config.training, num_ranks)
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group // config.training.mini_batches
     require(
@@ -44,9 +50,10 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool) -> Checked:
         f"a mini-batch has {samples} samples for {layout.data} data ranks; raise rollout.groups_per_step or samples_per_group, "
         "or lower training.mini_batches",
     )
-    check_folder(config.folder, resume=config.resume)
+    if new:
+        check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
-    Environment(config.environment)
+    check_verifier(config.environment)
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
     held_out = load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed) if config.evaluation.prompts.source else None
     longest = config.prompts.max_prompt_tokens + config.rollout.max_new_tokens
@@ -58,7 +65,9 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool) -> Checked:
     )
     if on_cpu:
         check_cache_memory(config, hf, longest)
-    return Checked(layout, tokenizer, hf, stop_tokens(tokenizer, config.model), prompts, held_out)
+    checkpoint = find_checkpoint(config, layout) if new else None
+    stops = stop_tokens(tokenizer, config.model)
+    return Checked(layout, tokenizer, hf, stops, prompts, held_out, resume_from=checkpoint)
 
 
 def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
@@ -71,7 +80,9 @@ def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
-    return Checked(layout, tokenizer, hf, stop_tokens(tokenizer, config.model), demonstrations=demonstrations)
+    checkpoint = find_checkpoint(config, layout)
+    stops = stop_tokens(tokenizer, config.model)
+    return Checked(layout, tokenizer, hf, stops, demonstrations=demonstrations, resume_from=checkpoint)
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
@@ -102,6 +113,31 @@ def check_folder(folder: str, *, resume: bool) -> None:
     require(
         free >= MIN_FREE_BYTES,
         f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; free {MIN_FREE_BYTES / 2**20:.0f} MiB or set another folder",
+    )
+
+
+def check_verifier(config: EnvironmentConfig) -> None:
+    """The verifier loads, in a process of its own as it will in the run."""
+
+    async def load_once() -> None:
+        environment = Environment(config)
+        try:
+            await environment.start()
+        finally:
+            await environment.close()
+
+    asyncio.run(load_once())
+
+
+def find_checkpoint(config: RunConfig | SftConfig, layout: Layout) -> Path | None:
+    """The checkpoint to resume, on rank 0; None for a new run."""
+    if not config.resume or rank() != 0:
+        return None
+    return choose(
+        Path(config.folder) / "checkpoints",
+        layout=written_under(layout, config.training),
+        model=fingerprint(empty_model(config.model)),
+        seed=config.seed,
     )
 
 

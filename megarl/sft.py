@@ -16,7 +16,7 @@ from megarl.loop import due
 from megarl.observe.observer import Observer
 from megarl.parallel import balance
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import all_reduce
+from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.parallel.mesh import ProcessMesh
 from megarl.preflight import Checked
 from megarl.training.checkpoint import Checkpoints
@@ -55,7 +55,8 @@ def run(config: SftConfig, checked: Checked) -> None:
             mesh=mesh,
             seed=config.seed,
         )
-        progress = checkpoints.load() if config.resume else None
+        chosen = broadcast_object(checked.resume_from, mesh.world)
+        progress = checkpoints.load(chosen) if chosen is not None else None
         first = progress.step if progress else 0
         observer = None
         if mesh.world.rank == 0:

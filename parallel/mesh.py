@@ -109,7 +109,14 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            try:
+                dist.init_process_group(backend, timeout=timeout)
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                where = f"{os.environ['MASTER_ADDR']} port {os.environ.get('MASTER_PORT')}"
+                raise RuntimeError(
+                    f"the ranks could not meet at {where}: {str(error).splitlines()[0]}; set MASTER_PORT "
+                    "(torchrun --master-port) to a free port, and see that every rank was started"
+                ) from error
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device

@@ -52,7 +52,7 @@ def run_ranks(num_ranks: int, file: str, function: str, *arguments: Any, timeout
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
             }
-            output = open(Path(folder) / f"output-{rank}", "w+")
+            output = open(Path(folder) / f"output-{rank}", "w+")  # noqa: SIM115 - closed below
             command = [sys.executable, "-c", _BODY, file, function, str(given), str(Path(folder) / f"result-{rank}")]
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT))
             outputs.append(output)

@@ -16,20 +16,23 @@ def write_model(folder: Path, *, tied: bool = False, kind: str = "qwen2", seed: 
     import transformers
 
     write_tokenizer(folder)
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    ) | changes
+    sizes = (
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.15,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        | changes
+    )
     torch.manual_seed(seed)
     made = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind]
     model = transformers.AutoModelForCausalLM.from_config(made(**sizes), dtype=torch.float32)

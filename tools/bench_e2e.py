@@ -75,7 +75,7 @@ def write_task(folder: Path, vocabulary: int) -> int:
     (model_folder / "tokenizer_config.json").write_text(json.dumps(described))
     draw = random.Random(SEED)
     rows = ("".join(draw.choices(LETTERS, k=draw.randint(12, MAX_PROMPT_TOKENS))) for _ in range(ROWS))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in rows))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": "none"}) + "\n" for text in rows))
     (folder / "reward.py").write_text(
         "import zlib\n\n\ndef score(prompt, response):\n    return zlib.crc32(response.encode()) % 1000 / 1000\n"
     )
@@ -96,7 +96,7 @@ def recipe(task: Path, folder: Path, *, steps: int, limit: int, staleness: int, 
             "max_new_tokens": limit,
             "max_staleness": staleness,
             "num_engines": engines,
-            "engine": {"num_threads": engine_threads, "max_num_sequences": sequences},
+            "engine": {"num_threads": engine_threads, "max_num_sequences": sequences, "max_batched_tokens": (MAX_PROMPT_TOKENS + limit) * sequences},
             "dynamic_sampling": {"enabled": False},
         },
         "training": {"num_threads": training_threads, "micro_batch_tokens": micro, "optimizer": {"learning_rate": LEARNING_RATE, "clip_norm": 1.0}},

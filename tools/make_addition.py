@@ -3,7 +3,7 @@
     python tools/make_addition.py FOLDER [--seed 1] [--demonstrations 51200] [--prompts 20000] [--held-out 500] [--validation 500]
 
     FOLDER/model/            config and tokenizer of a 290,304-parameter Qwen2; no weights: training starts from scratch
-    FOLDER/sft.jsonl         {prompt, response}: half answer directly, most of the reasoning forgets its carries
+    FOLDER/sft.jsonl         {prompt, response}: 45 % answer directly, most of the reasoning forgets its carries
     FOLDER/train.jsonl       {prompt, answer}
     FOLDER/held_out.jsonl    {prompt, answer} of problems in no other file, for evaluation
     FOLDER/validation.jsonl  {prompt, answer} of problems in no other file, for choosing settings
@@ -95,9 +95,9 @@ def careful(a: int, b: int, draw: random.Random) -> str:
 
 
 STYLES: tuple[tuple[float, Callable[[int, int, random.Random], str]], ...] = (
-    (0.5, direct),
-    (0.4, sloppy),
-    (0.1, careful),
+    (0.45, direct),
+    (0.44, sloppy),
+    (0.11, careful),
 )
 
 

@@ -56,13 +56,14 @@ class RolloutService:
         self.config, self.seed, self.prompts, self.engines = config, seed, prompts, list(engines)
         self.score, self.decode = score, decode
         self.num_data_ranks, self.mini_batches, self.micro_batch_tokens = num_data_ranks, mini_batches, micro_batch_tokens
-        self.last_step, self.transcripts_per_step = last_step, transcripts_per_step
+        self.transcripts_per_step = transcripts_per_step
         sampling = config.dynamic_sampling
         draws = round(sampling.max_draws * config.groups_per_step) if sampling.enabled else config.groups_per_step
         self.window = Window(
             per_step=config.groups_per_step,
             max_draws=draws,
             staleness=config.max_staleness,
+            last_step=last_step,
             first=first_ordinal,
             next=first_ordinal,
             step=first_step,
@@ -151,7 +152,7 @@ class RolloutService:
 
     async def _dispatch(self) -> None:
         """Start every group the window allows, up to the last step's."""
-        while self._failure is None and self.window.may_start() and self.window.step <= self.last_step:
+        while self._failure is None and self.window.may_start():
             task = asyncio.create_task(self._collect(self.window.start()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

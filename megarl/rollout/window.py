@@ -21,6 +21,8 @@ class Window:
     max_draws: int
     """Groups a step may look at."""
     staleness: int
+    last_step: int
+    """Groups that only later steps would train are not started."""
     first: int = 0
     """First ordinal of the open batch."""
     step: int = 0
@@ -34,7 +36,7 @@ class Window:
 
     def may_start(self) -> bool:
         """Whether group `next` may start now."""
-        return self._latest_step(self.next) <= self.version + self.staleness
+        return self._latest_step(self.next) <= min(self.version + self.staleness, self.last_step)
 
     def start(self) -> int:
         """Take the next ordinal."""

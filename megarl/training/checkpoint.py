@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -26,8 +27,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from megarl.parallel.collectives import barrier, broadcast_object
+from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.training.engine import TrainEngine
+from megarl.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from megarl.training.engine import TrainEngine
 
 DIGESTS = "digests.json"
 
@@ -47,16 +52,45 @@ class Progress:
     """Fingerprint of names and shapes of the weights."""
 
 
-def fingerprint(engine: TrainEngine) -> str:
-    """What the model looks like: a digest over names and shapes of its weights, whatever their values."""
-    parameters = engine.module.model.named_parameters()
-    shapes = sorted(f"{name} {tuple(getattr(p, 'ds_shape', p.shape))}" for name, p in parameters)
+def fingerprint(model: torch.nn.Module) -> str:
+    """What a model looks like: a digest over names and shapes of its weights, whatever their values."""
+    shapes = sorted(f"{name} {tuple(getattr(p, 'ds_shape', p.shape))}" for name, p in model.named_parameters())
     return blake3("\n".join(shapes).encode()).hexdigest(8)
 
 
-def layout_name(engine: TrainEngine) -> str:
-    """The layout that must be the same to resume."""
-    return f"{engine.mesh.layout}, ZeRO {engine.config.zero_stage}, {engine.config.precision}"
+def written_under(layout: Layout, training: TrainingConfig) -> str:
+    """The layout, ZeRO stage and precision that must be the same to resume."""
+    return f"{layout}, ZeRO {training.zero_stage}, {training.precision}"
+
+
+def choose(folder: Path, *, layout: str, model: str, seed: int) -> Path | None:
+    """The newest whole checkpoint in `folder` that this run can resume, or None where there is none at all.
+
+    A damaged or foreign one is passed over with a word on standard error; if none is left, raises `ValueError`.
+    """
+    passed = []
+    for path in newest_first(folder):
+        reason = damage(path) or _foreign(read_progress(path), layout=layout, model=model, seed=seed)
+        if not reason:
+            return path
+        passed.append(f"{path.name}: {reason}")
+        print(f"megarl: passing over checkpoint {path}: {reason}", file=sys.stderr, flush=True)
+    if passed:
+        raise ValueError(
+            f"no checkpoint in {folder} can be resumed ({'; '.join(passed)}); set resume to false and another folder"
+        )
+    return None
+
+
+def _foreign(progress: Progress, *, layout: str, model: str, seed: int) -> str:
+    """Why a whole checkpoint is not this run's, or nothing."""
+    if progress.model != model:
+        return "it is of another model (names or shapes of the weights differ)"
+    if progress.layout != layout:
+        return f"it was written under {progress.layout}, this run is {layout}"
+    if progress.seed != seed:
+        return f"it is of a run with seed {progress.seed}, this one has {seed}"
+    return ""
 
 
 class Checkpoints:
@@ -90,7 +124,7 @@ class Checkpoints:
         if self.mesh.world.rank == 0 and not problem:
             try:
                 self._export(aside / "model", whole)
-                progress = Progress(step, next_ordinal, self.seed, layout_name(self.engine), fingerprint(self.engine))
+                progress = self._progress(step, next_ordinal)
                 (aside / "run.json").write_text(json.dumps(asdict(progress), indent=1))
                 seal(aside)
                 if final.exists():
@@ -112,45 +146,15 @@ class Checkpoints:
             )
         return final
 
-    def load(self) -> Progress | None:
-        """Restore the newest whole checkpoint that fits this run, or None where there is none at all.
-
-        A damaged or foreign one is passed over with a word on standard error; if none is left, raises `ValueError`.
-        """
-        chosen, passed = "", []
-        if self.mesh.world.rank == 0:
-            for path in newest_first(self.folder):
-                reason = self._why_not(path)
-                if not reason:
-                    chosen = str(path)
-                    break
-                passed.append(f"{path.name}: {reason}")
-                print(f"megarl: passing over checkpoint {path}: {reason}", file=sys.stderr)
-        chosen, passed = broadcast_object((chosen, passed), self.mesh.world)
-        if not chosen:
-            if passed:
-                raise ValueError(
-                    f"no checkpoint in {self.folder} can be resumed ({'; '.join(passed)}); set resume to false and another folder"
-                )
-            return None
-        path = Path(chosen)
+    def load(self, path: Path) -> Progress:
+        """Restore the checkpoint at `path`, which `choose` has found whole."""
         self.engine.load(str(path / "state"))
         torch.set_rng_state(load_file(str(path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))["torch"])
         return read_progress(path)
 
-    def _why_not(self, path: Path) -> str:
-        """Why `path` cannot be resumed, or nothing."""
-        reason = damage(path)
-        if reason:
-            return reason
-        progress = read_progress(path)
-        if progress.model != fingerprint(self.engine):
-            return "it is of another model (names or shapes of the weights differ)"
-        if progress.layout != layout_name(self.engine):
-            return f"it was written under {progress.layout}, this run is {layout_name(self.engine)}"
-        if progress.seed != self.seed:
-            return f"it is of a run with seed {progress.seed}, this one has {self.seed}"
-        return ""
+    def _progress(self, step: int, next_ordinal: int) -> Progress:
+        layout = written_under(self.mesh.layout, self.engine.config)
+        return Progress(step, next_ordinal, self.seed, layout, fingerprint(self.engine.module.model))
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """The weights as a Hugging Face model folder that `from_pretrained` and vLLM load."""

@@ -112,6 +112,12 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
         ) from None
 
 
+def empty_model(config: ModelConfig) -> PreTrainedModel:
+    """The model without weights, on the meta device: names and shapes only, in a moment."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_model_config(config), trust_remote_code=config.trust_remote_code)
+
+
 def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """The causal language model on the CPU in `dtype`; with `from_scratch`, random weights that only `seed` decides."""
     hf = load_model_config(config)

@@ -1,0 +1,244 @@
+"""Bad input gets one clear error that says what to set, before anything heavy starts.
+
+Each case goes through the real command line and checks the exit code, the message, and that no run folder was begun.
+What needs a running engine or a second rank is in tests/system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from tiny import write_model
+
+PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
+
+
+@dataclass
+class Case:
+    """What is changed in a good recipe, and what the error must say."""
+
+    says: list[str]
+    """Parts of the message, the cure among them."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value in the recipe."""
+    arguments: list[str] = field(default_factory=list)
+    prepare: Callable[[Path], None] = lambda folder: None
+    """Spoils the case's own folder (data.jsonl, model/) before the command runs."""
+    environment: dict[str, str] = field(default_factory=dict)
+    command: str = "train"
+
+
+def lines(*rows: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "data.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def tokenizer_change(**changes: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+def config_change(**changes: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+def verifier(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "mine.py").write_text(text)
+
+
+def a_run_is_there(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("{}\n")
+
+
+GOOD = json.dumps(PROMPTS[0])
+RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+CASES = {
+    "unknown key": Case(["rollout.groups: unknown key", "groups_per_step"], {"rollout.groups": 3}),
+    "misspelt key": Case(["did you mean 'learning_rate'"], {"training.optimizer.learning_rat": 1e-4}),
+    "misspelt flag": Case(["learning_rate"], arguments=["--training.optimizer.learning_rat", "1"]),
+    "wrong type": Case(["steps: input should be a valid integer", "'many'"], {"steps": "many"}),
+    "not a choice": Case(["training.zero_stage", "4"], {"training.zero_stage": 4}),
+    "out of range": Case(["rollout.temperature is -1", "above 0"], {"rollout.temperature": -1.0}),
+    "out of range on the command line": Case(
+        ["training.micro_batch_tokens is 0"], arguments=["--training.micro-batch-tokens", "0"]
+    ),
+    "no recipe": Case(["does not exist", ".yaml"], command="missing"),
+    "recipe is not YAML": Case(["is not YAML"], command="garbage"),
+    "ranks do not match the layout": Case(["data 3", "this run has 1", "training.layout.data to 1"], {"training.layout.data": 3}),
+    "ranks given by a launcher do not match": Case(["data 1", "this run has 2"], {"training.layout.data": 1}, environment=RANKS),
+    "layout not supported": Case(["training.layout.tensor is 2", "set it to 1"], {"training.layout.tensor": 2}),
+    "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
+    "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),
+    "missing data file": Case(["nowhere.jsonl", "does not exist"], {"prompts.source": "nowhere.jsonl"}),
+    "empty data file": Case(["data.jsonl is empty", "at least one row"], prepare=lines("")),
+    "missing column": Case(["'question'", "prompt, answer"], {"prompts.prompt_column": "question"}),
+    "malformed line": Case(["data.jsonl", "line 2"], prepare=lines(GOOD, '{"prompt": "1+1=", ', GOOD)),
+    "row is not an object": Case(["data.jsonl", "line 2"], prepare=lines(GOOD, "[1, 2]")),
+    "prompt longer than the limit": Case(
+        ["max_prompt_tokens", "8"], prepare=lines(GOOD, json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}))
+    ),
+    "model not found": Case(["model.path", "nowhere/model"], {"model.path": "nowhere/model"}),
+    "model without weights": Case(
+        ["no .safetensors", "from_scratch"], prepare=lambda folder: (folder / "model" / "model.safetensors").unlink()
+    ),
+    "tokenizer not found": Case(["tokenizer folder", "does not exist"], {"model.tokenizer": "./nowhere"}),
+    "SentencePiece file not found": Case(["nowhere.model does not exist"], {"model.tokenizer": "nowhere.model"}),
+    "vocabularies at odds": Case(["vocab", "16"], prepare=config_change(vocab_size=16)),
+    "no end-of-sequence token": Case(["eos"], prepare=tokenizer_change(eos_token=None)),
+    "no padding token": Case(["pad"], prepare=tokenizer_change(pad_token=None)),
+    "attention we do not have": Case(
+        ["sliding", "does not support"],
+        prepare=config_change(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2),
+    ),
+    "longer than the model": Case(["max_position_embeddings is 256"], {"rollout.max_new_tokens": 400}),
+    "run folder holds a run": Case(["already holds a run", "resume"], prepare=a_run_is_there),
+    "folder is a file": Case(["is a file"], prepare=lambda folder: (folder / "run").write_text("")),
+    "not enough memory for the cache": Case(["kv_cache_gib", "memory"], {"rollout.engine.kv_cache_gib": 100_000}),
+    "cache too small for one request": Case(
+        ["kv_cache_gib is 1", "one request"],
+        {"rollout.max_new_tokens": 30_000_000},
+        prepare=config_change(max_position_embeddings=10**9),
+    ),
+    "verifier unknown": Case(["exact_match", "math"], {"environment.verifier": "exact"}),
+    "verifier file missing": Case(["nowhere.py"], {"environment.verifier": "nowhere.py:score"}),
+    "verifier does not import": Case(
+        ["mine.py", "ZeroDivisionError"], {"environment.verifier": "{folder}/mine.py:score"}, prepare=verifier("1 / 0\n")
+    ),
+    "verifier function missing": Case(
+        ["mine.py", "other"], {"environment.verifier": "{folder}/mine.py:score"}, prepare=verifier("def other(p, r): ...\n")
+    ),
+    "chat template missing": Case(["chat template"], {"prompts.template": "chat"}),
+    "overlong limit beyond the token limit": Case(
+        ["overlong.limit_tokens is 64"], {"environment.overlong": {"limit_tokens": 64, "buffer_tokens": 8}}
+    ),
+    "resume without weights that fit": Case(
+        ["resume"], {"resume": True}, prepare=lambda folder: (folder / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    ),
+    "k1 in the loss": Case(["k1", "k2"], {"algorithm.kl": {"coefficient": 0.1, "estimator": "k1"}}),
+    "constant aggregation without a constant": Case(["constant_tokens"], {"algorithm.aggregation": "constant"}),
+    "demonstrations without a response column": Case(
+        ["'response'"], {"demonstrations.source": "{folder}/data.jsonl"}, command="sft"
+    ),
+}
+
+
+def recipe(folder: Path, case: Case) -> Path:
+    """A good recipe with the case's changes."""
+    tree: dict[str, Any] = {"folder": str(folder / "run"), "steps": 2, "model": {"path": str(folder / "model")}}
+    if case.command == "sft":
+        tree |= {"demonstrations": {}}
+    else:
+        tree |= {
+            "prompts": {"source": str(folder / "data.jsonl"), "max_prompt_tokens": 8},
+            "rollout": {"groups_per_step": 4, "samples_per_group": 2, "max_new_tokens": 8},
+        }
+    for key, value in case.settings.items():
+        *parents, last = key.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+    path = folder / "recipe.yaml"
+    path.write_text("a: [1" if case.command == "garbage" else yaml.safe_dump(tree))
+    return folder / "absent.yaml" if case.command == "missing" else path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("good"))
+
+
+def prepare(folder: Path, model: Path, case: Case) -> list[str]:
+    """The case's files, and the command line that meets them."""
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+    (folder / "model").mkdir()
+    for file in model.iterdir():
+        (folder / "model" / file.name).write_bytes(file.read_bytes())
+    path = recipe(folder, case)
+    case.prepare(folder)
+    command = case.command if case.command in ("train", "sft") else "train"
+    return [command, str(path), *case.arguments]
+
+
+def check(case: Case, folder: Path, code: object, out: str, err: str) -> None:
+    assert code == 2, err
+    assert "Traceback" not in err, err
+    for part in case.says:
+        assert part.lower() in err.lower(), (part, err)
+    assert out == ""
+    if case.prepare is not a_run_is_there and "resume" not in case.settings:
+        assert not (folder / "run").is_dir(), "something was begun before the recipe was known to be good"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_error(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES[name]
+    arguments = prepare(tmp_path, model, case)
+    for variable, value in case.environment.items():
+        monkeypatch.setenv(variable, value)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    said = capfd.readouterr()
+    check(case, tmp_path, ended.value.code, said.out, said.err)
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "prompt longer than the limit"])
+def test_the_same_from_the_shell(name: str, model: Path, tmp_path: Path) -> None:
+    arguments = prepare(tmp_path, model, CASES[name])
+    command = [sys.executable, "-m", "megarl", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    check(CASES[name], tmp_path, done.returncode, done.stdout, done.stderr)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:
+    """A recipe is judged without DeepSpeed, Ray or vLLM."""
+    arguments = [*prepare(tmp_path, model, Case([])), "--check"]
+    code = f"""
+import sys
+from megarl import cli
+assert cli.dispatch({arguments[0]!r}, {arguments[1:]!r}) == 0
+print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_port_taken() -> None:
+    """A launcher's port that somebody else holds: an error within the deadline, not a hang."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code = "from megarl.parallel import mesh; mesh.initialise(timeout_s=5)"
+        environment = {**os.environ, **RANKS, "WORLD_SIZE": "1", "MASTER_PORT": port}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode != 0
+    assert f"port {port}" in done.stderr and "MASTER_PORT" in done.stderr

@@ -1,0 +1,296 @@
+"""launch/: every recipe reads, and the launcher's dry run says what would start and refuses what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import RunConfig, SftConfig, dump, from_tree, read
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "dapo_14b.sh"
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+GSM8K = "launch/recipes/gsm8k.yaml"
+ONE_NODE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NTASKS": "1"}
+HOST = os.uname().nodename
+
+
+def kind_of(recipe: Path) -> type[RunConfig] | type[SftConfig]:
+    return SftConfig if "demonstrations" in yaml.safe_load(recipe.read_text()) else RunConfig
+
+
+def launch(*arguments: str, script: Path = SCRIPT, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script under plain bash, in an environment without Slurm's or CUDA's variables but for those given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_", "RAY_"))}
+    # Were anything asked of a GPU or of a network, these would show.
+    clean |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    return subprocess.run(
+        ["bash", str(script), *arguments], cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    assert "trainer rank" not in result.stdout
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_reads_and_its_resolved_form_reads_back(recipe: Path) -> None:
+    kind = kind_of(recipe)
+    config = read(kind, recipe)
+    assert from_tree(kind, yaml.safe_load(dump(config)), where="again") == config
+
+
+def known(kind: Any, tree: dict[str, Any], place: str = "") -> list[str]:
+    """Every key of `tree` that `kind` has not."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    types = typing.get_type_hints(kind)
+    bad = [f"{place}{key}" for key in tree if key not in fields]
+    for key, value in tree.items():
+        if isinstance(value, dict) and key in fields:
+            bad += known(types[key], value, f"{place}{key}.")
+    return bad
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_key_is_known_and_says_what_is_used(recipe: Path) -> None:
+    kind = kind_of(recipe)
+    tree = yaml.safe_load(recipe.read_text())
+    assert known(kind, tree) == []
+    misspelt = tree | {"modle": {}}
+    with pytest.raises(ValueError, match="modle: unknown key; did you mean 'model'"):
+        from_tree(kind, misspelt, where=recipe.name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_writes_into_a_folder_of_its_own(recipe: Path) -> None:
+    folders = [yaml.safe_load(path.read_text())["folder"] for path in RECIPES]
+    mine = yaml.safe_load(recipe.read_text())["folder"]
+    assert mine.startswith("runs/")
+    assert folders.count(mine) == 1
+
+
+def test_dapo_is_as_published() -> None:
+    config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
+    rollout, rule, training = config.rollout, config.algorithm, config.training
+    assert (rollout.groups_per_step, rollout.samples_per_group, rollout.temperature) == (512, 16, 1.0)
+    assert rollout.groups_per_step * rollout.samples_per_group // training.mini_batches == 512
+    assert (rule.clip_low, rule.clip_high, rule.aggregation, rule.kl.coefficient) == (0.2, 0.28, "token", 0.0)
+    overlong = config.environment.overlong
+    assert (overlong.limit_tokens, overlong.buffer_tokens, rollout.max_new_tokens) == (20480, 4096, 20480)
+    assert (config.environment.correct, config.environment.wrong) == (1.0, -1.0)
+    assert rollout.dynamic_sampling.enabled
+    assert (training.optimizer.learning_rate, training.schedule.kind) == (1e-6, "constant")
+    assert training.schedule.warmup_steps == 20 * training.mini_batches
+    assert training.micro_batch_tokens >= config.prompts.max_prompt_tokens + rollout.max_new_tokens
+    # Ranks wait in a collective for rank 0, which waits for the engines.
+    assert training.collective_timeout_s > max(rollout.engine.start_timeout_s, config.publish.timeout_s)
+
+
+# ------------------------------------------------------------------------------------------------------------- dry run
+
+
+def test_dry_run_shows_every_rank_engine_and_command() -> None:
+    result = launch("--dry-run")
+    assert result.returncode == 0, result.stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert [line for line in lines if line.startswith("trainer rank")] == [f"trainer rank {n} GPU {n}" for n in range(4)]
+    assert [line for line in lines if line.startswith("engine")] == ["engine 0 (tensor 2) GPU 4,5", "engine 1 (tensor 2) GPU 6,7"]
+    assert "rollout service CPU" in lines
+    ray = next(line for line in lines if "--head" in line)
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7 " in ray
+    assert "--num-gpus=4" in ray
+    assert "RAY_AUTH_MODE=token" in ray
+    train = next(line for line in lines if "torchrun" in line)
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in train
+    assert "--nproc-per-node 4 -m megarl train" in train
+    port = re.search(r"--port=(\d+)", ray)
+    assert port is not None
+    assert f"RAY_ADDRESS=127.0.0.1:{port[1]}" in train
+    assert not re.search(r"RAY_AUTH_TOKEN=\S", result.stdout), "the token is a secret"
+    assert lines[-1] == "the recipe passes; nothing was started"
+
+
+def test_dry_run_starts_nothing(tmp_path: Path) -> None:
+    """Every program that would start something leaves a trace here instead."""
+    for name in ("setsid", "srun", "nvidia-smi", "torchrun", "ray"):
+        fake = tmp_path / name
+        fake.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/called\nexit 1\n")
+        fake.chmod(0o755)
+    before = set(Path("/tmp").glob("megarl-*"))
+    result = launch("--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "called").exists()
+    state = re.search(r"MEGARL_LAUNCH=(\S+)", result.stdout)
+    assert state is not None
+    assert Path(state[1]) not in set(Path("/tmp").glob("megarl-*")) - before
+
+
+def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
+    result = launch("--dry-run", "--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "--port=6400" in result.stdout
+    assert r"--steps 3 --model.path a\ folder" in result.stdout
+
+
+def test_visible_gpus_are_used_in_their_order() -> None:
+    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES="5,3,1")
+    assert result.returncode == 0, result.stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "trainer rank 0 GPU 5" in lines
+    assert "engine 0 (tensor 1) GPU 3" in lines
+
+
+def test_gpu_counts_that_match_an_override() -> None:
+    overrides = ("--training.layout.data", "3", "--rollout.num-engines", "4", "--rollout.engine.tensor", "1")
+    result = launch("--dry-run", "--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides)
+    assert result.returncode == 0, result.stderr
+    assert "GPU 6" in result.stdout
+    assert "GPU 7" not in result.stdout
+
+
+def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
+    result = launch("--dry-run", "--cpu", CUDA_VISIBLE_DEVICES="0")
+    assert result.returncode == 0, result.stderr
+    assert "GPU" not in result.stdout
+    assert "--num-gpus=0" in result.stdout
+    assert "CUDA_VISIBLE_DEVICES= " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (("--", "--training.layot.data", "4"), {}, "--training.layout.data"),
+        (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
+        (("--", "--rollout.groups-per-step", "100"), {}, "not divisible by training.mini_batches = 16"),
+        (("--gpus-train", "3"), {}, "set --gpus-train to 4, or training.layout.data to 3"),
+        (("--gpus-train", "8"), {}, "data 4 x sequence 1 x tensor 1 = 4 ranks"),
+        (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
+        (("--gpus-engine", "0"), {}, "--gpus-engine is '0'"),
+        (("--gpus-train", "all"), {}, "--gpus-train is 'all'"),
+        (("--gpus-train",), {}, "--gpus-train needs a value"),
+        (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
+        (("--", "--rollout.placement", "colocated"), {}, "set it to disaggregated"),
+        ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3"),
+        (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
+        (("--steps", "3"), {}, "go after --"),
+        (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
+        (("--recipe", "launch/recipes/quickstart_sft.yaml"), {}, "quickstart_sft.yaml: "),
+    ],
+)
+def test_dry_run_refuses(arguments: tuple[str, ...], environment: dict[str, str], says: str) -> None:
+    assert says in refused(launch("--dry-run", *arguments, **environment))
+
+
+def test_a_misspelt_key_of_the_recipe_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text((ROOT / GSM8K).read_text().replace("groups_per_step", "group_per_step"))
+    said = refused(launch("--dry-run", "--recipe", str(recipe)))
+    assert "rollout.group_per_step: unknown key; did you mean 'groups_per_step'" in said
+    assert "mine.yaml" in said
+
+
+# --------------------------------------------------------------------------------------------------------------- Slurm
+
+
+def test_one_node_of_slurm() -> None:
+    result = launch("--dry-run", **ONE_NODE, SLURM_JOB_NODELIST=HOST)
+    assert result.returncode == 0, result.stderr
+    assert f"host      {HOST}\n" in result.stdout
+    assert "srun" not in result.stdout
+
+
+def test_a_node_elsewhere_is_reached_by_srun() -> None:
+    result = launch("--dry-run", "--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
+    assert result.returncode == 0, result.stderr
+    step = next(line for line in result.stdout.splitlines() if "srun" in line)
+    assert "--ntasks=1" in step
+    assert "--nodelist=gpu017" in step
+    assert step.endswith(f"{SCRIPT} --dry-run -- --steps 3")
+
+
+def test_two_nodes_are_refused() -> None:
+    two = ONE_NODE | {"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+    said = refused(launch("--dry-run", **two, SLURM_JOB_NODELIST="gpu[017-018]"))
+    assert "has 2 nodes (gpu[017-018])" in said
+    assert "--nodes=1" in said
+
+
+def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Path) -> None:
+    """sbatch runs a copy of the script, far from the repository."""
+    spool = tmp_path / "job00007" / "slurm_script"
+    spool.parent.mkdir()
+    shutil.copy(SCRIPT, spool)
+    submitted = ONE_NODE | {"SLURM_JOB_NODELIST": HOST, "SLURM_SUBMIT_DIR": str(ROOT)}
+    result = launch("--dry-run", script=spool, cwd=tmp_path, **submitted)
+    assert result.returncode == 0, result.stderr
+    assert str(ROOT / "launch/recipes/dapo_14b.yaml") in result.stdout
+    said = refused(launch("--dry-run", script=spool, cwd=tmp_path, **(submitted | {"SLURM_SUBMIT_DIR": str(tmp_path)})))
+    assert "submit this script from the folder" in said
+
+
+def test_slurm_reads_the_header() -> None:
+    """sbatch stops reading at the first line that is neither empty nor a comment."""
+    header = SCRIPT.read_text().split("\nset -")[0].splitlines()
+    assert header[0] == "#!/usr/bin/env bash"
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=", 1) for line in header if line.startswith("#SBATCH --") and "=" in line
+    )
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", "1", "8")
+    assert asked["signal"].startswith("B:TERM@"), "bash must hear of the time limit to take everything down"
+    config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
+    used = config.training.layout.data + config.rollout.num_engines * config.rollout.engine.tensor
+    assert used == int(asked["gpus-per-node"])
+
+
+# -------------------------------------------------------------------------------------------------------------- script
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
+def test_bash_parses_it(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_programs_inside_the_script_compile() -> None:
+    programs = re.findall(r"^(PLAN|TORCHRUN|STARTED)='\n(.*?)^'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in programs] == ["PLAN", "TORCHRUN", "STARTED"]
+    for name, program in programs:
+        compile(program, name, "exec")
+
+
+def test_only_marked_processes_are_ended() -> None:
+    """The program that lists what was started finds a marked process and its session, and nothing else."""
+    found = re.search(r"^STARTED='\n(.*?)^'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    mark = f"/tmp/megarl-test-{os.getpid()}"
+    environment = dict(os.environ)
+    marked = subprocess.Popen(sleep, env=environment | {"MEGARL_LAUNCH": mark}, stdout=subprocess.PIPE)
+    leader = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
+    bystander = subprocess.Popen(sleep, env=environment | {"MEGARL_LAUNCH": mark + "0"}, stdout=subprocess.PIPE)
+    try:
+        for process in (marked, leader, bystander):
+            assert process.stdout is not None
+            process.stdout.readline()
+        listed = subprocess.run(
+            [sys.executable, "-c", found[1], mark, str(leader.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        assert {int(word) for word in listed.split()} == {marked.pid, leader.pid}
+    finally:
+        for process in (marked, leader, bystander):
+            process.kill()
+            process.communicate()

@@ -1,0 +1,71 @@
+"""Layouts, balance: pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.parallel import balance
+from megarl.parallel.layout import AXES, Layout, resolve
+
+DEGREES = st.integers(1, 4)
+
+
+@given(DEGREES, DEGREES, DEGREES)
+def test_groups_are_the_slices_of_the_grid(data: int, sequence: int, tensor: int) -> None:
+    layout = Layout(data, sequence, tensor)
+    grid = torch.arange(layout.size).view(data, sequence, tensor)
+    for rank in range(layout.size):
+        assert layout.rank(**layout.coordinates(rank)) == rank
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(AXES, count):
+            found = layout.groups(*axes)
+            assert sorted(rank for ranks in found for rank in ranks) == list(range(layout.size))
+            for ranks in found:
+                place = layout.coordinates(ranks[0])
+                index = tuple(slice(None) if name in axes else place[name] for name in AXES)
+                assert list(ranks) == grid[index].flatten().tolist()
+
+
+def test_resolve_fills_in_data_and_refuses_what_does_not_match() -> None:
+    assert resolve(data=0, sequence=2, tensor=2, num_ranks=8) == Layout(2, 2, 2)
+    with pytest.raises(
+        ValueError, match="data 2 x sequence 4 x tensor 2 = 16 ranks, but this run has 8; set training.layout.data to 1"
+    ):
+        resolve(data=2, sequence=4, tensor=2, num_ranks=8)
+    with pytest.raises(ValueError, match="does not divide 6 ranks"):
+        resolve(data=0, sequence=4, tensor=1, num_ranks=6)
+
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) -> None:
+    dealt = balance.split(lengths, parts)
+    assert sorted(position for rank in dealt for position in rank) == list(range(len(lengths)))
+    counts = [len(rank) for rank in dealt]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(LENGTHS, st.integers(1, 8), st.integers(50, 400))
+def test_rows_keep_to_the_budget_and_are_equally_many(lengths: list[int], parts: int, budget: int) -> None:
+    dealt = [[lengths[i] for i in rank] for rank in balance.split(lengths, parts)]
+    packed = balance.rows_in_step(dealt, budget)
+    assert len({len(rows) for rows in packed}) == 1
+    for mine, rows in zip(dealt, packed, strict=True):
+        assert sorted(position for row in rows for position in row) == list(range(len(mine)))
+        for row in rows:
+            assert len(row) <= 1 or sum(mine[i] for i in row) <= budget
+
+
+def test_split_balances_work() -> None:
+    """Long-tailed lengths over 8 ranks: the most loaded rank has little more than the mean."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = (torch.rand(512, generator=draw) ** 3 * 4000 + 50).long().tolist()
+    loads = [sum(balance.work(lengths[i]) for i in rank) for rank in balance.split(lengths, 8)]
+    assert max(loads) / (sum(loads) / 8) < 1.02

@@ -1,0 +1,219 @@
+"""The dispatch rule's bound, conservation of prompts, and the service with engines that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tiny import groups
+
+from megarl.rollout.batch import shares
+from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.service import RolloutService, request_seed
+from megarl.rollout.window import Window
+from megarl.types import Prompt, StepBatch, Turn, Verdict
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.floats(1.0, 3.0), st.integers(0, 10_000), st.floats(0.0, 1.0))
+def test_age_never_exceeds_the_bound_and_nothing_is_lost(
+    per_step: int, staleness: int, draws: float, seed: int, rejected: float
+) -> None:
+    """Any order of arrival, any rejections: groups are consumed in order, each once, never older than the bound."""
+    draw = random.Random(seed)
+    window = Window(per_step=per_step, max_draws=round(draws * per_step), staleness=staleness)
+    started: dict[int, int] = {}
+    running: list[int] = []
+    consumed: list[int] = []
+    while window.version < 8:
+        while window.may_start():
+            ordinal = window.start()
+            started[ordinal] = window.version
+            running.append(ordinal)
+        assert running, "nothing runs and nothing may start: a deadlock"
+        window.finish(running.pop(draw.randrange(len(running))), draw.random() >= rejected)
+        while True:
+            first = window.first
+            accepted = window.close()
+            if accepted is None:
+                break
+            step = window.step - 1
+            drawn = list(range(first, window.first))
+            assert len(drawn) <= round(draws * per_step) and len(accepted) <= per_step
+            assert len(accepted) == per_step or len(drawn) == round(draws * per_step)
+            assert set(accepted) <= set(drawn)
+            assert all(step - started[ordinal] <= staleness for ordinal in drawn)
+            consumed += drawn
+        if window.version < window.step:
+            window.version += 1
+    assert consumed == list(range(window.first))
+
+
+def test_without_rejections_the_rule_is_the_simple_one() -> None:
+    window = Window(per_step=4, max_draws=4, staleness=1)
+    while window.may_start():
+        window.start()
+    assert window.next == (0 + 1 + 1) * 4
+
+
+class Engine:
+    """An engine that answers after a random moment with tokens that its seed decides."""
+
+    def __init__(self, fail_at: int = -1, hang_at: int = -1) -> None:
+        self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
+
+    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise RuntimeError("engine exploded")
+        if self.calls == self.hang_at:
+            await asyncio.sleep(60)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        draw = random.Random(seed)
+        await asyncio.sleep(random.random() * 0.01)
+        self.running -= 1
+        tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
+        return Turn(tokens, [-1.0] * len(tokens), [(0, len(tokens))], "stop")
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 1000
+
+    def at(self, ordinal: int) -> Prompt:
+        return Prompt(ordinal, f"p{ordinal}", [1 + ordinal % 7, 2], str(ordinal))
+
+
+async def score(prompt: Prompt, text: str, num_tokens: int, truncated: bool) -> Verdict:
+    # Every third prompt is hopeless: all its rewards are equal.
+    return Verdict(reward=0.0 if prompt.index % 3 == 0 else float(num_tokens % 2), correct=num_tokens % 2 == 1)
+
+
+def service(
+    engines: list[Engine], *, ranks: int = 1, staleness: int = 1, timeout_s: float = 5.0, **more: object
+) -> RolloutService:
+    config = RolloutConfig(
+        groups_per_step=3,
+        samples_per_group=6,
+        max_new_tokens=5,
+        max_staleness=staleness,
+        dynamic_sampling=DynamicSamplingConfig(max_draws=4.0),
+        request_timeout_s=timeout_s,
+    )
+    settings = dict(num_data_ranks=ranks, mini_batches=1, micro_batch_tokens=40, last_step=5, transcripts_per_step=1, seed=3)
+    return RolloutService(config=config, prompts=Prompts(), engines=engines, score=score, decode=str, **(settings | more))  # type: ignore[arg-type]
+
+
+async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[StepBatch]]:
+    await made.start()
+    taken = []
+    for step in steps:
+        taken.append([await made.take(step, rank) for rank in range(ranks)])
+        await made.release(step + 1)
+    await made.stop()
+    return taken
+
+
+def rows(batches: list[list[StepBatch]]) -> list[list[tuple[int, ...]]]:
+    """Per step, the token rows of all ranks in the order of the step."""
+    return [
+        [row for _, row in sorted((s.row, tuple(s.token_ids)) for share in step for part in share.samples for s in part)]
+        for step in batches
+    ]
+
+
+def test_seeds_alone_decide_what_is_trained() -> None:
+    """Other engines, other ranks, other timing, other staleness: the same rows in the same steps."""
+    one = rows(asyncio.run(drive(service([Engine()], staleness=0), 1, range(4))))
+    two = rows(asyncio.run(drive(service([Engine(), Engine(), Engine()], ranks=2, staleness=1), 2, range(4))))
+    assert one == two
+    assert len({row for step in one for row in step}) > 40
+
+
+def test_resumed_service_goes_on_where_the_cursor_says() -> None:
+    async def whole() -> tuple[list[list[StepBatch]], int]:
+        made = service([Engine()])
+        await made.start()
+        taken = []
+        cursor = 0
+        for step in range(4):
+            taken.append([await made.take(step, 0)])
+            await made.release(step + 1)
+            if step == 1:
+                cursor = await made.cursor(2)
+        await made.stop()
+        return taken, cursor
+
+    batches, cursor = asyncio.run(whole())
+    again = asyncio.run(drive(service([Engine()], first_ordinal=cursor, first_step=2), 1, range(2, 4)))
+    assert rows(again) == rows(batches)[2:]
+
+
+def test_load_is_spread() -> None:
+    engines = [Engine(), Engine()]
+    asyncio.run(drive(service(engines), 1, range(2)))
+    assert abs(engines[0].calls - engines[1].calls) <= 0.2 * engines[0].calls
+
+
+def test_rejected_groups_are_counted_and_not_trained() -> None:
+    for (batch,) in asyncio.run(drive(service([Engine()]), 1, range(4))):
+        assert batch.metrics["groups/drawn"] - batch.metrics["groups/rejected"] == 3
+        assert batch.metrics["groups/rejected"] >= 1
+        assert batch.metrics["staleness/max"] >= 0
+        assert len(batch.rewards) == 3 * 6
+
+
+@pytest.mark.parametrize("engine", [Engine(fail_at=20), Engine(hang_at=20)], ids=["fails", "hangs"])
+def test_an_engine_that_fails_or_hangs_ends_the_wait_with_its_reason(engine: Engine) -> None:
+    async def go() -> None:
+        made = service([engine], timeout_s=0.5)
+        await made.start()
+        for step in range(6):
+            await made.take(step, 0)
+            await made.release(step + 1)
+
+    with pytest.raises(RuntimeError, match=r"engine exploded|engine 0 did not answer prompt \d+ within 0.5 s"):
+        asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def test_shares_cover_every_sample_once_with_equal_rows() -> None:
+    made = groups(6, 4)
+    dealt = shares(
+        step=0, drawn=made, accepted=made, seconds=1.0, num_data_ranks=3, mini_batches=2, micro_batch_tokens=50, transcripts=1
+    )
+    seen = sorted(sample.row for rank in range(3) for part in dealt.share(rank).samples for sample in part)
+    assert seen == list(range(24))
+    for part in range(2):
+        assert len({len(dealt.share(rank).micro_batches[part]) for rank in range(3)}) == 1
+        for rank in range(3):
+            share = dealt.share(rank)
+            assert sorted(i for row in share.micro_batches[part] for i in row) == list(range(len(share.samples[part])))
+            assert all(share.mini_batch_of[sample.row] == part for sample in share.samples[part])
+    group = made[0]
+    sample = min((s for part in dealt.share(0).samples for s in part), key=lambda s: s.row)
+    rollout = group.rollouts[sample.row]
+    assert sample.token_ids == group.prompt.token_ids + rollout.turns[0].token_ids
+    assert sum(sample.mask) == rollout.num_tokens and not sample.mask[0]
+
+
+def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
+    made = groups(2, 2)
+    dealt = shares(
+        step=0, drawn=made, accepted=[], seconds=1.0, num_data_ranks=2, mini_batches=2, micro_batch_tokens=50, transcripts=0
+    )
+    assert dealt.share(1).samples == [] and dealt.share(0).rewards == []
+
+
+def test_request_seeds_differ_by_place_and_run() -> None:
+    seeds = {request_seed(run, ordinal, sample) for run in range(3) for ordinal in range(50) for sample in range(8)}
+    assert len(seeds) == 3 * 50 * 8
+    assert all(0 <= seed < 2**62 for seed in seeds)
