@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -66,7 +67,7 @@ def dispatch(command: str, rest: list[str]) -> int:
     if command == "doctor":
         from megarl.doctor import main as doctor
 
-        return doctor()
+        return doctor(rest)
     flags = {flag for flag in ("--print-config", "--check") if flag in rest}
     rest = [word for word in rest if word not in flags]
     if not rest or rest[0].startswith("-"):
@@ -90,8 +91,13 @@ def dispatch(command: str, rest: list[str]) -> int:
 
 def fail(message: str) -> NoReturn:
     """One line on standard error, from one rank only."""
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         print(f"megarl: error: {message}", file=sys.stderr)
+    else:
+        # Most mistakes are every rank's: rank 0 tells them. One that only this rank has is told after a moment.
+        time.sleep(3)
+        print(f"megarl: error on rank {rank}: {message}", file=sys.stderr)
     sys.exit(2)
 
 

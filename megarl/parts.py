@@ -115,6 +115,7 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             mesh=mesh,
             dtype=config.rollout.engine.dtype,
             vocabulary=len(checked.tokenizer),
+            max_tokens=config.prompts.max_prompt_tokens + config.rollout.max_new_tokens,
             seed=config.seed,
         )
         stack.callback(publisher.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         f"prompts.max_prompt_tokens + rollout.max_new_tokens is {longest}, but the model's max_position_embeddings is {limit}; "
         "lower one of them",
     )
+    check_placement(config, on_cpu=on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
     checkpoint = find_checkpoint(config, layout) if new else None
@@ -168,6 +170,19 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list
         if token is not None and token not in found:
             found.append(token)
     return [int(token) for token in found]  # type: ignore[arg-type]
+
+
+def check_placement(config: RunConfig, *, on_cpu: bool) -> None:
+    """Engines have GPUs that are not the trainer's."""
+    require(
+        config.rollout.placement == "disaggregated",
+        "rollout.placement is 'colocated', which this version does not do; set it to 'disaggregated'",
+    )
+    require(
+        on_cpu or bool(os.environ.get("RAY_ADDRESS")),
+        "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with launch/dapo_14b.sh --recipe, "
+        "or start Ray with only the engines' GPUs visible and set RAY_ADDRESS",
+    )
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:

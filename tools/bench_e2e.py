@@ -82,7 +82,19 @@ def write_task(folder: Path, vocabulary: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def recipe(task: Path, folder: Path, *, steps: int, limit: int, staleness: int, engines: int, engine_threads: int, training_threads: int, sequences: int=256, micro=8192) -> dict[str, Any]:
+def recipe(
+    task: Path,
+    folder: Path,
+    *,
+    steps: int,
+    limit: int,
+    staleness: int,
+    engines: int,
+    engine_threads: int,
+    training_threads: int,
+    sequences: int = 256,
+    micro=8192,
+) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "steps": steps,
@@ -96,10 +108,18 @@ def recipe(task: Path, folder: Path, *, steps: int, limit: int, staleness: int, 
             "max_new_tokens": limit,
             "max_staleness": staleness,
             "num_engines": engines,
-            "engine": {"num_threads": engine_threads, "max_num_sequences": sequences, "max_batched_tokens": (MAX_PROMPT_TOKENS + limit) * sequences},
+            "engine": {
+                "num_threads": engine_threads,
+                "max_num_sequences": sequences,
+                "max_batched_tokens": (MAX_PROMPT_TOKENS + limit) * sequences,
+            },
             "dynamic_sampling": {"enabled": False},
         },
-        "training": {"num_threads": training_threads, "micro_batch_tokens": micro, "optimizer": {"learning_rate": LEARNING_RATE, "clip_norm": 1.0}},
+        "training": {
+            "num_threads": training_threads,
+            "micro_batch_tokens": micro,
+            "optimizer": {"learning_rate": LEARNING_RATE, "clip_norm": 1.0},
+        },
         "observe": {"tensorboard": False, "transcripts_per_step": 0, "progress": False},
     }
 
@@ -107,10 +127,12 @@ def recipe(task: Path, folder: Path, *, steps: int, limit: int, staleness: int, 
 def trl_worker(path: str) -> None:
     settings = json.loads(Path(path).read_text())
     import torch
+
     torch.set_num_threads(settings["threads"])
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
     task = Path(settings["task"])
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -136,14 +158,37 @@ def trl_worker(path: str) -> None:
 
     per = settings["micro_batch"]
     config = GRPOConfig(
-        output_dir=settings["folder"], use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=per, gradient_accumulation_steps=BATCH // per, steps_per_generation=BATCH // per,
-        num_generations=SAMPLES, max_completion_length=settings["limit"], max_steps=settings["steps"], learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", temperature=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0,
-        shuffle_dataset=False, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, log_completions=False,
-        seed=SEED, dataloader_pin_memory=False, **settings.get("extra", {}),
+        output_dir=settings["folder"],
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=per,
+        gradient_accumulation_steps=BATCH // per,
+        steps_per_generation=BATCH // per,
+        num_generations=SAMPLES,
+        max_completion_length=settings["limit"],
+        max_steps=settings["steps"],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        temperature=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        max_grad_norm=1.0,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        log_completions=False,
+        seed=SEED,
+        dataloader_pin_memory=False,
+        **settings.get("extra", {}),
     )
-    trainer = GRPOTrainer(model=model, reward_funcs=score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+    )
     trainer.train()
     change = max(float((p.detach() - before[n]).abs().max()) for n, p in trainer.model.named_parameters())
     Path(settings["result"]).write_text(json.dumps({"steps": steps, "weight_change": change}))
@@ -155,6 +200,7 @@ if __name__ == "__main__":
     elif sys.argv[1] == "task":
         print(write_task(Path(sys.argv[2]), 512))
     elif sys.argv[1] == "recipe":
-        t = Path(sys.argv[2]); f = Path(sys.argv[3])
+        t = Path(sys.argv[2])
+        f = Path(sys.argv[3])
         kw = {k: int(v) for k, v in (x.split("=") for x in sys.argv[4:])}
         print(json.dumps(recipe(t, f, **kw)))

@@ -13,8 +13,12 @@ class PromptsConfig:
 
     source: str = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
+    subset: str = ""
+    """Which configuration of a data set from the hub, where it has several (openai/gsm8k: 'main')."""
     split: str = "train"
     """Which split, for a data set from the hub; files have none."""
+    unique: bool = False
+    """Use each prompt once, however often the source repeats it (DAPO-Math-17k repeats each about a hundred times)."""
     prompt_column: str = "prompt"
     """Column of the prompt: a text, or a chat (a list of {role, content}). Dots reach into nested columns."""
     answer_column: str = "answer"

@@ -35,6 +35,11 @@ class Table:
     lines: list[int] | None = None
     """Line of each row, from 1, where the file has lines."""
 
+    def only(self, indices: list[int]) -> Table:
+        """The rows at `indices`, which keep their places in the file."""
+        lines = [self.lines[index] for index in indices] if self.lines else None
+        return Table(self.source, [self.rows[index] for index in indices], lines)
+
     def place(self, index: int) -> str:
         """Where row `index` was found, for errors."""
         line = f", line {self.lines[index]}" if self.lines else ""
@@ -122,7 +127,7 @@ READERS: dict[str, Callable[[Path, int | None], Table]] = {
 }
 
 
-def read_rows(source: str, *, split: str, limit: int | None, setting: str) -> Table:
+def read_rows(source: str, *, split: str, limit: int | None, setting: str, subset: str = "") -> Table:
     """The rows of a file, by its suffix, or of a data set on the hub; raises `ValueError` naming file and line.
 
     `setting` is the section of the recipe ("prompts"), for errors.
@@ -138,12 +143,12 @@ def read_rows(source: str, *, split: str, limit: int | None, setting: str) -> Ta
             not path.is_file(),
             f"{setting}.source {path} ends in '{path.suffix}', but known files end in {', '.join(READERS)}; convert it",
         )
-        table = _read_hub(source, split, limit, setting)
+        table = _read_hub(source, subset, split, limit, setting)
     require(bool(table.rows), f"{setting}.source {source} is empty; set it to one with at least one row")
     return table
 
 
-def _read_hub(name: str, split: str, limit: int | None, setting: str) -> Table:
+def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: str) -> Table:
     """A data set that `datasets` knows: on the hub, in its cache, or a local folder."""
     state = "online" if Path(name).is_dir() else hub_state()
     unknown = f"{setting}.source '{name}' is neither a file of this machine ({', '.join(READERS)}) nor was it downloaded,"
@@ -151,7 +156,7 @@ def _read_hub(name: str, split: str, limit: int | None, setting: str) -> Table:
     import datasets
 
     try:
-        data = datasets.load_dataset(name, split=split)
+        data = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises a dozen kinds
         said = " ".join(str(error).split())[:500]
         if isinstance(error, ValueError) and "split" in said.lower():

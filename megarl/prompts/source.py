@@ -7,6 +7,7 @@ To read another kind of file, see `megarl.prompts.rows`.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -52,7 +53,9 @@ class PromptList:
 
 def load_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptList:
     """Read, check and tokenise every prompt; raises `ValueError` naming the file, the row and what to set."""
-    table = read_rows(config.source, split=config.split, limit=config.limit, setting="prompts")
+    table = read_rows(config.source, split=config.split, limit=config.limit, setting="prompts", subset=config.subset)
+    if config.unique:
+        table = _unique(table, config.prompt_column)
     check_template(tokenizer, config.template, "prompts")
     answers = [_answer(config, table, index) for index in range(len(table.rows))]
     texts = [
@@ -73,6 +76,15 @@ def load_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, s
             _check_length(config, table, len(token_ids), len(ids))
             token_ids.append(array("i", ids))  # a tenth of a list's memory
     return PromptList(table.rows, texts, token_ids, answers, Order(len(texts), seed=seed, shuffle=config.shuffle))
+
+
+def _unique(table: Table, prompt_column: str) -> Table:
+    """The first row of each prompt."""
+    first: dict[str, int] = {}
+    for index, row in enumerate(table.rows):
+        prompt = column(row, prompt_column, place=table.place(index), setting="prompts.prompt_column")
+        first.setdefault(json.dumps(prompt, sort_keys=True, default=str), index)
+    return table.only(list(first.values()))
 
 
 def _answer(config: PromptsConfig, table: Table, index: int) -> str:

@@ -30,7 +30,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def digest(tensor: torch.Tensor) -> str:
     """Content digest of a CPU tensor (BLAKE3, 128 bits)."""
-    return blake3(_bytes_of(tensor)).hexdigest(16)
+    content = _bytes_of(tensor)
+    threads = blake3.AUTO if len(content) > 2**24 else 1
+    return blake3(content, max_threads=threads).hexdigest(16)
 
 
 def total_digest(table: dict[str, str]) -> str:

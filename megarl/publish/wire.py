@@ -60,14 +60,17 @@ class Publisher:
         mesh: ProcessMesh,
         dtype: str,
         vocabulary: int,
+        max_tokens: int,
         seed: int,
     ) -> None:
+        """`max_tokens` is the engines' length limit; the probe stays below it."""
         self.config, self.policy, self.engines, self.mesh, self.dtype = config, policy, engines, mesh, dtype
         self._sender = CARRIERS[config.carrier](shared_memory.DTYPES[dtype]) if mesh.world.rank == 0 else None
         self._sizes: dict[str, torch.Size] | None = None
         draw = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=draw).tolist()
-        self._probe = Sample(0, tokens, [False] + [True] * (PROBE_TOKENS - 1), [0.0] * PROBE_TOKENS)
+        length = min(PROBE_TOKENS, max_tokens - 1)
+        tokens = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
+        self._probe = Sample(0, tokens, [False] + [True] * (length - 1), [0.0] * length)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring version `version` to every engine; all ranks call it. Returns metrics.

@@ -69,6 +69,9 @@ class RolloutService:
             step=first_step,
             version=first_step,
         )
+        # An engine's own queue stays short, so that a request's deadline is about the engine and not about the queue.
+        limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
+        self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
         self._groups: dict[int, Group] = {}
         self._ready: dict[int, StepGroups] = {}
@@ -181,7 +184,9 @@ class RolloutService:
         """Dynamic sampling: a group whose rewards are all equal has no advantage to learn from."""
         if not self.config.dynamic_sampling.enabled:
             return True
-        return len({rollout.verdict.reward for rollout in group.rollouts}) > 1
+        # Without the length penalty: answers that are all wrong stay a group to reject, however long they are.
+        scores = {round(rollout.verdict.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts}
+        return len(scores) > 1
 
     def _close(self) -> StepGroups | None:
         """The open batch, if it is complete, dealt out to the ranks."""
@@ -223,10 +228,11 @@ class RolloutService:
         self._load[number] += 1
         deadline = self.config.request_timeout_s
         try:
-            answer = self.engines[number].generate(
-                prompt.token_ids, seed=seed, max_tokens=self.config.max_new_tokens, temperature=temperature
-            )
-            return await asyncio.wait_for(answer, deadline)
+            async with self._slots[number]:
+                answer = self.engines[number].generate(
+                    prompt.token_ids, seed=seed, max_tokens=self.config.max_new_tokens, temperature=temperature
+                )
+                return await asyncio.wait_for(answer, deadline)
         except TimeoutError:
             raise RuntimeError(
                 f"engine {number} did not answer prompt {prompt.index} within {deadline:g} s; "

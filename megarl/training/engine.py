@@ -34,10 +34,10 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) 
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)
 
 
-def _adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+def _adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig, *, on_gpu: bool) -> torch.optim.Optimizer:
     """AdamW; apex's fused one where NVIDIA's apex is installed, else torch's fused one."""
     betas = (config.beta1, config.beta2)
-    if device.type == "cuda":
+    if on_gpu:
         try:
             from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -88,7 +88,8 @@ class TrainEngine:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         model.to(device)
-        optimizer = _adamw([p for p in model.parameters() if p.requires_grad], config.optimizer, device)
+        on_gpu = device.type == "cuda" and not config.offload_optimizer
+        optimizer = _adamw([p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu)
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             self._engine, *_ = deepspeed.initialize(
                 model=model,

@@ -30,6 +30,7 @@ CASES = {
 def three_steps(model: str, stages: list[int], case: str, num_groups: int, precision: str = "float32") -> dict[int, Any]:
     """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank."""
     import torch
+
     from megarl.algorithms.config import AlgorithmConfig, KLConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout

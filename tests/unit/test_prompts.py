@@ -282,3 +282,11 @@ def test_twenty_thousand_rows_take_seconds(tmp_path: Path) -> None:
     started = time.monotonic()
     assert len(prompts(file)) == len(demonstrations(file)) == 20_000
     assert time.monotonic() - started < 20
+
+
+def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) -> None:
+    rows = [{"prompt": p, "answer": str(n)} for n, p in enumerate(["1+1=", "2+2=", "1+1=", "3+3=", "2+2="])]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = load_prompts(PromptsConfig(source=str(path), unique=True, shuffle=False), TOKENIZER, seed=0)
+    assert [(prompt.text, prompt.answer) for prompt in found] == [("1+1=", "0"), ("2+2=", "1"), ("3+3=", "3")]

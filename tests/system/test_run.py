@@ -1,0 +1,135 @@
+"""Whole runs on the real vLLM, Ray and DeepSpeed: train, resume after damage, evaluate what was saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Done, megarl, records, write_recipe
+from tiny import write_model
+
+STEPS = 4
+PROBE_BOUND = 1e-4
+
+TIMES = ("time/", "tokens/generated_per_s", "tokens/trained_per_s", "publish/")
+
+
+def recipe(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    """DAPO on one-digit sums, as small as it gets."""
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(10) for b in range(10))
+    )
+    # A random model never gives a right answer; this reward differs within a group and is bounded as a verdict must be.
+    (folder / "reward.py").write_text("def score(prompt, response):\n    return (len(response) % 3) / 2\n")
+    return {
+        "folder": str(folder / "run"),
+        "steps": STEPS,
+        "seed": 5,
+        "model": {"path": str(model)},
+        "prompts": {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
+        "rollout": {"groups_per_step": 4, "samples_per_group": 4, "max_new_tokens": 12, "max_staleness": 0},
+        "training": {
+            "mini_batches": 2,
+            "micro_batch_tokens": 64,
+            "optimizer": {"learning_rate": 1e-2},
+            "checkpoint": {"every": 2, "keep": 2},
+        },
+        "evaluation": {"prompts": {"source": str(folder / "prompts.jsonl"), "limit": 20, "shuffle": False}},
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def done(place: Path) -> Done:
+    """One run, looked at by several tests."""
+    model = write_model(place / "model")
+    finished = megarl("train", write_recipe(place / "recipe.yaml", recipe(place, model)))
+    assert finished.code == 0, finished.err[-4000:]
+    return finished
+
+
+def test_the_last_line_is_one_json_object(done: Done) -> None:
+    found = json.loads(done.out.strip().splitlines()[-1])
+    assert found["steps"] == STEPS and found["seed"] == 5
+    for name in ("accuracy", "length"):
+        assert found[f"{name}_before"] is not None and found[f"{name}_after"] is not None
+    assert found["seconds"] > 0 and found["generated_tokens_per_s"] > 0 and found["trained_tokens_per_s"] > 0
+
+
+def test_every_version_reached_the_engine_unchanged(done: Done, place: Path) -> None:
+    """Digest equal at every publish (else the run stops), and the engine scores a fixed text as the trainer does."""
+    rows = records(place / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["probe/max_abs"] < PROBE_BOUND for row in rows)
+    # Synchronous: what is trained was sampled by the weights that train.
+    assert all(row["staleness/max"] == 0 for row in rows)
+    assert all(row["mismatch/max_abs"] < PROBE_BOUND and row["mismatch/outside_share"] == 0 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_the_run_folder_holds_what_it_should(done: Done, place: Path) -> None:
+    run = place / "run"
+    for name in ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl", "report.html"):
+        assert (run / name).stat().st_size > 0, name
+    assert list((run / "tensorboard").glob("events*"))
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000002", "step_000004"]
+    rollout = records(run / "transcripts.jsonl")[0]["rollouts"][0]
+    assert set(rollout) >= {"response", "reward", "correct", "tokens", "versions"}
+
+
+def test_the_checkpoint_is_a_hugging_face_model(done: Done, place: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = place / "run" / "checkpoints" / "step_000004" / "model"
+    saved, first = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(place / "model")
+    assert AutoTokenizer.from_pretrained(folder).encode("1+1=")
+    changed = [float((a - b).abs().max()) for a, b in zip(saved.parameters(), first.parameters(), strict=True)]
+    assert min(changed) > 0, "some weights never moved"
+
+
+def test_evaluating_the_checkpoint_repeats_the_runs_own_evaluation(done: Done, place: Path) -> None:
+    """vLLM loads the saved model by itself and answers greedily as the published weights did."""
+    model = place / "run" / "checkpoints" / "step_000004" / "model"
+    finished = megarl("eval", str(place / "recipe.yaml"), "--model.path", str(model))
+    assert finished.code == 0, finished.err[-4000:]
+    found = json.loads(finished.out.strip().splitlines()[-1])
+    last = records(place / "run" / "evaluations.jsonl")[-1]
+    for name in ("accuracy", "reward/mean", "length/mean"):
+        assert found[name] == last[f"eval/{name}"]
+
+
+def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, place: Path) -> None:
+    """The newest checkpoint is truncated: the run goes on from the one before, and its steps come out the same."""
+    again = place / "again"
+    shutil.copytree(place / "run", again)
+    newest = again / "checkpoints" / "step_000004"
+    victim = newest / "model" / "model.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-100])
+    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(again), "--resume", "True")
+    assert finished.code == 0, finished.err[-4000:]
+    assert "passing over checkpoint" in finished.err and "model.safetensors is damaged" in finished.err
+    before, after = (records(folder / "metrics.jsonl") for folder in (place / "run", again))
+    assert [row["step"] for row in after] == list(range(STEPS))
+    for one, other in zip(before, after, strict=True):
+        mine, theirs = ({k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other))
+        assert mine == theirs
+    from safetensors.torch import load_file
+
+    files = [folder / "checkpoints/step_000004/model/model.safetensors" for folder in (place / "run", again)]
+    one, other = map(load_file, files)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resuming_another_model_is_refused_with_the_reason(done: Done, place: Path) -> None:
+    other = write_model(place / "other", hidden_size=16, intermediate_size=24)
+    finished = megarl("train", str(place / "recipe.yaml"), "--model.path", str(other), "--resume", "True")
+    assert finished.code == 2 and "of another model" in finished.err and "Traceback" not in finished.err
