@@ -176,7 +176,9 @@ def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
         return base
     import tyro
 
-    return tyro.cli(kind, args=overrides, default=base, prog="megarl", use_underscores=True)
+    return tyro.cli(
+        kind, args=overrides, default=base, prog="megarl", use_underscores=True, config=(tyro.conf.FlagConversionOff,)
+    )
 
 
 def dump(value: object) -> str:

@@ -24,6 +24,9 @@ from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.model import empty_model, load_model_config, refuse_unsupported
 
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPU attention is compiled for; kept equal to its own list by a test."""
+
 MIN_FREE_BYTES = 64 * 2**20
 
 
@@ -186,12 +189,17 @@ def check_placement(config: RunConfig, *, on_cpu: bool) -> None:
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
-    """The engines' caches fit into this machine's memory and hold at least one longest request."""
+    """The engines have attention for this model on CPU, and their caches fit into memory and hold one longest request."""
     import psutil
 
     text, engine = hf.get_text_config(), config.rollout.engine
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    require(
+        width in CPU_HEAD_WIDTHS,
+        f"the model's attention heads are {width} wide, which vLLM does not have on CPU; choose a model with one of "
+        f"{', '.join(map(str, CPU_HEAD_WIDTHS))}",
+    )
     per_token = 2 * text.num_hidden_layers * heads * width * (4 if engine.dtype == "float32" else 2)
     need = longest * per_token / 2**30
     require(
