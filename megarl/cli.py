@@ -8,12 +8,17 @@ Exit codes: 0 done, 2 the recipe or its data are at fault (one message), 1 anyth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 from typing import NoReturn
+
+END_WITHIN_S = 6.0
+"""After a signal, everything this process started is gone within this time, by force if need be."""
 
 USAGE = """usage: megarl COMMAND ...
 
@@ -37,15 +42,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     command, rest = arguments[0], arguments[1:]
     if command not in ("train", "sft", "eval", "doctor"):
         fail(f"unknown command {command!r}; use train, sft, eval or doctor")
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     try:
         code = dispatch(command, rest)
     except UserError as error:
         fail(str(error))
-    except Terminated:
-        code = 143
-    except KeyboardInterrupt:
-        code = 130
+    except Ended as ended:
+        code = 128 + ended.number
     leave(code)
 
 
@@ -53,13 +57,33 @@ class UserError(Exception):
     """Something the user can mend, with the message that says how."""
 
 
-class Terminated(BaseException):
-    """SIGTERM arrived: unwinds like Ctrl-C, so that everything started is taken down."""
+class Ended(BaseException):
+    """SIGTERM or Ctrl-C arrived: unwinds like an error, so that everything started is taken down."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+def _end(number: int, frame: FrameType | None) -> None:
+    """First signal: unwind, and see to it that this takes no longer than `END_WITHIN_S`. Later ones change nothing."""
+    for known in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(known, signal.SIG_IGN)
+    guard = threading.Timer(END_WITHIN_S, _end_now, (number,))
+    guard.daemon = True
+    guard.start()
+    raise Ended(number)
+
+
+def _end_now(number: int) -> None:
+    """Unwinding hangs: in a collective, say, whose other ranks are gone. Kill what this process started, and leave."""
+    import psutil
+
+    print(f"megarl: not down {END_WITHIN_S:g} s after signal {number}: killing what is left", file=sys.stderr, flush=True)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(128 + number)
 
 
 def dispatch(command: str, rest: list[str]) -> int:

@@ -19,8 +19,11 @@ from megarl.types import Prompt, StepBatch
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 
 SERVICE = "rollouts"
-STOP_TIMEOUT_S = 4.0
+STOP_TIMEOUT_S = 5.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
+
+IMPATIENT_STOP_TIMEOUT_S = 0.5
+"""The same when the run ends by a signal or an error."""
 
 
 class Cluster:
@@ -33,11 +36,15 @@ class Cluster:
         self._owned: list[ActorHandle] = []
         self._pids: list[int] = []
         address = address or os.environ.get("RAY_ADDRESS", "")
+        # Ray puts handlers of its own in place, which end the process on the spot.
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": "ERROR"}
         if address:
             ray.init(address=address, **options)
         else:
             ray.init(include_dashboard=False, num_cpus=max(4, os.cpu_count() or 1), object_store_memory=512 * 2**20, **options)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         self.address: str = ray.get_runtime_context().gcs_address
 
     def start_engines(self, count: int, *, num_gpus: int, timeout_s: float, **arguments: Any) -> EngineGroup:
@@ -54,7 +61,7 @@ class Cluster:
         _get([handle.build.remote()], timeout_s, "the rollout service did not start")
         return handle
 
-    def close(self) -> None:
+    def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the actors, then Ray, then whatever of vLLM's processes is still there."""
         stops = []
         for handle in self._owned:
@@ -62,7 +69,7 @@ class Cluster:
                 stops.append(handle.stop.remote())
         if stops:
             with contextlib.suppress(Exception):
-                ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+                ray.wait(stops, num_returns=len(stops), timeout=stop_timeout_s)
         for handle in self._owned:
             with contextlib.suppress(Exception):
                 ray.kill(handle)
@@ -79,8 +86,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
 
 
 class EngineGroup:

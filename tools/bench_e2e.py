@@ -8,20 +8,22 @@ A step is 32 prompts x 8 samples, at most `limit` new tokens at temperature 1, r
     megarl                rollout.max_staleness 0: on-policy, which is what TRL does
     megarl, staleness 1   generates the next step's samples while it trains: a feature TRL's trainer has no counterpart of
 
-The model is a small random Qwen2, written once and loaded by all. It ends a reply with a probability of about 1/vocabulary
-a token, so at a limit of 64 nearly all replies are cut off, and at 480 lengths vary (`--vocabulary 4096`: nearly all are cut off).
-The reward is a checksum of the text: rewards of a group differ, and nothing is learned that would change the lengths.
+The model is a small random Qwen2, written once and loaded by all. It ends a reply with a probability of about
+1/vocabulary a token: at a limit of 64 most replies are cut off, at 480 their lengths vary (with `--vocabulary 4096`
+nearly all are cut off). The reward is a checksum of the text: rewards of a group differ, and nothing is learned that
+would change the lengths.
 
-What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by `time/step_s` in megarl. Of megarl
-that includes publishing the weights to the engine and the check that they arrived. Excluded are start-up and the first step, because
-both compile and allocate there, and with staleness 1 also one more step at either end: the first has nothing to overlap with, and during
-the last nothing is generated for a next one. What lies between two steps (logging) is in neither.
+What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by `time/step_s` in megarl.
+Of megarl that includes publishing the weights to the engine and the check that they arrived. Excluded are start-up and
+the first step, because both compile and allocate there, and with staleness 1 also one more step at either end: the
+first has nothing to overlap with, and during the last nothing is generated for a next one. What lies between two steps
+(logging) is in neither.
 
 Both may use every core, and both choose how by a trial: each setting in `SETTINGS` (processes, threads, engines) runs a
-few steps at each limit, and the fastest is measured. Then all take turns, each run in processes of its own. A run is refused where the
-weights did not change, samples are missing, or mean lengths differ by more than 10 %. `others` is the share of the CPU that
-processes outside of the run took meanwhile: above a few percent the numbers are worth little, most of all those of settings with
-two threads, which wait for each other spinning.
+few steps at each limit, and the fastest is measured. Then all take turns, each run in processes of its own. A run is
+refused where the weights did not change, samples are missing, or mean lengths differ by more than 10 %. `others` is the
+share of the CPU that processes outside of the run took meanwhile: above a few percent the numbers are worth little,
+most of all those of settings with two threads, which wait for each other spinning.
 
 TRL lives in an environment of its own (`--trl-env`), made at first use and kept for the next; torch is the first package
 installed, so have pip prefer a CPU build of it (PIP_EXTRA_INDEX_URL) where the default index offers none.
@@ -147,7 +149,9 @@ def write_task(folder: Path, vocabulary: int) -> int:
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(SEED)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **MODEL)).float()
     model.save_pretrained(folder / "model")
@@ -220,7 +224,7 @@ class Tree:
 
 
 def run(command: list[str], environment: dict[str, str], log: Path, deadline_s: float) -> tuple[float, float]:
-    """Run to the end; returns (share of the CPU others took, CPU seconds). Raises `RuntimeError` on failure or past the deadline."""
+    """Run to the end; returns (share of the CPU others took, CPU seconds). Raises `RuntimeError` on failure or overtime."""
     begun, busy, cpu_s = time.monotonic(), machine_busy_s(), 0.0
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -569,18 +573,19 @@ def versions() -> dict[str, str]:
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
     here, task = result["machine"], result["task"]
-    yield f"{here['cpu']}, {here['cores']} cores; {task['parameters']:,} parameters, float32; {PROMPTS} x {SAMPLES} samples a step"
+    yield f"{here['cpu']}, {here['cores']} cores; {task['parameters']:,} parameters; {PROMPTS} x {SAMPLES} samples a step"
     yield f"{result['rounds']} rounds of {result['steps']} steps; median (smallest to largest) over rounds"
-    yield f"{'limit':>5}  {'system':20} {'s a step':>20} {'samples/s':>20} {'tokens/s':>23} {'length':>7} {'others':>6}  {'x TRL':17}  setting"
+    head = f"{'limit':>5}  {'system':20} {'s a step':>22} {'samples/s':>22} {'tokens/s':>24} {'length':>7} {'others':>6}"
+    yield f"{head}  {'x TRL':19}  setting"
     for limit, table in result["limits"].items():
         for system, row in table.items():
             seconds, samples, tokens = (row[name] for name in ("step_s", "samples_per_s", "tokens_per_s"))
             ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio_to_trl"]) if "ratio_to_trl" in row else ""
             yield (
-                f"{limit:>5}  {system:20} {'{median:.2f} ({min:.2f} to {max:.2f})'.format(**seconds):>20} "
-                f"{'{median:.1f} ({min:.1f} to {max:.1f})'.format(**samples):>20} "
-                f"{'{median:,.0f} ({min:,.0f} to {max:,.0f})'.format(**tokens):>23} "
-                f"{row['mean_length']:7.1f} {row['others']:6.0%}  {ratio:17}  {Setting(**row['setting'])}"
+                f"{limit:>5}  {system:20} {'{median:.2f} ({min:.2f} to {max:.2f})'.format(**seconds):>22} "
+                f"{'{median:.1f} ({min:.1f} to {max:.1f})'.format(**samples):>22} "
+                f"{'{median:,.0f} ({min:,.0f} to {max:,.0f})'.format(**tokens):>24} "
+                f"{row['mean_length']:7.1f} {row['others']:6.0%}  {ratio:19}  {Setting(**row['setting'])}"
             )
     worst = max(row["others"] for table in result["limits"].values() for row in table.values())
     if worst > QUIET:
