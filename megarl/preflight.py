@@ -117,7 +117,7 @@ def check_folder(folder: str, *, resume: bool) -> None:
     free = shutil.disk_usage(existing).free
     require(
         free >= MIN_FREE_BYTES,
-        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; free {MIN_FREE_BYTES / 2**20:.0f} MiB or set another folder",
+        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; make room or set another folder",
     )
 
 

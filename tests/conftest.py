@@ -9,6 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from megarl.third_party import prepare_environment
+
+prepare_environment(1)  # before a test imports Ray, which reads its settings then
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped, and say so, where there is none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -123,13 +124,13 @@ class EngineEnd:
 
 def _register() -> None:
     """Define the receiving engine and make it known to vLLM; does nothing outside of an engine process."""
-    import sys
-
     if "vllm" not in sys.modules:
         return
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     class SharedMemoryEngine(WeightTransferEngine):
         """Reads a manifest's weights from the mapped region through the model's own loaders."""
@@ -146,39 +147,44 @@ def _register() -> None:
             pass
 
         def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
+            """Nothing yet: a damaged version must be refused before the old weights are touched."""
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            found: dict[str, str] = {}
             fd = os.open(update_info.path, os.O_RDONLY)
             try:
-                region = mmap.mmap(fd, update_info.size, prot=mmap.PROT_READ)
+                region = mmap.mmap(fd, update_info.size, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
             finally:
                 os.close(fd)
-            whole = torch.frombuffer(memoryview(region), dtype=torch.uint8)
-            dtype = DTYPES[update_info.dtype]
-
-            def items() -> Iterable[tuple[str, torch.Tensor]]:
-                for entry in update_info.entries:
-                    shape, offset = entry["shape"], entry["offset"]
-                    count = torch.Size(shape).numel() * dtype.itemsize
-                    tensor = whole[offset : offset + count].view(dtype).view(shape)
-                    found[entry["name"]] = digest(tensor)
-                    if found[entry["name"]] != entry["digest"]:
-                        raise RuntimeError(
-                            f"weight {entry['name']} of version {update_info.version} arrived damaged: its digest is "
-                            f"{found[entry['name']]}, the trainer sent {entry['digest']}"
-                        )
-                    # The loaders keep what they are given until a layer is complete; the region is rewritten by then.
-                    yield entry["name"], tensor.to(self.device, copy=True)
-
-            loaded = self.model.load_weights(items())
-            expected = {name for name, _ in self.model.named_parameters()}
-            if loaded is not None and expected - loaded - self._tied():
-                raise RuntimeError(
-                    f"version {update_info.version} left engine weights unwritten: {sorted(expected - loaded)[:3]}"
-                )
+            whole = torch.frombuffer(region, dtype=torch.uint8)
+            dtype, tensors, found = DTYPES[update_info.dtype], {}, {}
+            for entry in update_info.entries:
+                name, shape, offset = entry["name"], entry["shape"], entry["offset"]
+                count = torch.Size(shape).numel() * dtype.itemsize
+                tensors[name] = whole[offset : offset + count].view(dtype).view(shape)
+                found[name] = digest(tensors[name])
+                if found[name] != entry["digest"]:
+                    raise RuntimeError(
+                        f"weight {name} of version {update_info.version} arrived damaged: its digest is {found[name]}, "
+                        f"the trainer sent {entry['digest']}"
+                    )
+            initialize_layerwise_reload(self.model)
+            # Copies: the loaders keep what they are given until a layer is complete; the region is rewritten by then.
+            self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors.items())
+            unwritten = self._unwritten()
+            if unwritten:
+                raise RuntimeError(f"version {update_info.version} leaves weights of the engine unwritten: {unwritten[:3]}")
             self.version, self.digest = update_info.version, total_digest(found)
+
+        def _unwritten(self) -> list[str]:
+            """Layers that have got fewer numbers than they hold; rows that pad a vocabulary may stay as they are."""
+            missing = []
+            for name, layer in self.model.named_modules():
+                info = get_layerwise_info(layer)
+                if not info.can_load() or not list(layer.parameters(recurse=False)) or name in self._tied():
+                    continue
+                if not (isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0):
+                    missing.append(f"{name} ({info.load_numel} of {info.load_numel_total})")
+            return missing
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
@@ -188,9 +194,9 @@ def _register() -> None:
                 head.quant_method.process_weights_after_loading(head)
 
         def _tied(self) -> set[str]:
-            """Names of engine weights that are another weight's alias."""
+            """Names of engine layers whose weight is another's."""
             hf = self.model_config.hf_text_config
-            return {"lm_head.weight"} if getattr(hf, "tie_word_embeddings", False) and hasattr(self.model, "lm_head") else set()
+            return {"lm_head"} if getattr(hf, "tie_word_embeddings", False) and hasattr(self.model, "lm_head") else set()
 
         def shutdown(self) -> None:
             pass

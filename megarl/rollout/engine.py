@@ -119,12 +119,14 @@ class Engine:
 
         begun = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=manifest))
-        await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
-        held = await self._llm.collective_rpc("megarl_digest")
-        self.version = manifest["version"]
-        await self._llm.resume_generation()
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=manifest))
+            await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
+            held = await self._llm.collective_rpc("megarl_digest")
+            self.version = manifest["version"]
+        finally:
+            await self._llm.resume_generation()
         return {"held": held, "seconds": time.monotonic() - begun}
 
     async def stop(self) -> None:
