@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megarl.rollout.engine import Engine
 from megarl.third_party import use_cluster_token
 from megarl.types import Prompt, StepBatch
+
+ActorHandle = Any
+"""Ray makes these at run time: no type says what methods they have."""
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 
@@ -192,11 +195,11 @@ def _get(references: list[Any], timeout_s: float, hint: str) -> list[Any]:
         which = f"engine {number}" if len(references) > 1 else "the other process"
         try:
             answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             raise RuntimeError(f"{which} did not answer within {timeout_s:g} s ({hint})") from None
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             raise RuntimeError(f"{which} failed ({hint}): {error.cause}") from error
-        except ray.exceptions.RayActorError as error:
+        except RayActorError as error:
             raise RuntimeError(f"{which} died ({hint}): {error}") from error
     return answers
 

@@ -150,7 +150,7 @@ def from_tree(kind: type[C], tree: object, *, where: str) -> C:
             if issue["type"] == "unexpected_keyword_argument":
                 lines.append(f"{place}: unknown key{_suggestion(kind, issue['loc'])}")
             elif issue["type"] == "value_error":
-                lines.append(str(issue["ctx"]["error"]))
+                lines.append(str(issue.get("ctx", {}).get("error", issue["msg"])))
             else:
                 lines.append(f"{place}: {issue['msg'].lower()}, found {issue['input']!r}")
         raise ValueError(f"{where}: " + "; ".join(lines)) from None

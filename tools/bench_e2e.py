@@ -16,8 +16,9 @@ would change the lengths.
 What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by `time/step_s` in megarl.
 Of megarl that includes publishing the weights to the engine and the check that they arrived. Excluded are start-up and
 the first step, because both compile and allocate there, and with staleness 1 also one more step at either end: the
-first has nothing to overlap with, and during the last nothing is generated for a next one. What lies between two steps
-(logging) is in neither.
+first has nothing to overlap with, and during the last nothing is generated for a next one. How far generation is ahead
+at the two ends of what is measured may differ by up to a step's samples, so staleness 1 wants `--steps` of 4 or more.
+What lies between two steps (logging) is in neither.
 
 Both may use every core, and both choose how by a trial: each setting in `SETTINGS` (processes, threads, engines) runs a
 few steps at each limit, and the fastest is measured. Then all take turns, each run in processes of its own. A run is

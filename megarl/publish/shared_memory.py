@@ -26,7 +26,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The contiguous CPU tensor's bytes, uncopied."""
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -169,7 +169,8 @@ def _register() -> None:
                     )
             initialize_layerwise_reload(self.model)
             # Copies: the loaders keep what they are given until a layer is complete; the region is rewritten by then.
-            self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors.items())
+            model: Any = self.model
+            model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors.items())
             unwritten = self._unwritten()
             if unwritten:
                 raise RuntimeError(f"version {update_info.version} leaves weights of the engine unwritten: {unwritten[:3]}")
@@ -190,7 +191,7 @@ def _register() -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             if self._tied():
                 # The tied head shares the embedding's storage but, on CPU, multiplies with its own packed copy of it.
-                head = self.model.lm_head
+                head: Any = self.model.lm_head
                 head.quant_method.process_weights_after_loading(head)
 
         def _tied(self) -> set[str]:

@@ -105,10 +105,11 @@ class Engine:
         final = None
         sampling = self._sampling(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
-        async for final in self._llm.generate(prompt, sampling, self._name("score")):
+        async for final in self._llm.generate(prompt, sampling, self._name("score")):  # pyright: ignore[reportArgumentType]
             pass
         assert final is not None and final.prompt_logprobs is not None
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)]
+        given: Any = final.prompt_logprobs[1:]
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
     async def update(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """Load the weights of `manifest` under running generation; returns this engine's {version, digest} and seconds.

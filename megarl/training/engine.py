@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import deepspeed
 import torch
@@ -90,6 +91,7 @@ class TrainEngine:
         model.to(device)
         on_gpu = device.type == "cuda" and not config.offload_optimizer
         optimizer = _adamw([p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu)
+        self._engine: Any
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             self._engine, *_ = deepspeed.initialize(
                 model=model,
@@ -104,7 +106,7 @@ class TrainEngine:
     @property
     def module(self) -> PolicyModel:
         """The model; under ZeRO 3 its parameters are empty outside of a forward pass."""
-        return self._engine.module  # pyright: ignore[reportReturnType]
+        return self._engine.module
 
     def __call__(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self._engine(*args)
@@ -137,7 +139,8 @@ class TrainEngine:
 
         The tensor is valid until the next one is asked for. Tied weights appear once.
         """
-        for name, parameter in self.module.model.named_parameters():
+        named: Any = self.module.model.named_parameters()
+        for name, parameter in named:
             if hasattr(parameter, "ds_status"):
                 with deepspeed.zero.GatheredParameters([parameter]):
                     assert parameter.ds_status == ZeroParamStatus.AVAILABLE

@@ -8,6 +8,7 @@ Attention and head are plugged in through public doors: `AttentionInterface.regi
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -75,7 +76,8 @@ class PolicyModel(nn.Module):
             documents=Documents.of(batch.starts),
         ).last_hidden_state[0]
         chosen = batch.mask.nonzero()[:, 0]
-        return self.model.get_output_embeddings()(hidden[chosen], batch.targets[chosen], temperature)
+        head: Any = self.model.get_output_embeddings()
+        return head(hidden[chosen], batch.targets[chosen], temperature)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
