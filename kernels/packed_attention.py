@@ -9,6 +9,7 @@ Two backends: torch's variable-length flash attention (CUDA, 16 bit), and batche
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,11 @@ class Documents:
         return Documents(starts, longest, batches, valid, order.to(starts.device))
 
 
+def causal(scale: float) -> dict[str, Any]:
+    """Keywords of `varlen_attn` for a causal mask: any number of keys before, none after."""
+    return {"scale": scale, "window_size": (-1, 0)}
+
+
 def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float) -> torch.Tensor:
     """Causal attention inside each document; q [T, Hq, D], k and v [T, Hkv, D] with Hkv dividing Hq; returns [T, Hq, D]."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
@@ -69,10 +75,7 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document
 
         if k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        longest = documents.longest
-        # Its causal flag scales by 1/sqrt(D); a model's own scale goes into q.
-        q = q * (scale * q.shape[-1] ** 0.5)
-        return varlen_attn(q, k, v, documents.starts, documents.starts, longest, longest, is_causal=True)  # type: ignore
+        return varlen_attn(q, k, v, documents.starts, documents.starts, documents.longest, documents.longest, **causal(scale))
     pieces = []
     for batch, real in zip(documents.batches, documents.valid, strict=True):
         rows, length = batch.shape

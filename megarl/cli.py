@@ -11,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import NoReturn
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 END_WITHIN_S = 6.0
 """After a signal, everything this process started is gone within this time, by force if need be."""
@@ -42,12 +46,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     command, rest = arguments[0], arguments[1:]
     if command not in ("train", "sft", "eval", "doctor"):
         fail(f"unknown command {command!r}; use train, sft, eval or doctor")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    _guard()
+    for number in SIGNALS:
         signal.signal(number, _end)
     try:
         code = dispatch(command, rest)
     except UserError as error:
         fail(str(error))
+    except Exception:
+        # Not through the interpreter's own shutdown: with a peer gone, a library's exit handler may wait for it for ever.
+        traceback.print_exc()
+        code = 1
     except Ended as ended:
         code = 128 + ended.number
     leave(code)
@@ -66,13 +75,29 @@ class Ended(BaseException):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """First signal: unwind, and see to it that this takes no longer than `END_WITHIN_S`. Later ones change nothing."""
-    for known in (signal.SIGTERM, signal.SIGINT):
+    """First signal: unwind. `_guard` sees to it that this takes no longer than `END_WITHIN_S`. Later ones change nothing."""
+    for known in SIGNALS:
         signal.signal(known, signal.SIG_IGN)
-    guard = threading.Timer(END_WITHIN_S, _end_now, (number,))
-    guard.daemon = True
-    guard.start()
     raise Ended(number)
+
+
+def _guard() -> None:
+    """Arm the time limit the moment a signal arrives, even while this process is inside a library's C code.
+
+    Python runs a handler only between its own instructions; the byte it writes to the wake-up descriptor comes at once.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def wait() -> None:
+        while True:
+            number = ours.recv(1)[0]
+            if number in SIGNALS:
+                time.sleep(END_WITHIN_S)
+                _end_now(number)
+
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _end_now(number: int) -> None:

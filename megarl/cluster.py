@@ -57,11 +57,11 @@ class Cluster:
         self._owned += handles
         return EngineGroup(handles, [handle.start.remote() for handle in handles], timeout_s, self._pids)
 
-    def start_service(self, build: Callable[[], Any], *, timeout_s: float = 120.0) -> ActorHandle:
+    def start_service(self, build: Callable[[], Any], *, timeout_s: float) -> ActorHandle:
         """The rollout service, made by `build` inside an actor of its own that every rank can find by name."""
         handle = ray.remote(ServiceActor).options(name=SERVICE, num_cpus=0, max_concurrency=100_000).remote(build)
         self._owned.insert(0, handle)
-        _get([handle.build.remote()], timeout_s, "the rollout service did not start")
+        _get([handle.build.remote()], timeout_s, "starting the rollout service; raise rollout.engine.start_timeout_s")
         return handle
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
@@ -101,7 +101,7 @@ class EngineGroup:
 
     def wait(self) -> float:
         """Until every engine is ready; returns the slowest one's seconds."""
-        answers = _get(self._starting, self._timeout_s, "an engine did not start; raise rollout.engine.start_timeout_s")
+        answers = _get(self._starting, self._timeout_s, "starting; raise rollout.engine.start_timeout_s")
         for answer in answers:
             self._pids += answer["pids"]
         return max(answer["seconds"] for answer in answers)

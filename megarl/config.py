@@ -32,7 +32,7 @@ class EvaluationConfig:
     """Held-out problems scored by the run's own verifier, before, during and after training."""
 
     prompts: PromptsConfig = PromptsConfig(shuffle=False)
-    """An empty source turns evaluation off."""
+    """An empty source turns evaluation off. All rows are asked, whatever their order."""
     every: int = 0
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     temperature: float = 0.0
@@ -71,6 +71,12 @@ class RunConfig:
         require(bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name")
         require_range("steps", self.steps, 1)
         require_range("seed", self.seed, 0, 2**31 - 1)
+        start_s, wait_s = self.rollout.engine.start_timeout_s, self.training.collective_timeout_s
+        require(
+            wait_s >= start_s,
+            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may take "
+            f"rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
+        )
         groups, parts = self.rollout.groups_per_step, self.training.mini_batches
         require(
             groups % parts == 0,
@@ -81,6 +87,11 @@ class RunConfig:
             overlong.limit_tokens <= self.rollout.max_new_tokens,
             f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond rollout.max_new_tokens = "
             f"{self.rollout.max_new_tokens}; lower it",
+        )
+        require(
+            not self.environment.answer_after or self.environment.verifier == "exact_match",
+            f"environment.answer_after is for the verifier 'exact_match', but environment.verifier is "
+            f"'{self.environment.verifier}', which finds the answer by itself; remove answer_after",
         )
         require(
             self.algorithm.advantage in ("reinforce_plus_plus",) or self.rollout.samples_per_group > 1,
@@ -111,6 +122,19 @@ class SftConfig:
         require_range("steps", self.steps, 1)
         require_range("samples_per_step", self.samples_per_step, 1)
         require(self.training.mini_batches == 1, "training.mini_batches has no meaning in fine-tuning; set it to 1")
+
+
+def longest_request(config: RunConfig) -> int:
+    """Tokens of the longest prompt that may be asked, held-out ones included, and its response."""
+    held_out = config.evaluation.prompts
+    prompt = max(config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.source else 0)
+    return prompt + config.rollout.max_new_tokens
+
+
+def patience_s(config: RunConfig, num_requests: int) -> float:
+    """How long `num_requests` requests may take when each may take its deadline and the engines hold so many at once."""
+    at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
+    return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
 class _Loader(yaml.SafeLoader):

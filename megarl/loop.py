@@ -44,9 +44,9 @@ def due(done: int, every: int, last: int) -> bool:
 
 
 def evaluate(parts: Parts) -> None:
-    """Held-out problems at the current weights; rank 0 asks, the others go on and wait at the next collective."""
+    """Held-out problems at the current weights. Every rank waits for the answers, so that none waits in a collective."""
     config = parts.config.evaluation
-    if parts.held_out is None or parts.observer is None:
+    if parts.held_out is None:
         return
     kinds = {"eval": config.temperature}
     if config.sampled_too:
@@ -54,4 +54,5 @@ def evaluate(parts: Parts) -> None:
     for name, temperature in kinds.items():
         metrics, transcripts = parts.rollouts.evaluate(parts.held_out, temperature, name)
         shown = transcripts if name == "eval" else []
-        parts.observer.evaluation(parts.policy.step, {f"{name}/{key}": value for key, value in metrics.items()}, shown)
+        if parts.observer is not None:
+            parts.observer.evaluation(parts.policy.step, {f"{name}/{key}": value for key, value in metrics.items()}, shown)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.cluster import Cluster, EngineGroup, RemoteEngine, RolloutClient
-from megarl.config import RunConfig, as_plain, dump
+from megarl.config import RunConfig, as_plain, dump, longest_request, patience_s
 from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
@@ -28,9 +28,6 @@ from megarl.third_party import engine_environment, own_cluster_token
 from megarl.training.checkpoint import Checkpoints
 from megarl.training.policy import Policy
 from megarl.types import Prompt, StepReport
-
-TAKE_DEADLINE_FACTOR = 8
-"""A step may take several requests' deadlines after each other (dynamic sampling, a full engine queue)."""
 
 
 @dataclass
@@ -94,6 +91,7 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             tokenizer=checked.tokenizer,
             mesh=mesh,
             seed=config.seed,
+            data=checked.data,
         )
         chosen = broadcast_object(checked.resume_from, mesh.world)
         progress = checkpoints.load(chosen) if chosen is not None else None
@@ -105,17 +103,21 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             )
             assert cluster is not None and engines is not None
             engines.wait()
-            cluster.start_service(service_builder(config, checked, engines, policy.step, first_ordinal))
+            builder = service_builder(config, checked, engines, policy.step, first_ordinal)
+            cluster.start_service(builder, timeout_s=config.rollout.engine.start_timeout_s)
         join_cluster(cluster, mesh, stack)
-        deadline = config.rollout.request_timeout_s * TAKE_DEADLINE_FACTOR
+        draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
+        requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.samples_per_group)
+        deadline = patience_s(config, max(requests, len(checked.held_out or ())))
         publisher = Publisher(
             config.publish,
             policy=policy,
             engines=engines,
             mesh=mesh,
             dtype=config.rollout.engine.dtype,
+            precision=training.precision,
             vocabulary=len(checked.tokenizer),
-            max_tokens=config.prompts.max_prompt_tokens + config.rollout.max_new_tokens,
+            max_tokens=longest_request(config),
             seed=config.seed,
         )
         stack.callback(publisher.close)
@@ -150,7 +152,7 @@ def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_c
         load=load,
         model=config.model.path,
         config=engine,
-        max_tokens=config.prompts.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_tokens=longest_request(config),
         stop_token_ids=checked.stop_token_ids,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,

@@ -11,15 +11,16 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import RunConfig, SftConfig
+from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import rank
+from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
 from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
 from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
-from megarl.schema import require
+from megarl.schema import as_plain, require
 from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.model import empty_model, load_model_config, refuse_unsupported
@@ -38,6 +39,8 @@ class Checked:
     tokenizer: PreTrainedTokenizerBase
     hf: transformers.PretrainedConfig
     stop_token_ids: list[int]
+    data: str
+    """Fingerprint of the prompts or demonstrations and their order."""
     prompts: PromptList | None = None
     held_out: PromptList | None = None
     demonstrations: DemonstrationList | None = None
@@ -60,19 +63,20 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     check_verifier(config.environment)
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
     held_out = load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed) if config.evaluation.prompts.source else None
-    longest = config.prompts.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_request(config)
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
     require(
         limit is None or longest <= limit,
         f"prompts.max_prompt_tokens + rollout.max_new_tokens is {longest}, but the model's max_position_embeddings is {limit}; "
         "lower one of them",
     )
-    check_placement(config, on_cpu=on_cpu)
+    check_placement(config, shares_gpus=new and not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
-    checkpoint = find_checkpoint(config, layout) if new else None
+    data = data_name(config.prompts, len(prompts))
+    checkpoint = find_checkpoint(config, layout, data) if new else None
     stops = stop_tokens(tokenizer, config.model)
-    return Checked(layout, tokenizer, hf, stops, prompts, held_out, resume_from=checkpoint)
+    return Checked(layout, tokenizer, hf, stops, data, prompts, held_out, resume_from=checkpoint)
 
 
 def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
@@ -85,9 +89,16 @@ def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
-    checkpoint = find_checkpoint(config, layout)
+    data = data_name(config.demonstrations, len(demonstrations))
+    checkpoint = find_checkpoint(config, layout, data)
     stops = stop_tokens(tokenizer, config.model)
-    return Checked(layout, tokenizer, hf, stops, demonstrations=demonstrations, resume_from=checkpoint)
+    return Checked(layout, tokenizer, hf, stops, data, demonstrations=demonstrations, resume_from=checkpoint)
+
+
+def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> str:
+    """What must be the same for a cursor into the data to mean the same rows."""
+    order = {key: value for key, value in as_plain(config).items() if key in ("subset", "split", "unique", "shuffle", "limit")}
+    return f"{Path(config.source).name}, {num_rows} rows, {order}"
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
@@ -134,7 +145,7 @@ def check_verifier(config: EnvironmentConfig) -> None:
     asyncio.run(load_once())
 
 
-def find_checkpoint(config: RunConfig | SftConfig, layout: Layout) -> Path | None:
+def find_checkpoint(config: RunConfig | SftConfig, layout: Layout, data: str) -> Path | None:
     """The checkpoint to resume, on rank 0; None for a new run."""
     if not config.resume or rank() != 0:
         return None
@@ -143,6 +154,7 @@ def find_checkpoint(config: RunConfig | SftConfig, layout: Layout) -> Path | Non
         layout=written_under(layout, config.training),
         model=fingerprint(empty_model(config.model)),
         seed=config.seed,
+        data=data,
     )
 
 
@@ -175,14 +187,14 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list
     return [int(token) for token in found]  # type: ignore[arg-type]
 
 
-def check_placement(config: RunConfig, *, on_cpu: bool) -> None:
-    """Engines have GPUs that are not the trainer's."""
+def check_placement(config: RunConfig, *, shares_gpus: bool) -> None:
+    """Engines have GPUs that are not the trainer's; `shares_gpus`: both are on this machine's GPUs."""
     require(
         config.rollout.placement == "disaggregated",
         "rollout.placement is 'colocated', which this version does not do; set it to 'disaggregated'",
     )
     require(
-        on_cpu or bool(os.environ.get("RAY_ADDRESS")),
+        not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
         "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with launch/dapo_14b.sh --recipe, "
         "or start Ray with only the engines' GPUs visible and set RAY_ADDRESS",
     )

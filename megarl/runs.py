@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.cli import UserError
-from megarl.config import RunConfig, SftConfig
+from megarl.config import RunConfig, SftConfig, patience_s
 from megarl.parallel import mesh
 from megarl.preflight import Checked, check_run, check_sft
 from megarl.schema import require
@@ -83,9 +83,11 @@ def evaluate(config: RunConfig, *, only_check: bool) -> int:
     with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
         engines = parts.start_engines(cluster, config, found, on_cpu=on_cpu(), load=True)
         engines.wait()
-        cluster.start_service(parts.service_builder(config, found, engines, 0, 0))
-        client = RolloutClient(0, deadline_s=config.rollout.request_timeout_s)
-        metrics, _ = client.evaluate(list(found.held_out or ()), config.evaluation.temperature, "eval")
+        builder = parts.service_builder(config, found, engines, 0, 0)
+        cluster.start_service(builder, timeout_s=config.rollout.engine.start_timeout_s)
+        held_out = list(found.held_out or ())
+        client = RolloutClient(0, deadline_s=patience_s(config, len(held_out)))
+        metrics, _ = client.evaluate(held_out, config.evaluation.temperature, "eval")
     print(json.dumps({"model": config.model.path, **metrics, "seed": config.seed}), flush=True)
     return 0
 

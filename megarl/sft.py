@@ -54,6 +54,7 @@ def run(config: SftConfig, checked: Checked) -> None:
             tokenizer=checked.tokenizer,
             mesh=mesh,
             seed=config.seed,
+            data=checked.data,
         )
         chosen = broadcast_object(checked.resume_from, mesh.world)
         progress = checkpoints.load(chosen) if chosen is not None else None

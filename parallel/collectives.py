@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,15 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group)
     return box[0]
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """The small picklable `value` of every rank of the axis, in their order, on all."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, value, group=axis.group)
+    return found
 
 
 def barrier(axis: Axis) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import pickle
 import signal
 import socket
@@ -52,6 +53,10 @@ class _Ended(Exception):
     """The worker process ended before it replied."""
 
 
+SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+"""Names of environment variables that a verifier does not get."""
+
+
 class _Worker:
     """One worker process and the channel to it; used by one thread."""
 
@@ -64,6 +69,8 @@ class _Worker:
                 # -P: the working folder stays off the path, where a file of the user's may hide a library.
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
                 stdin=theirs.fileno(),
+                # A verifier is code nobody vouches for, and what it says ends up in transcripts.
+                env={name: value for name, value in os.environ.items() if not SECRET.search(name)},
                 start_new_session=True,  # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
             )
         try:

@@ -5,6 +5,7 @@ policy.weights() on all ranks -> rank 0's carrier -> engines; then digests are c
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -59,11 +60,13 @@ class Publisher:
         engines: Engines | None,
         mesh: ProcessMesh,
         dtype: str,
+        precision: str,
         vocabulary: int,
         max_tokens: int,
         seed: int,
     ) -> None:
-        """`max_tokens` is the engines' length limit; the probe stays below it."""
+        """`dtype` is the engines', `precision` the trainer's; the probe stays below the engines' limit of `max_tokens`."""
+        self._tolerance = config.probe_tolerance or max(TOLERANCES[dtype], TOLERANCES[precision])
         self.config, self.policy, self.engines, self.mesh, self.dtype = config, policy, engines, mesh, dtype
         self._sender = CARRIERS[config.carrier](shared_memory.DTYPES[dtype]) if mesh.world.rank == 0 else None
         self._sizes: dict[str, torch.Size] | None = None
@@ -83,9 +86,8 @@ class Publisher:
         if self._sizes is None:
             self._sizes = {name: tensor.shape for name, tensor in self.policy.weights()}
         if self._sender is not None:
-            manifest = self._sender.write(self.policy.weights(), version, self._sizes)
             try:
-                found = self._send(manifest)
+                found = self._send(self._sender.write(self.policy.weights(), version, self._sizes))
             except Exception as error:  # told to every rank below, so that none waits for rank 0
                 failure = f"publishing version {version} failed: {error}"
         else:
@@ -95,8 +97,10 @@ class Publisher:
         if every and version % every == 0:
             mine = self.policy.logprobs([self._probe]).float().tolist()
             if self._sender is not None and not failure:
-                failure, gap = self._compare(mine, version)
-                found |= {"probe/max_abs": gap}
+                try:
+                    found["probe/max_abs"] = self._compare(mine, version)
+                except Exception as error:
+                    failure = f"the probe of version {version} failed: {error}"
         failure = broadcast_object(failure, self.mesh.world)
         if failure:
             raise RuntimeError(failure)
@@ -114,21 +118,21 @@ class Publisher:
                     )
         return {"publish/bytes": float(manifest["size"])}
 
-    def _compare(self, mine: list[float], version: int) -> tuple[str, float]:
-        """(error or "", largest difference) of the probe's log-probs between trainer and engines."""
+    def _compare(self, mine: list[float], version: int) -> float:
+        """Largest difference of the probe's log-probs between trainer and engines; raises where it is too large."""
         assert self.engines is not None
-        tolerance = self.config.probe_tolerance or TOLERANCES[self.dtype]
         worst = 0.0
         for number, theirs in enumerate(self.engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)):
-            gap = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+            gaps = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+            gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
             worst = max(worst, gap)
-            if not gap <= tolerance:
-                return (
+            if gap > self._tolerance:
+                raise RuntimeError(
                     f"engine {number} scores the probe text differently from the trainer at version {version}: log-probs "
-                    f"differ by up to {gap:.2e}, more than {tolerance:.0e}; the weights it computes with are not those "
+                    f"differ by up to {gap:.2e}, more than {self._tolerance:.0e}; the weights it computes with are not those "
                     "published (raise publish.probe_tolerance only if you know why)"
-                ), worst
-        return "", worst
+                )
+        return worst
 
     def close(self) -> None:
         """Release the carrier."""

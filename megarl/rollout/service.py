@@ -20,6 +20,9 @@ from megarl.rollout.config import RolloutConfig
 from megarl.rollout.window import Window
 from megarl.types import Group, Prompt, Rollout, StepBatch, Turn, Verdict
 
+Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
+"""(metrics, transcripts)"""
+
 
 class EngineHandle(Protocol):
     """What the service asks of an engine, wherever it runs."""
@@ -81,6 +84,7 @@ class RolloutService:
         self._changed = asyncio.Condition()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._evaluations: dict[tuple[str, int], asyncio.Future[Evaluated]] = {}
 
     # ------------------------------------------------------------------------------------------- asked by the trainer
 
@@ -112,10 +116,22 @@ class RolloutService:
         """First ordinal not yet trained once `step` steps are done: all that a checkpoint needs to know of the prompts."""
         return self._cursors[step]
 
-    async def evaluate(
-        self, prompts: Sequence[Prompt], temperature: float, name: str
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """One answer to each of `prompts` -> (metrics, transcripts). Seeds depend on the problem alone."""
+    async def evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
+        """One answer to each of `prompts` -> (metrics, transcripts). Every rank may ask: it is done once a version."""
+        key = (name, self.window.version)
+        if key not in self._evaluations:
+            self._evaluations = {known: task for known, task in self._evaluations.items() if known[1] == key[1]}
+            self._evaluations[key] = asyncio.ensure_future(self._evaluate(prompts, temperature, name))
+        return await asyncio.shield(self._evaluations[key])
+
+    async def stop(self) -> None:
+        """Cancel what is under way."""
+        for task in [*self._tasks, *self._evaluations.values()]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._evaluations.values(), return_exceptions=True)
+
+    async def _evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
+        """Seeds depend on the problem alone."""
 
         async def one(prompt: Prompt) -> tuple[Prompt, Turn, Verdict]:
             turn = await self._generate(prompt, request_seed(self.seed, name, prompt.index), temperature)
@@ -144,12 +160,6 @@ class RolloutService:
             for prompt, turn, verdict in answers
         ]
         return metrics, transcripts
-
-    async def stop(self) -> None:
-        """Cancel what is under way."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------------------ collection
 

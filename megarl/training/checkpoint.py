@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from megarl.parallel.collectives import barrier, broadcast_object
+from megarl.parallel.collectives import barrier, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.training.config import TrainingConfig
@@ -50,6 +51,8 @@ class Progress:
     """Layout and ZeRO stage that wrote it."""
     model: str
     """Fingerprint of names and shapes of the weights."""
+    data: str
+    """Fingerprint of the data and its order, of which `next_ordinal` is a place."""
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -63,14 +66,14 @@ def written_under(layout: Layout, training: TrainingConfig) -> str:
     return f"{layout}, ZeRO {training.zero_stage}, {training.precision}"
 
 
-def choose(folder: Path, *, layout: str, model: str, seed: int) -> Path | None:
+def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Path | None:
     """The newest whole checkpoint in `folder` that this run can resume, or None where there is none at all.
 
     A damaged or foreign one is passed over with a word on standard error; if none is left, raises `ValueError`.
     """
     passed = []
     for path in newest_first(folder):
-        reason = damage(path) or _foreign(read_progress(path), layout=layout, model=model, seed=seed)
+        reason = damage(path) or _foreign(read_progress(path), layout=layout, model=model, seed=seed, data=data)
         if not reason:
             return path
         passed.append(f"{path.name}: {reason}")
@@ -82,7 +85,7 @@ def choose(folder: Path, *, layout: str, model: str, seed: int) -> Path | None:
     return None
 
 
-def _foreign(progress: Progress, *, layout: str, model: str, seed: int) -> str:
+def _foreign(progress: Progress, *, layout: str, model: str, seed: int, data: str) -> str:
     """Why a whole checkpoint is not this run's, or nothing."""
     if progress.model != model:
         return "it is of another model (names or shapes of the weights differ)"
@@ -90,6 +93,8 @@ def _foreign(progress: Progress, *, layout: str, model: str, seed: int) -> str:
         return f"it was written under {progress.layout}, this run is {layout}"
     if progress.seed != seed:
         return f"it is of a run with seed {progress.seed}, this one has {seed}"
+    if progress.data != data:
+        return "it is of a run on other data: its prompt cursor would point elsewhere"
     return ""
 
 
@@ -97,54 +102,79 @@ class Checkpoints:
     """The checkpoints of one run folder; all ranks call every method together."""
 
     def __init__(
-        self, folder: Path, *, keep: int, engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, mesh: ProcessMesh, seed: int
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        engine: TrainEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        mesh: ProcessMesh,
+        seed: int,
+        data: str,
     ) -> None:
-        self.folder, self.keep, self.engine, self.tokenizer, self.mesh, self.seed = folder, keep, engine, tokenizer, mesh, seed
+        self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
+        self.mesh, self.seed, self.data = mesh, seed, data
 
     def save(self, *, step: int, next_ordinal: int) -> Path:
         """Write the checkpoint of `step`; afterwards at most `keep` remain. Raises `OSError` with the cure on a full disk."""
-        final = self.folder / f"step_{step:06d}"
-        aside = self.folder / f".writing_{step:06d}"
-        problem = ""
-        if self.mesh.world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            for part in ("state", "random", "model"):
-                (aside / part).mkdir(parents=True)
-        barrier(self.mesh.world)
-        try:
-            self.engine.save(str(aside / "state"))
-            save_file({"torch": torch.get_rng_state()}, str(aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))
-        except (OSError, RuntimeError) as error:
-            problem = str(error)
+        final, aside = self.folder / f"step_{step:06d}", self.folder / f".writing_{step:06d}"
+        main, world = self.mesh.world.rank == 0, self.mesh.world
+        self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
+        self._everybody(self._attempt(lambda: self._write_state(aside)), step)
         whole = {}
         for name, tensor in self.engine.weights():
-            if self.mesh.world.rank == 0:
+            if main:
                 whole[name] = tensor.detach().to("cpu", copy=True)
-        barrier(self.mesh.world)
-        if self.mesh.world.rank == 0 and not problem:
-            try:
-                self._export(aside / "model", whole)
-                progress = self._progress(step, next_ordinal)
-                (aside / "run.json").write_text(json.dumps(asdict(progress), indent=1))
-                seal(aside)
-                if final.exists():
-                    shutil.rmtree(final)
-                os.rename(aside, final)
-                _sync(self.folder)
-                self._prune()
-            except (OSError, RuntimeError) as error:
-                problem = str(error) or repr(error)
-        problem = broadcast_object(problem, self.mesh.world)
-        if problem:
-            if self.mesh.world.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-            free = shutil.disk_usage(self.folder).free / 2**30
-            raise OSError(
-                errno.EIO,
-                f"the checkpoint of step {step} could not be written to {self.folder} ({free:.2f} GiB free): {problem}; "
-                "earlier checkpoints are whole: free some space and go on with --resume True",
-            )
+        self._everybody(self._attempt(lambda: self._finish(aside, final, whole, step, next_ordinal)) if main else "", step)
+        barrier(world)
         return final
+
+    def _make_room(self, aside: Path) -> None:
+        """An empty folder beside the final one; what a killed run left unfinished goes."""
+        for left in self.folder.glob(".writing_*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for part in ("state", "random", "model"):
+            (aside / part).mkdir(parents=True)
+
+    def _write_state(self, aside: Path) -> None:
+        """This rank's part."""
+        self.engine.save(str(aside / "state"))
+        save_file({"torch": torch.get_rng_state()}, str(aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))
+
+    def _finish(self, aside: Path, final: Path, weights: dict[str, torch.Tensor], step: int, next_ordinal: int) -> None:
+        """Rank 0, once every rank has written: export, digest, sync, rename, and only then remove older ones."""
+        self._export(aside / "model", weights)
+        (aside / "run.json").write_text(json.dumps(asdict(self._progress(step, next_ordinal)), indent=1))
+        seal(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        _sync(self.folder)
+        for old in [path for path in newest_first(self.folder) if path.name <= final.name][self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _attempt(self, write: Callable[[], None]) -> str:
+        """Why `write` failed, or nothing: a full disk must be told to every rank, not raised on one."""
+        try:
+            write()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            return str(error) or repr(error)
+        return ""
+
+    def _everybody(self, problem: str, step: int) -> None:
+        """Raise on every rank if any has a problem; the unfinished folder goes, earlier checkpoints stay."""
+        found = [f"rank {rank}: {said}" for rank, said in enumerate(gather_objects(problem, self.mesh.world)) if said]
+        if not found:
+            return
+        if self.mesh.world.rank == 0:
+            shutil.rmtree(self.folder / f".writing_{step:06d}", ignore_errors=True)
+        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**30
+        raise OSError(
+            errno.EIO,
+            f"the checkpoint of step {step} could not be written to {self.folder} ({free:.2f} GiB free): {'; '.join(found)}; "
+            "earlier checkpoints are whole: free some space and go on with --resume True",
+        )
 
     def load(self, path: Path) -> Progress:
         """Restore the checkpoint at `path`, which `choose` has found whole."""
@@ -154,7 +184,7 @@ class Checkpoints:
 
     def _progress(self, step: int, next_ordinal: int) -> Progress:
         layout = written_under(self.mesh.layout, self.engine.config)
-        return Progress(step, next_ordinal, self.seed, layout, fingerprint(self.engine.module.model))
+        return Progress(step, next_ordinal, self.seed, layout, fingerprint(self.engine.module.model), self.data)
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """The weights as a Hugging Face model folder that `from_pretrained` and vLLM load."""
@@ -164,10 +194,6 @@ class Checkpoints:
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         self.tokenizer.save_pretrained(str(folder))
-
-    def _prune(self) -> None:
-        for old in newest_first(self.folder)[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def newest_first(folder: Path) -> list[Path]:

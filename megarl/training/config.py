@@ -54,6 +54,7 @@ class OptimizerConfig:
         require_range("training.optimizer.learning_rate", self.learning_rate, 0.0)
         require_range("training.optimizer.beta1", self.beta1, 0.0, 0.999999)
         require_range("training.optimizer.beta2", self.beta2, 0.0, 0.999999)
+        require_range("training.optimizer.eps", self.eps, 0.0)
         require_range("training.optimizer.weight_decay", self.weight_decay, 0.0)
         require_range("training.optimizer.clip_norm", self.clip_norm, 0.0)
 
@@ -116,6 +117,10 @@ class TrainingConfig:
         require_range("training.micro_batch_tokens", self.micro_batch_tokens, 2)
         require_range("training.num_threads", self.num_threads, 1)
         require_range("training.collective_timeout_s", self.collective_timeout_s, 1)
+        require(
+            self.precision == "float32" or self.zero_stage > 0,
+            "training.precision bfloat16 needs DeepSpeed's ZeRO; set training.zero_stage to 1, 2 or 3",
+        )
         require(
             not self.offload_optimizer or self.zero_stage > 0,
             "training.offload_optimizer needs ZeRO; set training.zero_stage to 1, 2 or 3",

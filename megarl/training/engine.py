@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -100,6 +100,9 @@ class TrainEngine:
                 mpu=DeepSpeedView(mesh),
                 dist_init_required=False,
             )
+        self._write_problem = ""
+        self._engine.checkpoint_engine.save = self._keep_problem(self._engine.checkpoint_engine.save)
+        self._engine._copy_recovery_script = lambda folder: None  # a script that our checkpoints do not need
         self.steps_done = 0
         """Optimizer steps taken."""
 
@@ -119,9 +122,13 @@ class TrainEngine:
         if not last:
             self._engine.step()
 
+    def next_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return learning_rate(self.config.schedule, self.config.optimizer.learning_rate, self.steps_done, self.total_steps)
+
     def step(self) -> tuple[float, float]:
         """One optimizer step; returns (gradient norm before clipping, learning rate)."""
-        rate = learning_rate(self.config.schedule, self.config.optimizer.learning_rate, self.steps_done, self.total_steps)
+        rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         # Plain float32 without ZeRO is the one case where DeepSpeed does not report the norm; gradients are whole there.
@@ -149,8 +156,25 @@ class TrainEngine:
                 yield name, parameter.data
 
     def save(self, folder: str) -> None:
-        """This rank's part of model and optimizer state, in DeepSpeed's format."""
-        self._engine.save_checkpoint(folder, tag="state", client_state={"steps_done": self.steps_done})
+        """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError` where it cannot be written.
+
+        DeepSpeed waits for all ranks after writing, so a rank that cannot write must not leave before that.
+        """
+        self._write_problem = ""
+        self._engine.save_checkpoint(folder, tag="state", client_state={"steps_done": self.steps_done}, save_latest=False)
+        if self._write_problem:
+            raise OSError(self._write_problem)
+
+    def _keep_problem(self, write: Callable[..., Any]) -> Callable[..., None]:
+        """`write`, whose failure is kept for `save` to raise."""
+
+        def kept(*arguments: Any, **named: Any) -> None:
+            try:
+                write(*arguments, **named)
+            except (OSError, RuntimeError) as error:
+                self._write_problem = self._write_problem or str(error)
+
+        return kept
 
     def load(self, folder: str) -> None:
         """The counterpart of `save`; the caller has checked the files' digests."""

@@ -114,6 +114,15 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
         ) from None
 
 
+def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """The same model, deterministic: with dropout no log-prob of the trainer would be that of the engine."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
 def empty_model(config: ModelConfig) -> PreTrainedModel:
     """The model without weights, on the meta device: names and shapes only, in a moment."""
     with torch.device("meta"):
@@ -122,18 +131,21 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """The causal language model on the CPU in `dtype`; with `from_scratch`, random weights that only `seed` decides."""
-    hf = load_model_config(config)
+    hf = without_dropout(load_model_config(config))
     refuse_unsupported(hf)
     if config.from_scratch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
                 hf, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=config.trust_remote_code
-            ).to(dtype)
+            )
+        for parameter in model.parameters():  # not the buffers: rounded rotary frequencies would be other positions
+            parameter.data = parameter.data.to(dtype)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 config.path,
+                config=hf,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 trust_remote_code=config.trust_remote_code,

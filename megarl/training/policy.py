@@ -72,7 +72,7 @@ class Policy:
         advantages = self._advantages(batch, packed, old, reference)
         sums: dict[str, torch.Tensor] = {}
         peaks: dict[str, torch.Tensor] = {}
-        norms, rate = [], 0.0
+        norms, rate = [], self.engine.next_rate()
         for number, micro_batches in enumerate(packed):
             weights = self._token_weights(batch, number)
             for index, micro in enumerate(micro_batches):

@@ -378,3 +378,13 @@ def test_a_truncated_response_asks_no_verifier(own: str) -> None:
     lenient = EnvironmentConfig(verifier=f"{own}:judge", require_stop=False)
     assert run(lenient, lambda made: score(made, "=7", truncated=True)).correct
     assert run(lenient, lambda made: score(made, "raise", truncated=True)).failure == "error"
+
+
+def test_a_verifier_does_not_get_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words end up in transcripts, and the cluster's token would let it run anything."""
+    for name in ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hush")
+    file = tmp_path / "spy.py"
+    file.write_text("import os\ndef spy(prompt, response):\n    raise RuntimeError(repr(dict(os.environ)))\n")
+    (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy"), "anything")
+    assert found.failure == "error" and "PATH" in found.detail and "hush" not in found.detail

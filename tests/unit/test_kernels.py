@@ -47,6 +47,17 @@ def test_packed_attention_equals_dense(lengths: list[int], heads: tuple[int, int
         assert (a - b).abs().max() < 1e-10
 
 
+def test_the_cuda_path_calls_torch_as_torch_wants_it() -> None:
+    """It cannot run here; its call can be held against the signature."""
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    from megarl.kernels.packed_attention import causal
+
+    inspect.signature(varlen_attn).bind(*(None,) * 7, **causal(0.1))
+
+
 def test_another_document_never_changes_mine() -> None:
     lengths = [7, 30, 12]
     draw = torch.Generator().manual_seed(1)
