@@ -12,6 +12,7 @@ def prepare_environment(num_threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # every rank must agree, and Ray's own default differs by role
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve engines beside trainer ranks
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_MEMORY_MONITOR", "1")
@@ -26,6 +27,8 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(num_threads),
+            # Lets the engine's core compute by itself (executor `uni`): a worker process of its own would spin beside it.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     return settings
 

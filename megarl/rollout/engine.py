@@ -58,6 +58,11 @@ class Engine:
             "worker_extension_cls": worker_extension,
             "disable_log_stats": True,
         }
+        if "VLLM_CPU_KVCACHE_SPACE" in environment:
+            # Half a prompt in one step would need a seeded generator to go back, which CPU generators cannot.
+            self._arguments["enable_chunked_prefill"] = False
+            if config.tensor == 1:
+                self._arguments["distributed_executor_backend"] = "uni"
         self._backend = backend
 
     async def start(self) -> dict[str, Any]:
