@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from megarl.kernels.linear import product
+
 CHUNK_BYTES = 64 * 2**20
 """Size of one chunk of float32 logits: large enough for full matrix-product speed, small beside any model."""
 
@@ -54,9 +56,9 @@ class _LinearLogProbs(torch.autograd.Function):
             grad.scatter_add_(1, targets[piece, None], grad_logprobs[piece, None].to(grad.dtype))
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[piece] = grad @ weight
+                grad_hidden[piece] = product(grad, weight.T)
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[piece]
+                grad_weight += product(grad.T, hidden[piece].T)
         return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, None, None
 
 
@@ -65,7 +67,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = (hidden @ weight.T).to(_accumulator(hidden.dtype))
+    logits = product(hidden, weight).to(_accumulator(hidden.dtype))
     if temperature != 1.0:
         logits.div_(temperature)
     return torch.log_softmax(logits, dim=1)

@@ -271,9 +271,6 @@ def launch(python: str, processes: int) -> list[str]:
 def recipe(task: Path, folder: Path, setting: Setting, *, steps: int, limit: int, staleness: int) -> dict[str, Any]:
     """The run as megarl's configuration. JSON is YAML."""
     engine: dict[str, Any] = {"num_threads": setting.engine_threads}
-    if staleness:
-        # A weight update makes the engine read every unfinished text again; on CPU, vLLM cannot spread that over steps.
-        engine["max_batched_tokens"] = BATCH * (MAX_PROMPT_TOKENS + limit)
     return {
         "folder": str(folder),
         "steps": steps,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import pickle
+import re
 import signal
 import socket
 import subprocess

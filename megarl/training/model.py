@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from megarl.kernels.linear import linear
 from megarl.kernels.logprobs import linear_logprobs
 from megarl.kernels.packed_attention import Documents, packed_attention
 from megarl.training.config import ModelConfig
@@ -52,6 +53,24 @@ class LogProbHead(nn.Linear):
         return linear_logprobs(hidden, self.weight, targets, temperature)
 
 
+class Linear(nn.Linear):
+    """A linear layer on the faster of this machine's libraries; the same parameters under the same names."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return linear(x, self.weight, self.bias)
+
+
+def use_linear(model: nn.Module) -> None:
+    """Put `Linear` in the place of every plain linear layer, around the parameters that are there."""
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                made = Linear(1, 1, bias=False, device="meta")
+                made.in_features, made.out_features = layer.in_features, layer.out_features
+                made.weight, made.bias = layer.weight, layer.bias
+                setattr(parent, name, made)
+
+
 class PolicyModel(nn.Module):
     """Log-probs of a packed row; owns the Hugging Face model as `.model`."""
 
@@ -66,6 +85,7 @@ class PolicyModel(nn.Module):
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight
         model.set_output_embeddings(head)
+        use_linear(model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M]) of the M targets with `batch.mask` True, in order."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.kernels import logprobs as fused
+from megarl.kernels.linear import linear
 from megarl.kernels.packed_attention import Documents, packed_attention
 
 
@@ -127,3 +128,29 @@ def test_fused_logprobs_of_no_tokens() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         fused.linear_logprobs(torch.zeros(3, 4), torch.zeros(6, 5), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 7), (2, 33, 192), (64, 17)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_equals_float64_forward_and_backward(shape: tuple[int, ...], with_bias: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, generator=draw)
+    weight, bias = torch.randn(29, shape[-1], generator=draw), torch.randn(29, generator=draw)
+    upstream = torch.randn(*shape[:-1], 29, generator=draw)
+
+    def values_and_grads(function, kind: torch.dtype) -> list[torch.Tensor]:
+        inputs = [tensor.to(kind).requires_grad_() for tensor in ((x, weight, bias) if with_bias else (x, weight))]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
+
+    found = values_and_grads(linear, torch.float32)
+    wanted = values_and_grads(torch.nn.functional.linear, torch.float64)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and ((a.double() - b).norm() / b.norm()) < 1e-6
+
+
+def test_linear_of_no_rows_and_of_other_types() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    linear(torch.zeros(0, 4), weight).sum().backward()
+    assert weight.grad is not None and weight.grad.abs().max() == 0
+    assert linear(torch.ones(2, 4).double(), weight.double()).dtype == torch.float64
