@@ -126,7 +126,19 @@ def summarise(run: Run) -> dict[str, Any]:
         "seconds": round(float(np.nansum(step_s)), 3) if len(step_s) else None,
         "generated_tokens_per_s": _rate(run, "tokens/generated_per_s", "time/rollout_s"),
         "trained_tokens_per_s": _rate(run, "tokens/trained_per_s", "time/train_s"),
+        "step_over_longer_part": _overlap(run),
     }
+
+
+def _overlap(run: Run) -> float | None:
+    """Time of all steps but the first five over that of their longer part, rollout or training: 1 is perfect overlap."""
+    parts = {
+        name: dict(zip(*map(np.ndarray.tolist, run.series(f"time/{name}_s")), strict=True))
+        for name in ("step", "rollout", "train")
+    }
+    steps = sorted(set.intersection(*(set(found) for found in parts.values())))[5:]
+    longer = sum(max(parts["rollout"][step], parts["train"][step]) for step in steps)
+    return round(sum(parts["step"][step] for step in steps) / longer, 3) if longer else None
 
 
 def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:

@@ -178,7 +178,13 @@ def test_summary_of_evaluations(tmp_path: Path) -> None:
         "seconds": 4.0,
         "generated_tokens_per_s": 20001.5,
         "trained_tokens_per_s": 25000.0,
+        "step_over_longer_part": None,  # the first five steps warm up
     }
+
+
+def test_overlap_is_time_over_that_of_the_longer_part(tmp_path: Path) -> None:
+    write_run(tmp_path, 11)
+    assert summary(tmp_path)["step_over_longer_part"] == pytest.approx(1.0 / 0.8)
 
 
 def test_summary_without_evaluations(tmp_path: Path) -> None:
