@@ -352,9 +352,9 @@ def check_memfd() -> list[Finding]:
 
 GLOO = """
 import datetime, sys, torch, torch.distributed as dist
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-wait = datetime.timedelta(seconds=30)
-store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=wait)
+rank = int(sys.argv[1])
+wait = datetime.timedelta(seconds=40)
+store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
 value = torch.tensor([rank + 1.0])
 dist.all_reduce(value)
@@ -366,12 +366,11 @@ print("sum", value.item())
 
 def check_gloo() -> list[Finding]:
     """An all-reduce of two processes on this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     begun = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda rank: ask_python(GLOO, rank, port, CUDA_VISIBLE_DEVICES=""), ("0", "1")))
+    # They meet in a file: a port found free here may be Ray's a moment later.
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        meet = os.path.join(folder, "store")
+        answers = list(pool.map(lambda rank: ask_python(GLOO, rank, meet, CUDA_VISIBLE_DEVICES=""), ("0", "1")))
     bad = [answer for answer in answers if answer.code != 0]
     if bad:
         cure = "check that this host's name resolves (getent hosts $(uname -n)); GLOO_SOCKET_IFNAME=lo names an interface"

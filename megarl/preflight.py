@@ -67,8 +67,8 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
     require(
         limit is None or longest <= limit,
-        f"prompts.max_prompt_tokens + rollout.max_new_tokens is {longest}, but the model's max_position_embeddings is {limit}; "
-        "lower one of them",
+        f"the longest prompt (max_prompt_tokens of prompts and of evaluation.prompts) + rollout.max_new_tokens is {longest}, "
+        f"but the model's max_position_embeddings is {limit}; lower one of them",
     )
     check_placement(config, shares_gpus=new and not on_cpu)
     if on_cpu:

@@ -39,7 +39,9 @@ def recipe(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
             "optimizer": {"learning_rate": 1e-2},
             "checkpoint": {"every": 2, "keep": 2},
         },
-        "evaluation": {"prompts": {"source": str(folder / "prompts.jsonl"), "limit": 20, "shuffle": False}},
+        "evaluation": {
+            "prompts": {"source": str(folder / "prompts.jsonl"), "limit": 20, "shuffle": False, "max_prompt_tokens": 8}
+        },
     } | changes
 
 
