@@ -18,6 +18,7 @@ from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.preflight import Checked
 from megarl.prompts.source import load_prompts
@@ -64,7 +65,9 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         stack.callback(mesh_module.finalise)
-        mesh = stack.enter_context(ProcessMesh(checked.layout, timeout_s=training.collective_timeout_s))
+        mesh = stack.enter_context(
+            ProcessMesh(checked.layout, ulysses=training.sequence.ulysses, timeout_s=training.collective_timeout_s)
+        )
         main = mesh.world.rank == 0
         cluster, engines = None, None
         if main:
@@ -164,11 +167,11 @@ def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_c
 
 def service_builder(config: RunConfig, checked: Checked, engines: EngineGroup, step: int, ordinal: int) -> Any:
     """A function that builds the rollout service where it will run."""
-    return functools.partial(build_service, config, list(engines.handles), checked.layout.data, step, ordinal)
+    return functools.partial(build_service, config, list(engines.handles), checked.layout, step, ordinal)
 
 
 def build_service(
-    config: RunConfig, handles: list[Any], num_data_ranks: int, first_step: int, first_ordinal: int
+    config: RunConfig, handles: list[Any], layout: Layout, first_step: int, first_ordinal: int
 ) -> tuple[RolloutService, Environment]:
     """The rollout service and its environment, inside the service's own process."""
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -180,9 +183,9 @@ def build_service(
         engines=[RemoteEngine(handle) for handle in handles],
         score=environment.score,
         decode=functools.partial(tokenizer.decode, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
-        num_data_ranks=num_data_ranks,
+        num_data_ranks=layout.data,
         mini_batches=config.training.mini_batches,
-        micro_batch_tokens=config.training.micro_batch_tokens,
+        micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
         last_step=config.steps - 1,
         transcripts_per_step=config.observe.transcripts_per_step,
         first_ordinal=first_ordinal,

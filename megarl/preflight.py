@@ -24,6 +24,7 @@ from megarl.schema import as_plain, require
 from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.model import empty_model, load_model_config, refuse_unsupported
+from megarl.training.sharding import refuse_tensor, whole_shapes
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention is compiled for; kept equal to its own list by a test."""
@@ -60,6 +61,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     if new:
         check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
+    check_cut(config.training, hf)
     check_verifier(config.environment)
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
     held_out = load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed) if config.evaluation.prompts.source else None
@@ -88,6 +90,7 @@ def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
     )
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
+    check_cut(config.training, hf)
     demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
     data = data_name(config.demonstrations, len(demonstrations))
     checkpoint = find_checkpoint(config, layout, data)
@@ -104,13 +107,30 @@ def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> st
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
     """The layout for `num_ranks`."""
     wanted = training.layout
-    for name in ("sequence", "tensor"):
-        require(
-            getattr(wanted, name) == 1,
-            f"training.layout.{name} is {getattr(wanted, name)}, but this version trains data-parallel only; set it to 1 "
-            "(training.zero_stage 3 splits the model over data ranks)",
-        )
+    require(
+        wanted.sequence % training.sequence.ulysses == 0,
+        f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide training.layout.sequence = "
+        f"{wanted.sequence}; set it to a divisor",
+    )
     return resolve(data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks)
+
+
+def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
+    """The layout's axes fit the model's heads, widths and words."""
+    refuse_tensor(hf, training.layout.tensor)
+    text, ulysses = hf.get_text_config(), training.sequence.ulysses
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = {
+        "num_attention_heads": text.num_attention_heads // training.layout.tensor,
+        "num_key_value_heads": max(1, kv_heads // training.layout.tensor),
+    }
+    for name, here in heads.items():
+        fits = here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0)
+        require(
+            fits,
+            f"training.sequence.ulysses is {ulysses}, but each rank has {here} of the model's {name} "
+            f"(training.layout.tensor is {training.layout.tensor}); set training.sequence.ulysses to a divisor of {here}",
+        )
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
@@ -152,7 +172,7 @@ def find_checkpoint(config: RunConfig | SftConfig, layout: Layout, data: str) ->
     return choose(
         Path(config.folder) / "checkpoints",
         layout=written_under(layout, config.training),
-        model=fingerprint(empty_model(config.model)),
+        model=fingerprint(whole_shapes(empty_model(config.model), {})),
         seed=config.seed,
         data=data,
     )

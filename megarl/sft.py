@@ -22,7 +22,7 @@ from megarl.preflight import Checked
 from megarl.training.checkpoint import Checkpoints
 from megarl.training.engine import TrainEngine
 from megarl.training.model import PolicyModel, load_model
-from megarl.training.packing import pack
+from megarl.training.packing import pack_shared
 from megarl.training.policy import DTYPES
 from megarl.types import Demonstration, Sample, StepReport
 
@@ -43,8 +43,12 @@ def run(config: SftConfig, checked: Checked) -> None:
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         stack.callback(mesh_module.finalise)
-        mesh = stack.enter_context(ProcessMesh(checked.layout, timeout_s=training.collective_timeout_s))
-        network = PolicyModel(load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed))
+        mesh = stack.enter_context(
+            ProcessMesh(checked.layout, ulysses=training.sequence.ulysses, timeout_s=training.collective_timeout_s)
+        )
+        network = PolicyModel(
+            load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed), mesh, training.sequence
+        )
         engine = TrainEngine(network, training, mesh, device, total_steps=config.steps)
         stack.callback(engine.destroy)
         checkpoints = Checkpoints(
@@ -82,12 +86,14 @@ def train(engine: TrainEngine, mesh: ProcessMesh, samples: list[Sample], step: i
     begun = time.monotonic()
     lengths = [len(sample.token_ids) for sample in samples]
     dealt = balance.split(lengths, mesh.data.size)
-    rows = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], engine.config.micro_batch_tokens)
+    budget = engine.config.micro_batch_tokens * mesh.sequence.size
+    rows = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
     mine = [samples[i] for i in dealt[mesh.data.rank]]
     num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for number, row in enumerate(rows[mesh.data.rank]):
-        logprobs, _ = engine(pack([mine[i] for i in row], engine.device), 1.0)
+        micro = pack_shared([mine[i] for i in row], engine.device, mesh.sequence, engine.config.sequence.cut)
+        logprobs, _ = engine(micro, 1.0)
         loss = -logprobs.sum() / num_tokens
         engine.backward(loss, last=number == len(rows[mesh.data.rank]) - 1)
         total += loss.detach().double()

@@ -144,7 +144,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples packed into one row without padding, next-token labels already shifted. Filled by `megarl.training.packing`."""
+    """Samples packed into one row without padding, next-token labels already shifted. Filled by `megarl.training.packing`.
+
+    Where sequence ranks share the row, T are this rank's tokens of it; `starts`, `indices` and `members` are of the whole row.
+    """
 
     token_ids: torch.Tensor
     """[T] int64"""
@@ -160,6 +163,10 @@ class MicroBatch:
     """[T] int64, `Sample.row` of each position."""
     engine_logprobs: torch.Tensor
     """[T] float32, of the target; 0 where mask is False."""
+    members: torch.Tensor
+    """[S] int64, each `Sample.row` in the whole row once, ascending."""
+    indices: tuple[torch.Tensor, ...] = ()
+    """Per sequence rank [L_r] int64 on the CPU: positions in the whole row of the tokens it holds. Empty: the row is not cut."""
 
 
 @dataclass(frozen=True, slots=True)

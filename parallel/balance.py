@@ -8,10 +8,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+ATTENTION_TOKENS = 4096.0
+"""Attending to this many tokens costs about as much as a token's linear layers."""
+
 
 def work(length: int) -> float:
     """Relative cost of a sample: linear layers plus causal attention, whose share grows with length."""
-    return length + length * length / 8192.0
+    return length + length * length / (2 * ATTENTION_TOKENS)
 
 
 def split(lengths: Sequence[int], parts: int) -> list[list[int]]:

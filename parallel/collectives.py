@@ -1,4 +1,11 @@
-"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would mean everybody."""
+"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would mean everybody.
+
+Plain ones work in place and know no gradients. Differentiable ones come in three kinds, by what is the same on all ranks:
+
+    sum_gradient     x -> x            each rank goes on with a part of the work: the parts' gradients are summed
+    sum_values       x -> sum of x     each rank made a part of the sum, and all go on alike: the gradient passes
+    sum_both         x -> sum of x     each rank goes on in its own way: gradients are summed too
+"""
 
 from __future__ import annotations
 
@@ -55,3 +62,54 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here; the group's timeout is the deadline."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
+
+
+def all_gather_parts(tensor: torch.Tensor, axis: Axis, dim: int, lengths: list[int]) -> torch.Tensor:
+    """The ranks' tensors one after the other along `dim`, where rank r's has `lengths[r]`; on every rank of the axis."""
+    if axis.size == 1:
+        return tensor
+    longest = max(lengths)
+    # Collectives want equal sizes: short ones travel with a tail of anything.
+    front = tensor.movedim(dim, 0)
+    padded = front.new_empty((longest, *front.shape[1:]))
+    padded[: front.shape[0]] = front
+    found = front.new_empty((axis.size * longest, *front.shape[1:]))
+    dist.all_gather_into_tensor(found, padded, group=axis.group)
+    parts = [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+    return torch.cat(parts).movedim(0, dim)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _SumValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad, None
+
+
+def sum_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`x`, the same on all ranks; its gradient is the sum of theirs."""
+    return x if axis.size == 1 else _SumGradient.apply(x, axis)  # type: ignore[return-value]
+
+
+def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of the ranks' `x`, from which all go on alike."""
+    return x if axis.size == 1 else _SumValues.apply(x, axis)  # type: ignore[return-value]
+
+
+def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of the ranks' `x`, from which each goes on in its own way: d(sum over ranks of their losses)/dx."""
+    return sum_gradient(sum_values(x, axis), axis)

@@ -34,6 +34,8 @@ class ProcessMesh:
     * `gradient` = data x sequence: ranks with the same weights: ZeRO shards, gradient mean, loss normaliser
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: everybody
+    * `sequence` = `ring` x `ulysses`: neighbours trade heads for tokens (`ulysses`), and keys and values go round (`ring`);
+      `ring_back` are the same ranks as `ring` with a group of their own, so that gradients do not queue behind keys
     """
 
     USES = {
@@ -51,24 +53,41 @@ class ProcessMesh:
     gradient: Axis
     sample: Axis
     world: Axis
+    ring: Axis
+    ring_back: Axis
+    ulysses: Axis
 
-    def __init__(self, layout: Layout, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, layout: Layout, *, ulysses: int = 1, timeout_s: float = 600.0) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ProcessMesh needs an initialised torch.distributed; call megarl.parallel.mesh.initialise first")
         if dist.get_world_size() != layout.size:
             raise ValueError(f"layout {layout} has {layout.size} ranks, but this run has {dist.get_world_size()}")
+        if layout.sequence % ulysses:
+            raise ValueError(f"ulysses {ulysses} does not divide the sequence axis of {layout}")
         self.layout = layout
         self.rank = dist.get_rank()
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._groups: list[dist.ProcessGroup] = []
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
-            for ranks in layout.groups(*axes):
-                if len(ranks) > 1 and ranks not in made:
-                    # Every rank makes every group, members or not, in this order: torch requires it.
-                    made[ranks] = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
+            self._axis(name, layout.groups(*axes), made)
+        shared = layout.groups("sequence")
+        neighbours = [ranks[i : i + ulysses] for ranks in shared for i in range(0, layout.sequence, ulysses)]
+        circles = [ranks[i::ulysses] for ranks in shared for i in range(ulysses)]
+        self._axis("ulysses", neighbours, made)
+        self._axis("ring", circles, made)
+        self._axis("ring_back", circles, {})
+
+    def _axis(self, name: str, groups: list[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:
+        """Set the axis `name`, one of `groups`; groups of the same ranks are shared through `made`."""
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in made:
+                # Every rank makes every group, members or not, in this order: torch requires it.
+                made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
                 if self.rank in ranks:
-                    axis = Axis(name, len(ranks), ranks.index(self.rank), ranks, made.get(ranks))
-                    setattr(self, name, axis)
-        self._groups = [group for ranks, group in made.items() if self.rank in ranks and isinstance(group, dist.ProcessGroup)]
+                    self._groups.append(made[ranks])
+            if self.rank in ranks:
+                setattr(self, name, Axis(name, len(ranks), ranks.index(self.rank), ranks, made.get(ranks)))
 
     def destroy(self) -> None:
         """Give the groups back. Safe to call twice."""

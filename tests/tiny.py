@@ -10,8 +10,13 @@ from megarl.types import Group, Prompt, Rollout, Turn, Verdict
 VOCABULARY = 40
 
 
-def write_model(folder: Path, *, tied: bool = False, kind: str = "qwen2", seed: int = 0, **changes: object) -> Path:
-    """A random model of a few thousand parameters with a character tokenizer, as a Hugging Face folder."""
+def write_model(
+    folder: Path, *, tied: bool = False, kind: str = "qwen2", seed: int = 0, biases: bool = False, **changes: object
+) -> Path:
+    """A random model of a few thousand parameters with a character tokenizer, as a Hugging Face folder.
+
+    With `biases`, vectors get random values as in a trained model: a bias of 0 has no norm to be compared with.
+    """
     import torch
     import transformers
 
@@ -34,8 +39,18 @@ def write_model(folder: Path, *, tied: bool = False, kind: str = "qwen2", seed: 
         | changes
     )
     torch.manual_seed(seed)
-    made = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind]
+    made = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }[kind]
+    if kind == "mistral":
+        sizes["sliding_window"] = None
     model = transformers.AutoModelForCausalLM.from_config(made(**sizes), dtype=torch.float32)
+    if biases:
+        for vector in (parameter for parameter in model.parameters() if parameter.dim() == 1):
+            vector.data += 0.3 * torch.randn_like(vector)
     model.save_pretrained(folder)
     return folder
 

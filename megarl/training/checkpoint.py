@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from megarl.parallel.collectives import barrier, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.training.config import TrainingConfig
+from megarl.training.sharding import whole_shapes
 
 if TYPE_CHECKING:
     from megarl.training.engine import TrainEngine
@@ -55,10 +56,9 @@ class Progress:
     """Fingerprint of the data and its order, of which `next_ordinal` is a place."""
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """What a model looks like: a digest over names and shapes of its weights, whatever their values."""
-    shapes = sorted(f"{name} {tuple(getattr(p, 'ds_shape', p.shape))}" for name, p in model.named_parameters())
-    return blake3("\n".join(shapes).encode()).hexdigest(8)
+def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What a model looks like: a digest over names and whole shapes of its weights, whatever their values."""
+    return blake3("\n".join(sorted(f"{name} {shape}" for name, shape in shapes.items())).encode()).hexdigest(8)
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
@@ -184,7 +184,14 @@ class Checkpoints:
 
     def _progress(self, step: int, next_ordinal: int) -> Progress:
         layout = written_under(self.mesh.layout, self.engine.config)
-        return Progress(step, next_ordinal, self.seed, layout, fingerprint(self.engine.module.model), self.data)
+        return Progress(
+            step,
+            next_ordinal,
+            self.seed,
+            layout,
+            fingerprint(whole_shapes(self.engine.module.model, self.engine.module.shards)),
+            self.data,
+        )
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """The weights as a Hugging Face model folder that `from_pretrained` and vLLM load."""

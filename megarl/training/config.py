@@ -39,6 +39,21 @@ class LayoutConfig:
 
 
 @config
+class SequenceConfig:
+    """How the ranks of `layout.sequence` share a packed row."""
+
+    transport: Literal["ring", "all_gather"] = "ring"
+    """How keys and values reach the other ranks: round a ring while attention is computed, or all of them at once."""
+    ulysses: int = 1
+    """So many neighbours trade tokens for heads before that (DeepSpeed-Ulysses); equal to layout.sequence: nothing else."""
+    cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
+    """Which rank holds which tokens; auto takes the one with the most even work, row by row."""
+
+    def __post_init__(self) -> None:
+        require_range("training.sequence.ulysses", self.ulysses, 1)
+
+
+@config
 class OptimizerConfig:
     """AdamW."""
 
@@ -92,6 +107,7 @@ class TrainingConfig:
     """One policy under DeepSpeed."""
 
     layout: LayoutConfig = LayoutConfig()
+    sequence: SequenceConfig = SequenceConfig()
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO: 1 splits optimizer state, 2 gradients, 3 parameters over data x sequence."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -99,7 +115,7 @@ class TrainingConfig:
     mini_batches: int = 1
     """Optimizer steps per step's batch; more than 1 makes the later ones off-policy."""
     micro_batch_tokens: int = 8192
-    """Token budget of one packed row per rank; a longer sample gets a row of its own."""
+    """Token budget of one packed row per rank; a longer sample gets a row of its own. Sequence ranks share a row, and add up."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward."""
     offload_optimizer: bool = False

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
 from megarl.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
@@ -131,15 +132,22 @@ class TrainEngine:
         rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        # Plain float32 without ZeRO is the one case where DeepSpeed does not report the norm; gradients are whole there.
-        plain = [p.grad for p in self.module.parameters() if p.grad is not None] if self.config.zero_stage == 0 else []
-        norm = torch.nn.utils.get_total_norm(plain) if plain else None
+        norm = self._plain_norm() if self.config.zero_stage == 0 and self.config.precision == "float32" else None
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         self.steps_done += 1
         if norm is None:
             norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan"), rate
+
+    def _plain_norm(self) -> float:
+        """Gradient norm where DeepSpeed does not report it: float32 without ZeRO, where gradients are whole."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for name, parameter in self.module.model.named_parameters():
+            if parameter.grad is not None:
+                squares[int(name in self.module.shards)] += parameter.grad.norm(dtype=torch.float64) ** 2
+        # Parts add up over the tensor axis; what every rank holds whole counts once.
+        return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight under its Hugging Face name; every rank must run it to the end.
@@ -148,12 +156,13 @@ class TrainEngine:
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
+            shard = self.module.shards.get(name)
             if hasattr(parameter, "ds_status"):
                 with deepspeed.zero.GatheredParameters([parameter]):
                     assert parameter.ds_status == ZeroParamStatus.AVAILABLE
-                    yield name, parameter.data
+                    yield name, shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data
             else:
-                yield name, parameter.data
+                yield name, shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data
 
     def save(self, folder: str) -> None:
         """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError` where it cannot be written.

@@ -1,12 +1,14 @@
 """The policy network: a Hugging Face causal language model that answers with log-probs instead of logits.
 
-    MicroBatch (one packed row, T tokens)  ->  log-prob and entropy of each target with mask True, [M] each
+    MicroBatch (this rank's T tokens of a packed row)  ->  log-prob and entropy of each target with mask True, [M] each
 
 Attention and head are plugged in through public doors: `AttentionInterface.register` and `set_output_embeddings`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,19 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megarl.kernels.linear import linear
-from megarl.kernels.logprobs import linear_logprobs
+from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 from megarl.kernels.packed_attention import Documents, packed_attention
-from megarl.training.config import ModelConfig
+from megarl.parallel.collectives import all_reduce, all_reduce_max
+from megarl.parallel.exchange import RingExchange
+from megarl.parallel.mesh import ProcessMesh
+from megarl.training.config import ModelConfig, SequenceConfig
+from megarl.training.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
 ATTENTION = "megarl_packed"
+
+Attend = Callable[..., torch.Tensor]
+"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: attention of one micro-batch, in all layers."""
 
 
 def _attention(
@@ -31,14 +40,14 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    documents: Documents | None = None,
+    attend: Attend | None = None,
     **features: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
-    assert documents is not None and attention_mask is None and query.shape[0] == 1
+    assert attend is not None and attention_mask is None and query.shape[0] == 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, documents, scale)[None], None
+    return attend(q, k, v, scale=scale)[None], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -47,10 +56,13 @@ AttentionInterface.register(ATTENTION, _attention)
 class LogProbHead(nn.Linear):
     """The output embedding, asked for log-probs of targets. The same weight under the same name as the head it replaces."""
 
+    shard: VocabularyShard | None = None
+    """Which words `weight` is of, where a tensor axis shares them."""
+
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_logprobs(hidden, self.weight, targets, temperature)
+        return linear_logprobs(hidden, self.weight, targets, temperature, self.shard)
 
 
 class Linear(nn.Linear):
@@ -72,18 +84,30 @@ def use_linear(model: nn.Module) -> None:
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of a packed row; owns the Hugging Face model as `.model`."""
+    """Log-probs of a packed row on a mesh; owns the Hugging Face model, cut over the tensor axis, as `.model`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, sequence: SequenceConfig | None = None) -> None:
         super().__init__()
-        self.model = model
         old = model.get_output_embeddings()
         if not isinstance(old, nn.Linear) or old.bias is not None:
             raise ValueError(
                 f"model {model.name_or_path} has an output head other than a linear layer without bias; choose another model"
             )
+        self.model, self.mesh = model, mesh
+        self.sequence = sequence or SequenceConfig()
+        self.shards = shard_model(model, mesh.tensor)
+        """Parameters of `model` of which this rank holds a part."""
+        self._inner, self._outer = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight
+        words, axis = head_shard(self.shards), mesh.tensor
+        if words is not None:
+            head.shard = VocabularyShard(
+                first=words.edges[axis.rank],
+                rows=max(words.lengths),
+                reduce_max=partial(all_reduce_max, axis=axis),
+                reduce_sum=partial(all_reduce, axis=axis),
+            )
         model.set_output_embeddings(head)
         use_linear(model)
 
@@ -93,11 +117,20 @@ class PolicyModel(nn.Module):
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            documents=Documents.of(batch.starts),
+            attend=self._attend(batch),
         ).last_hidden_state[0]
         chosen = batch.mask.nonzero()[:, 0]
         head: Any = self.model.get_output_embeddings()
         return head(hidden[chosen], batch.targets[chosen], temperature)
+
+    def _attend(self, batch: MicroBatch) -> Attend:
+        """Attention for this micro-batch: over the whole row here, or together with the other sequence ranks."""
+        if not batch.indices:
+            return partial(packed_attention, documents=Documents.of(batch.starts))
+        from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
+
+        plan = AttentionPlan.of(batch.indices, batch.starts, batch.token_ids.device, ulysses=self._inner.size)
+        return partial(sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=self.sequence.transport)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:

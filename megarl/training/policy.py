@@ -23,7 +23,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.engine import TrainEngine
 from megarl.training.model import PolicyModel, load_model
-from megarl.training.packing import pack, sequence_mean
+from megarl.training.packing import SequenceMean, pack_shared
 from megarl.types import MicroBatch, Sample, StepBatch, StepReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,11 +46,12 @@ class Policy:
     ) -> None:
         self.algorithm, self.mesh, self.device, self.temperature = algorithm, mesh, device, temperature
         dtype = DTYPES[training.precision]
-        network = PolicyModel(load_model(model, dtype=dtype, seed=seed))
+        network = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training.sequence)
         self.engine = TrainEngine(network, training, mesh, device, total_steps=total_steps * training.mini_batches)
         self.reference: PolicyModel | None = None
         if algorithm.kl.coefficient > 0:
-            self.reference = PolicyModel(load_model(model, dtype=dtype, seed=seed)).to(device).eval().requires_grad_(False)
+            frozen = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training.sequence)
+            self.reference = frozen.to(device).eval().requires_grad_(False)
         self.step = 0
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,14 +59,31 @@ class Policy:
         return self.engine.weights()
 
     def logprobs(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Log-probs [M] of the masked tokens of `samples` at temperature 1; all ranks must call it together."""
+        """Log-probs [M] of the masked tokens of `samples` at temperature 1, on every rank; all must call it together."""
+        return self.token_statistics(samples)[0]
+
+    def token_statistics(self, samples: Sequence[Sample], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M]) of the masked tokens of `samples`, on every rank; all must call it together."""
+        micro = self._pack(samples)
         with torch.no_grad():
-            return self.engine(pack(samples, self.device), 1.0)[0]
+            mine = self.engine(micro, temperature)
+        if not micro.indices:
+            return mine
+        # Each rank knows those of its own tokens: put in their places, the sum has them all.
+        axis = self.mesh.sequence
+        place = micro.indices[axis.rank].to(self.device)[micro.mask]
+        found = torch.zeros(3, sum(map(len, micro.indices)), dtype=mine[0].dtype, device=self.device)
+        found[0, place], found[1, place], found[2, place] = *mine, 1.0
+        whole = all_reduce(found, axis)
+        return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
+
+    def _pack(self, samples: Sequence[Sample]) -> MicroBatch:
+        return pack_shared(samples, self.device, self.mesh.sequence, self.engine.config.sequence.cut)
 
     def train(self, batch: StepBatch) -> StepReport:
         """One optimizer step per mini-batch; the same report on every rank."""
         packed = [
-            [pack([samples[i] for i in row], self.device) for row in rows]
+            [self._pack([samples[i] for i in row]) for row in rows]
             for samples, rows in zip(batch.samples, batch.micro_batches, strict=True)
         ]
         old, reference = self._frozen_logprobs(packed)
@@ -150,8 +168,9 @@ class Policy:
         """This micro-batch's part of the mini-batch's loss; adds to `sums` and `peaks`, which are reduced once a step."""
         algorithm = self.algorithm
         logprobs, entropy = self.engine(micro, self.temperature)
-        if logprobs.numel() == 0:
+        if logprobs.numel() == 0 and not micro.indices:
             return logprobs.sum() + entropy.sum()
+        # A sequence rank without response tokens goes on: others may ask it for its part of a sum.
         rows, engine_logprobs = micro.rows[micro.mask], micro.engine_logprobs[micro.mask]
         weight = weights[rows]
         current = logprobs.detach()
@@ -159,7 +178,8 @@ class Policy:
             behaviour = engine_logprobs
         else:
             behaviour = old if old is not None else current
-        terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages[rows], sequence_mean(rows), algorithm)
+        mean = SequenceMean(rows, micro.members, self.mesh.sequence)
+        terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages[rows], mean, algorithm)
         correction = CORRECTIONS[algorithm.correction.kind](behaviour, engine_logprobs, algorithm.correction)
         policy_loss = (weight * correction * terms.per_token).sum()
         loss = policy_loss - algorithm.entropy_coefficient * (weight * entropy).sum()

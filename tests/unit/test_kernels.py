@@ -1,4 +1,4 @@
-"""Packed attention and fused log-probs against float64 references, forward and backward."""
+"""Packed attention and linear layers against float64 references, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.kernels import logprobs as fused
 from megarl.kernels.linear import linear
 from megarl.kernels.packed_attention import Documents, packed_attention
 
@@ -73,61 +72,6 @@ def test_another_document_never_changes_mine() -> None:
             x[37:] = -1e4
     again = packed_attention(q, k, v, Documents.of(starts_of(lengths)), 0.3)
     assert torch.equal(out[7:37], again[7:37])
-
-
-def dense_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_fused_logprobs_equal_dense(
-    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, temperature: float, dtype: torch.dtype
-) -> None:
-    vocabulary = 50
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * vocabulary * chunk_rows)
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(13, 16, dtype=torch.float64, generator=draw) * 3
-    weight = torch.randn(vocabulary, 16, dtype=torch.float64, generator=draw)
-    targets = torch.randint(0, vocabulary, (13,), generator=draw)
-    upstream = torch.randn(2, 13, dtype=torch.float64, generator=draw)
-
-    def values_and_grads(function, kind: torch.dtype) -> list[torch.Tensor]:
-        h, w = (x.to(kind).requires_grad_() for x in (hidden, weight))
-        logp, entropy = function(h, w, targets, temperature)
-        total = (logp * upstream[0].to(kind)).sum() + (entropy * upstream[1].to(kind)).sum()
-        return [logp, entropy, *torch.autograd.grad(total, (h, w))]
-
-    found = values_and_grads(fused.linear_logprobs, dtype)
-    wanted = values_and_grads(dense_logprobs, torch.float64)
-    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
-    for a, b in zip(found, wanted, strict=True):
-        assert ((a.double() - b).norm() / b.norm()) < tolerance
-
-
-def test_fused_logprobs_with_impossible_tokens_are_finite() -> None:
-    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    weight = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
-    logp, entropy = fused.linear_logprobs(hidden, weight, torch.tensor([0]), 1.0)
-    (logp + entropy).sum().backward()
-    assert logp.item() == 0 and entropy.item() == 0 and torch.isfinite(hidden.grad).all()
-
-
-def test_fused_logprobs_of_no_tokens() -> None:
-    hidden = torch.zeros(0, 4, requires_grad=True)
-    weight = torch.randn(6, 4, requires_grad=True)
-    logp, entropy = fused.linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64))
-    (logp.sum() + entropy.sum()).backward()
-    assert weight.grad is not None and weight.grad.abs().max() == 0
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        fused.linear_logprobs(torch.zeros(3, 4), torch.zeros(6, 5), torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (2, 33, 192), (64, 17)])

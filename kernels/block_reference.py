@@ -1,0 +1,96 @@
+"""Block attention the obvious way, one dense score matrix: the oracle the fast blocks are held against.
+
+float64 in, float64 arithmetic; everything else is computed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.kernels.blocks import Places
+
+
+def visible(queries: Places, keys: Places) -> torch.Tensor:
+    """[Lq, Lk] bool: which query attends to which key."""
+    index = keys.index[None]
+    return (queries.doc_start[:, None] <= index) & (index <= queries.index[:, None])
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+    """The whole row's attention through softmax and autograd alone: q [L, Hq, D], k and v [L, Hkv, D] -> [L, Hq, D]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = scores.masked_fill(~visible(places, places).to(q.device), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+class ReferenceBlock:
+    """`Block` by dense matrices; the work list is the mask itself, [Lq, Lk] bool."""
+
+    def prepare(self, queries: Places, keys: Places, device: torch.device) -> torch.Tensor | None:
+        mask = visible(queries, keys)
+        return mask.to(device) if bool(mask.any()) else None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        q, k, v = _widened(q, k, v, out.dtype)
+        scores = _scores(q, k, work, scale)
+        block_lse = scores.logsumexp(-1)
+        total = torch.logaddexp(lse, block_lse)
+        # Rows that have seen nothing yet are -inf on all sides: 0 keeps the differences below from being NaN.
+        finite = total.masked_fill(total == -torch.inf, 0.0)
+        block_out = torch.einsum("hqk,khd->qhd", (scores - finite[:, :, None]).exp(), v)
+        out.mul_((lse - finite).exp().T[:, :, None]).add_(block_out)
+        lse.copy_(total)
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        work: torch.Tensor,
+        scale: float,
+        grad_q: torch.Tensor,
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+    ) -> None:
+        num_kv = k.shape[1]
+        q, k, v = _widened(q, k, v, grad_q.dtype)
+        grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        p = (_scores(q, k, work, scale) - finite[:, :, None]).exp()
+        delta = (grad_out * out).sum(-1).T
+        grad_p = torch.einsum("qhd,khd->hqk", grad_out, v)
+        grad_scores = p * (grad_p - delta[:, :, None]) * scale
+        grad_q += torch.einsum("hqk,khd->qhd", grad_scores, k)
+        grad_k += _summed(torch.einsum("hqk,qhd->khd", grad_scores, q), num_kv)
+        grad_v += _summed(torch.einsum("hqk,qhd->khd", p, grad_out), num_kv)
+
+
+def _widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All in `dtype`, keys and values repeated to the query heads."""
+    group = q.shape[1] // k.shape[1]
+    return q.to(dtype), k.to(dtype).repeat_interleave(group, dim=1), v.to(dtype).repeat_interleave(group, dim=1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """[Hq, Lq, Lk], -inf where the mask hides a key."""
+    return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -torch.inf)
+
+
+def _summed(grad: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """Gradients of repeated heads [Lk, Hq, D] back on the heads they came from, [Lk, Hkv, D]."""
+    return grad.unflatten(1, (num_kv, -1)).sum(2)

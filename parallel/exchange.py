@@ -1,0 +1,96 @@
+"""Messages between the ranks of one axis, as the attention schedules of `megarl.kernels` ask for them (`kernels/exchange.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.mesh import Axis
+
+
+@dataclass
+class InFlight:
+    """A message on its way; holds what is sent until it has arrived."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> torch.Tensor:
+        """The tensor that arrived. Raises after the group's deadline."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+        return self.received
+
+
+class RingExchange:
+    """The ranks of `axes[0]` in a ring. Further axes are the same ranks in groups of their own: one a channel."""
+
+    def __init__(self, *axes: Axis) -> None:
+        if any(axis.ranks != axes[0].ranks for axis in axes):
+            raise ValueError(f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}")
+        self.axes, self.rank, self.size = axes, axes[0].rank, axes[0].size
+        self.bytes_sent = 0
+        """By this rank to others, since the start."""
+
+    def shift(self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1) -> InFlight:
+        """Send `tensor` to the rank `offset` places on and expect one of `shape` (same dtype) from as far back.
+
+        Leave `tensor` alone until `wait` has returned. Channels do not wait for each other.
+        """
+        if offset % self.size == 0:
+            return InFlight(tensor, tensor, [])
+        axis = self.axes[channel % len(self.axes)]
+        sent, received = tensor.contiguous(), tensor.new_empty(tuple(shape))
+        target, source = axis.ranks[(self.rank + offset) % self.size], axis.ranks[(self.rank - offset) % self.size]
+        # An empty message is none: both ends know its length.
+        asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
+        asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
+        works = dist.batch_isend_irecv(asked) if asked else []
+        self._count(sent.numel() * sent.element_size())
+        return InFlight(received, sent, list(works))
+
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is `lengths`."""
+        if self.size == 1:
+            return [tensor]
+        longest = max(lengths)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        found = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
+        if longest:
+            dist.all_gather_into_tensor(found, padded, group=self.axes[0].group)
+        self._count((self.size - 1) * padded.numel() * padded.element_size())
+        return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0) only."""
+        if self.size == 1:
+            return pieces[0]
+        mine, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
+        padded = mine.new_zeros((self.size * longest, *mine.shape[1:]))
+        for rank, piece in enumerate(pieces):
+            padded[rank * longest : rank * longest + piece.shape[0]] = piece
+        found = mine.new_empty((longest, *mine.shape[1:]))
+        if longest:
+            dist.reduce_scatter_tensor(found, padded, group=self.axes[0].group)
+        self._count((self.size - 1) * found.numel() * found.element_size())
+        return found[: mine.shape[0]]
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Piece r goes to rank r; returns what each rank sent here, of these shapes."""
+        if self.size == 1:
+            return [pieces[0]]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        found = flat.new_empty(sum(sizes))
+        dist.all_to_all_single(found, flat, sizes, [piece.numel() for piece in pieces], group=self.axes[0].group)
+        self._count((flat.numel() - pieces[self.rank].numel()) * flat.element_size())
+        return [part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes

@@ -1,0 +1,344 @@
+"""Fused linear log-probs, whole and cut over simulated ranks, against float64 autograd of the plain formula."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megarl.kernels import logprobs as fused
+from megarl.kernels import logprobs_liger
+
+DEADLINE_S = 30.0
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def dense_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The obvious way, with the whole logits; a word of probability 0 adds nothing to the entropy."""
+    log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=1)
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(1)
+
+
+class Ranks:
+    """Threads that reduce tensors with each other. A rank that is late or fails ends the wait of all."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.calls = size, [[] for _ in range(size)]
+        self._barrier = threading.Barrier(size, timeout=DEADLINE_S)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def reducer(self, rank: int, name: str, combine: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def reduce(tensor: torch.Tensor) -> torch.Tensor:
+            assert tensor.is_contiguous()
+            self.calls[rank].append((name, tuple(tensor.shape), tensor.dtype))
+            self._given[rank] = tensor
+            self._barrier.wait()
+            found = combine(torch.stack(self._given), dim=0)
+            self._barrier.wait()
+            return tensor.copy_(found)
+
+        return reduce
+
+    def shards(self, sizes: list[int]) -> list[fused.VocabularyShard]:
+        firsts = [sum(sizes[:rank]) for rank in range(self.size)]
+        return [
+            fused.VocabularyShard(first, max(sizes), self.reducer(rank, "max", torch.amax), self.reducer(rank, "sum", torch.sum))
+            for rank, first in enumerate(firsts)
+        ]
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """What `body(rank)` returns on each."""
+        results, errors = [None] * self.size, []
+
+        def rank_of(rank: int) -> None:
+            try:
+                results[rank] = body(rank)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * DEADLINE_S)
+        assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+        if errors:  # rather the cause than the broken barriers of the others
+            raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return results
+
+
+@dataclass
+class Case:
+    """Inputs, and upstream gradients of each token's log-prob and entropy. The last column of `weight` meets a 1."""
+
+    sizes: list[int]
+    num_tokens: int = 9
+    temperature: float = 1.0
+    offset: str = "none"
+    masked: bool = False
+    seed: int = 0
+    width: int = 6
+    tensors: tuple[torch.Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw, words = torch.Generator().manual_seed(self.seed), sum(self.sizes)
+        # Multiples of 1/8: logits of 1e4 are exact in float32, so that what is tested is not the product's rounding.
+        hidden, weight = (
+            (torch.randn(rows, self.width, dtype=torch.float64, generator=draw) * 8).round() / 8
+            for rows in (self.num_tokens, words)
+        )
+        hidden[:, -1] = 1
+        signs = {"none": 0.0, "high": 1.0, "low": -1.0, "both": torch.randint(0, 2, (words,), generator=draw) * 2.0 - 1}
+        weight[:, -1] = 1e4 * torch.as_tensor(signs[self.offset], dtype=torch.float64)
+        if self.masked:
+            masked = torch.rand(words, generator=draw) < 0.5
+            masked[torch.randint(0, words, (1,), generator=draw)] = False
+            weight[masked, -1] = -torch.inf
+        targets = torch.randint(0, words, (self.num_tokens,), generator=draw)
+        upstream = torch.randn(2, self.num_tokens, dtype=torch.float64, generator=draw)
+        self.tensors = hidden, weight, targets, upstream
+
+    def evaluate(self, function: Callable[..., Any], dtype: torch.dtype, rows: slice = slice(None)) -> list[torch.Tensor]:
+        """Log-probs, entropies and the gradients of hidden and of these rows of weight.
+
+        Of hidden's gradient the last column is left out: there 0 meets -inf, and 1e4 multiplies what should cancel.
+        """
+        hidden, weight, targets, upstream = self.tensors
+        h, w = hidden.to(dtype).requires_grad_(), weight[rows].to(dtype).requires_grad_()
+        outputs = function(h, w, targets, self.temperature)
+        grads = torch.autograd.grad(outputs, (h, w), list(upstream.to(outputs[0].dtype)))
+        return [*(output.detach() for output in outputs), grads[0][:, :-1], grads[1]]
+
+    def evaluate_cut(self, dtype: torch.dtype) -> tuple[list[list[torch.Tensor]], Ranks]:
+        """`evaluate` on a thread per shard, with the weight's gradients put together."""
+        ranks = Ranks(len(self.sizes))
+        shards = ranks.shards(self.sizes)
+
+        def body(rank: int) -> list[torch.Tensor]:
+            shard = shards[rank]
+            rows = slice(shard.first, shard.first + self.sizes[rank])
+            return self.evaluate(lambda *inputs: fused.linear_logprobs(*inputs, shard=shard), dtype, rows)
+
+        found = ranks.run(body)
+        weight = torch.cat([of_rank[3] for of_rank in found])
+        return [[*of_rank[:3], weight] for of_rank in found], ranks
+
+
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
+    for name, a, b in zip(("log-prob", "entropy", "grad of hidden", "grad of weight"), found, wanted, strict=True):
+        assert a.shape == b.shape, name
+        finite = b.isfinite()
+        assert torch.equal(a[~finite].double(), b[~finite]), name
+        difference = (a.double() - b)[finite].abs()
+        assert not difference.numel() or (difference / b[finite].abs().clamp_min(1)).max() < tolerance, name
+
+
+@pytest.fixture
+def chunk_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, torch.dtype], None]:
+    def set_rows(rows: int, words: int, dtype: torch.dtype) -> None:
+        monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", rows * words * dtype.itemsize)
+
+    return set_rows
+
+
+SIZES = st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 1)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    sizes=SIZES,
+    num_tokens=st.integers(0, 17),
+    power=st.sampled_from([0.6, 1.0, 1.7]),
+    offset=st.sampled_from(["none", "high", "low", "both"]),
+    masked=st.booleans(),
+    rows=st.sampled_from([1, 3, 5, 1000]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 999),
+)
+@example([0, 9, 0, 2], 5, 1.0, "both", True, 2, torch.float32, 1)
+@example([7], 0, 1.0, "none", False, 2, torch.float32, 1)
+def test_any_cut_equals_the_plain_formula(
+    sizes: list[int], num_tokens: int, power: float, offset: str, masked: bool, rows: int, dtype: torch.dtype, seed: int
+) -> None:
+    # A temperature that is no power of two rounds logits of 1e4 by 1e-3: no formula could be near then.
+    temperature = power if offset == "none" else 2.0 ** round(3 * (power - 1))
+    case = Case(sizes, num_tokens, temperature, offset, masked, seed)
+    wanted = case.evaluate(dense_logprobs, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fused.CHUNK_BYTES, "cpu", rows * max(sizes) * dtype.itemsize)
+        found, _ = case.evaluate_cut(dtype)
+        whole = case.evaluate(fused.linear_logprobs, dtype)
+    for of_rank in found:
+        assert_close(of_rank, wanted, TOLERANCE[dtype])
+        for mine, first in zip(of_rank[:3], found[0][:3], strict=True):
+            assert torch.equal(mine.nan_to_num(), first.nan_to_num())  # to the bit the same on every rank
+    assert_close(whole, wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_of_any_size_equal_dense(chunk_rows: Any, rows: int, temperature: float, dtype: torch.dtype) -> None:
+    chunk_rows(rows, 50, dtype)
+    case = Case([50], 13, temperature, width=16)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(13, 16, dtype=torch.float64, generator=draw) * 3
+    weight = torch.randn(50, 16, dtype=torch.float64, generator=draw)
+    case.tensors = hidden, weight, *case.tensors[2:]
+    found, wanted = case.evaluate(fused.linear_logprobs, dtype), case.evaluate(dense_logprobs, torch.float64)
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+    for a, b in zip(found, wanted, strict=True):
+        assert ((a.double() - b).norm() / b.norm()) < tolerance
+
+
+def test_bfloat16_is_as_near_as_its_logits_are() -> None:
+    case = Case([20, 44], 33, 0.7)
+    wanted = case.evaluate(dense_logprobs, torch.float64)
+    for found in (case.evaluate(fused.linear_logprobs, torch.bfloat16), *case.evaluate_cut(torch.bfloat16)[0]):
+        assert [x.dtype for x in found] == [torch.float32] * 2 + [torch.bfloat16] * 2
+        assert_close(found, wanted, 0.1)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, targets, _ = Case([11], 4).tensors
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: fused.linear_logprobs(h, w, targets, 0.7), inputs)
+
+
+def test_gradcheck_of_hidden_on_every_rank_of_a_cut() -> None:
+    """In step with each other: all ranks shift the same entry of `hidden` at the same time."""
+    sizes = [5, 0, 6]
+    hidden, weight, targets, _ = Case(sizes, 3).tensors
+    ranks = Ranks(3)
+    shards = ranks.shards(sizes)
+
+    def body(rank: int) -> bool:
+        mine = weight[shards[rank].first :][: sizes[rank]]
+        copy = hidden.clone().requires_grad_()
+        return torch.autograd.gradcheck(lambda h: fused.linear_logprobs(h, mine, targets, 0.7, shards[rank]), (copy,))
+
+    assert ranks.run(body) == [True] * 3
+
+
+@pytest.mark.parametrize("sizes", [[8, 3, 0], [5, 5]])
+def test_two_reductions_a_chunk_and_one_in_backward(chunk_rows: Any, sizes: list[int]) -> None:
+    chunk_rows(4, max(sizes), torch.float32)
+    _, ranks = Case(sizes, 10, width=6).evaluate_cut(torch.float32)
+    forward = [("max", (4,)), ("sum", (4, 4))] * 2 + [("max", (2,)), ("sum", (4, 2))]
+    for calls in ranks.calls:
+        assert calls == [(*call, torch.float32) for call in (*forward, ("sum", (10, 6)))]
+
+
+def test_the_gradient_of_hidden_is_summed_over_ranks_in_float32() -> None:
+    _, ranks = Case([5, 6], 10).evaluate_cut(torch.bfloat16)
+    assert ranks.calls[0][-1] == ("sum", (10, 6), torch.float32)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        found = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *found])
+        return result
+
+
+def test_no_more_than_a_chunk_of_logits_exists(chunk_rows: Any) -> None:
+    chunk_rows(5, 300, torch.float32)
+    case = Case([300], 40, width=4)
+    with Largest() as largest:
+        case.evaluate(fused.linear_logprobs, torch.float32)
+    assert largest.numel == 5 * 300
+    with Largest() as largest:
+        case.evaluate(dense_logprobs, torch.float32)
+    assert largest.numel == 40 * 300
+
+
+def test_impossible_tokens_are_finite() -> None:
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
+    logp, entropy = fused.linear_logprobs(hidden, weight, torch.tensor([0]), 1.0)
+    (logp + entropy).sum().backward()
+    assert logp.item() == 0 and entropy.item() == 0 and torch.isfinite(hidden.grad).all()
+
+
+def test_no_tokens() -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.randn(6, 4, requires_grad=True)
+    logp, entropy = fused.linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    (logp.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("target", [-1, 6])
+def test_a_target_outside_the_vocabulary_is_found(target: int) -> None:
+    with pytest.raises(RuntimeError, match="no row of the vocabulary"):
+        fused.linear_logprobs(torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([target]))
+    shard = fused.VocabularyShard(0, 6, lambda x: x, lambda x: x.mul_(2))
+    with pytest.raises(RuntimeError, match="shards overlap"):
+        fused.linear_logprobs(torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([0]), 1.0, shard)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    nothing, shard = torch.zeros(3, dtype=torch.int64), fused.VocabularyShard(0, 5, torch.neg_, torch.neg_)
+    for hidden, weight, match, more in [
+        (torch.zeros(3, 4), torch.zeros(6, 5), "do not fit", {}),
+        (torch.zeros(3, 4), torch.zeros(6, 4).double(), "do not fit", {}),
+        (torch.zeros(3, 4), torch.zeros(6, 4), "largest shard has 5", {"shard": shard}),
+        (torch.zeros(3, 4), torch.zeros(6, 4), "set it above 0", {"temperature": 0.0}),
+        (torch.zeros(3, 4), torch.zeros(6, 4), "there are chunked, liger", {"backend": "none"}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            fused.linear_logprobs(hidden, weight, nothing, **more)
+
+
+def test_liger_is_refused_where_it_cannot_run() -> None:
+    hidden, weight, targets, _ = Case([4]).tensors
+    shard = fused.VocabularyShard(0, 4, torch.neg_, torch.neg_)
+    for cut, match in ((None, "needs a CUDA device"), (shard, "cut over ranks")):
+        with pytest.raises(ValueError, match=f"'liger'.*{match}.*choose backend 'chunked'"):
+            fused.linear_logprobs(hidden, weight, targets, 1.0, cut, backend="liger")
+
+
+def test_liger_agrees_on_cpu() -> None:
+    pytest.importorskip("liger_kernel")
+    case = Case([97], 40, 0.7, width=16)
+    wanted = case.evaluate(logprobs_liger.apply, torch.float32)
+    found = case.evaluate(fused.linear_logprobs, torch.float32)
+    assert_close(found, [x.double() for x in wanted], 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", fused.BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_backend_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
+    if backend == "liger":
+        pytest.importorskip("liger_kernel")
+        if torch.cuda.get_device_capability() == (9, 0):
+            pytest.importorskip("cutlass")
+            if dtype != torch.bfloat16:
+                pytest.skip("on Hopper Liger takes bfloat16 only")
+    case = Case([5000], 3000, 0.7, width=64)
+    hidden, weight, targets, upstream = case.tensors
+    case.tensors = hidden.cuda() / 4, weight.cuda(), targets.cuda(), upstream.cuda()
+    wanted = case.evaluate(dense_logprobs, torch.float64)
+    found = case.evaluate(lambda *inputs: fused.linear_logprobs(*inputs, backend=backend), dtype)
+    for a, b in zip(found, wanted, strict=True):
+        assert ((a.double() - b).norm() / b.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
