@@ -186,15 +186,14 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place. Rows of either side may be -inf."""
+    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place; rows of `lse` may be -inf."""
     if bool((lse == -torch.inf).all()):
         out.copy_(more)
         lse.copy_(more_lse)
         return
     total = torch.logaddexp(lse, more_lse)
-    # -inf minus -inf is NaN: where the block saw nothing its weight is 0, whatever the sum.
-    weight = (more_lse - total).exp_().masked_fill_(more_lse == -torch.inf, 0.0)
-    out.lerp_(more, weight.T[:, :, None])
+    # Never -inf minus -inf: queries that see nothing are in no piece, so `more_lse` is finite.
+    out.lerp_(more, (more_lse - total).exp_().T[:, :, None])
     lse.copy_(total)
 
 

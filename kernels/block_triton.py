@@ -375,5 +375,6 @@ def _strides(*tensors: torch.Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _shape(tile: Tile) -> dict[str, int]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+def _shape(tile: Tile) -> dict[str, Any]:
+    shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {**shape, "enable_fp_fusion": True}  # Triton 3.10 stops doing so by itself

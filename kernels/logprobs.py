@@ -45,9 +45,9 @@ class VocabularyShard:
     """The same for the sum."""
 
 
-def _passes(device: torch.device) -> ModuleType:
-    """The module with `statistics` and `gradient_`, the passes over a chunk of logits, for a device."""
-    if device.type == "cuda":
+def _passes(hidden: torch.Tensor) -> ModuleType:
+    """The module with `statistics` and `gradient_`, the passes over a chunk of logits, for such tensors."""
+    if hidden.is_cuda and hidden.dtype != torch.float64:
         from megarl.kernels import logprobs_triton
 
         return logprobs_triton
@@ -71,10 +71,12 @@ def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """hidden weight^T [C, V], before the temperature, written into the first rows of `room`."""
+    """hidden weight^T [C, V], before the temperature, in the first rows of `room` or, if small, in memory of its own."""
     logits = room[: hidden.shape[0]]
     if not serves(hidden):
         return torch.mm(hidden, weight.T, out=logits)
+    if logits.nbytes <= BLOCK_BYTES:
+        return product(hidden, weight)
     # oneDNN has no `out`: memory fresh from the system for a whole chunk would cost more than these copies.
     for block in _blocks(weight.shape[0], 4 * hidden.shape[0]):
         logits[:, block] = product(hidden, weight[block])
@@ -117,7 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, shard):
         kind, num_rows = _accumulator(hidden.dtype), weight.shape[0]
         first = shard.first if shard else 0
-        passes = _passes(hidden.device)
+        passes = _passes(hidden)
         logprobs, entropy, m, log_s = torch.empty(4, hidden.shape[0], dtype=kind, device=hidden.device)
         chunks, room = _chunks(hidden, weight, shard)
         for piece in chunks:
@@ -128,7 +130,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 m_, *nothing = hidden.new_zeros(4, len(mine), dtype=kind)
                 statistics = (m_.fill_(-torch.inf), *nothing)
             m[piece], (s, t, z_y, owners) = _merged(statistics, (mine >= first) & (mine < first + num_rows), shard)
-            torch._assert_async((owners == 1).all(), "a target is no row of the vocabulary, or its shards overlap")
+            torch.ops.aten._assert_async.msg((owners == 1).all(), "a target is no row of the vocabulary, or its shards overlap")
             log_s[piece] = s.log()
             logprobs[piece] = z_y - log_s[piece]
             entropy[piece] = log_s[piece] - t / s
@@ -143,7 +145,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[override]
         hidden, weight, targets, m, log_s, entropy = ctx.saved_tensors
         shard, needs_hidden, needs_weight = ctx.shard, *ctx.needs_input_grad[:2]
-        passes, kind = _passes(hidden.device), _accumulator(hidden.dtype)
+        passes, kind = _passes(hidden), _accumulator(hidden.dtype)
         # float32 sums over chunks and ranks: bfloat16 would lose the later ones.
         grad_hidden = torch.zeros_like(hidden, dtype=kind if shard else None) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=kind) if needs_weight else None

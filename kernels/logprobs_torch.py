@@ -43,6 +43,8 @@ def statistics(
     num_rows, vocabulary = logits.shape
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
     m, s, t, z_y = torch.empty(4, num_rows, dtype=kind, device=logits.device)
+    if not vocabulary:  # an empty shard is one of nothing but -inf
+        return m.fill_(-torch.inf), s.zero_(), t.zero_(), z_y.zero_()
     column, inside = _place(targets, first, vocabulary)
     for piece in _pieces(num_rows, vocabulary, kind.itemsize):
         z = logits[piece].to(kind) if temperature == 1.0 else logits[piece].to(kind) / temperature
@@ -72,6 +74,8 @@ def gradient_(
     """
     num_rows, vocabulary = logits.shape
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if not vocabulary:
+        return
     column, inside = _place(targets, first, vocabulary)
     at_target = (grad_logprobs.to(kind) / temperature).where(inside, 0.0)[:, None]
     # dz away from the target is p (slope log p + offset).

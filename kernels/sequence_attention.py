@@ -248,7 +248,7 @@ def _inner_lengths(call: _Call) -> list[int]:
 
 
 def _tokens_to_heads(x: list[torch.Tensor], call: _Call) -> torch.Tensor:
-    """Per inner rank the heads that it needs of my tokens, [L, H', D] -> all the group's tokens with my heads, [sum of L, H', D]."""
+    """Per inner rank the heads it needs of my tokens, [L, H', D] each -> the group's tokens with my heads, [sum of L, H', D]."""
     shapes = [(length, *x[0].shape[1:]) for length in _inner_lengths(call)]
     return torch.cat(call.inner.all_to_all([part.contiguous() for part in x], shapes))
 
@@ -285,7 +285,7 @@ class _ToHeads(torch.autograd.Function):
         # Where ranks share a key head its gradient is summed over them, and that not in 16 bit.
         dtype = _sum_dtype(ctx.dtype) if ctx.heads[1] % size else ctx.dtype
         parts = _heads_to_tokens(torch.cat([grad.to(dtype) for grad in grads], 1), ctx.call)
-        sums = [part.new_zeros((parts[0].shape[0], count, parts[0].shape[2])) for part, count in zip([parts[0]] * 3, ctx.heads, strict=True)]
+        sums = [parts[0].new_zeros((parts[0].shape[0], count, parts[0].shape[2])) for count in ctx.heads]
         for rank, part in enumerate(parts):
             for total, grad in zip(sums, part.split([max(1, count // size) for count in ctx.heads], 1), strict=True):
                 total[:, _needed(total, size, rank)] += grad
@@ -314,7 +314,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPla
     expected = plan.lengths[outer.rank * inner.size + inner.rank]
     if q.shape[0] != expected or k.shape != v.shape or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: the plan has {expected} tokens for this rank"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; the plan has {expected} tokens here"
         )
     query_heads, kv_heads, degree = q.shape[1], k.shape[1], inner.size
     if query_heads % kv_heads:

@@ -30,11 +30,12 @@ class Tile:
 
 Tiles = dict[str, Tile]  # keys: forward, grad_keys (owns keys, walks queries), grad_queries
 
-# By padded head width. Accumulators must stay in registers (checked with ptxas for sm_90: no spills) and tiles in shared memory.
+# By padded head width. For sm_90 checked with ptxas: tensor-core instructions of Hopper and no spills in inner loops, but for
+# grad_keys from 128 on. With two stages the next tile's load starts only when this one's products are done: three hide it.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {"forward": Tile(128, 64, 4, 3), "grad_keys": Tile(128, 64, 8, 3), "grad_queries": Tile(128, 64, 8, 3)},
-    128: {"forward": Tile(128, 128, 8, 2), "grad_keys": Tile(128, 64, 8, 2), "grad_queries": Tile(128, 64, 8, 3)},
-    256: {"forward": Tile(128, 64, 8, 2), "grad_keys": Tile(64, 32, 8, 2), "grad_queries": Tile(64, 32, 8, 2)},
+    128: {"forward": Tile(128, 128, 8, 3), "grad_keys": Tile(128, 64, 8, 3), "grad_queries": Tile(128, 64, 8, 3)},
+    256: {"forward": Tile(128, 64, 8, 2), "grad_keys": Tile(64, 32, 8, 3), "grad_queries": Tile(64, 32, 8, 3)},
 }
 _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
     64: {"forward": Tile(128, 64, 4, 2), "grad_keys": Tile(64, 64, 4, 2), "grad_queries": Tile(64, 64, 4, 2)},

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megarl.parallel.mesh import Axis, ProcessMesh
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    """DeepSpeed wants a group even for one rank."""
-    return axis.group if axis.group is not None else dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+from megarl.parallel.mesh import ProcessMesh
 
 
 class DeepSpeedView:
@@ -22,7 +17,7 @@ class DeepSpeedView:
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._gradient, self._tensor = mesh.gradient, mesh.tensor
-        self._gradient_group, self._tensor_group = _group(mesh.gradient), _group(mesh.tensor)
+        self._gradient_group, self._tensor_group = mesh.group(mesh.gradient), mesh.group(mesh.tensor)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._gradient_group

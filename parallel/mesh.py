@@ -68,6 +68,7 @@ class ProcessMesh:
         self.rank = dist.get_rank()
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
+        self._alone: dist.ProcessGroup | None = None
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
             self._axis(name, layout.groups(*axes), made)
@@ -89,10 +90,20 @@ class ProcessMesh:
             if self.rank in ranks:
                 setattr(self, name, Axis(name, len(ranks), ranks.index(self.rank), ranks, made.get(ranks)))
 
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        """The axis's process group for libraries that want one even for one rank."""
+        if axis.group is not None:
+            return axis.group
+        if self._alone is None:
+            self._alone = dist.new_group([self.rank], use_local_synchronization=True)
+            self._groups.append(self._alone)
+        return self._alone
+
     def destroy(self) -> None:
         """Give the groups back. Safe to call twice."""
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
+        self._alone = None
 
     def __enter__(self) -> ProcessMesh:
         return self

@@ -179,7 +179,7 @@ def worker(given: dict[str, Any]) -> dict[str, Any]:
     try:
         if given["measure"] == "memory":
             outputs, peak = measure_memory(step)
-            result |= {"peak_bytes": peak, "room_bytes": room_bytes(step)}
+            result |= {"peak_bytes": peak} | ({"room_bytes": room_bytes(step)} if given["system"] == FUSED else {})
             result["digest"] = [float(x.detach().double().norm()) for x in outputs]
         else:
             repeats = [step()[:2] for _ in range(given["repeats"])]
@@ -318,7 +318,8 @@ def show(result: dict[str, Any]) -> Iterator[str]:
             f"{system:13} {row['peak_bytes'] / 1e6:9,.0f} {share:>8} {forward:>25} {step:>25} {ratio:>20} {rates:>18} "
             f"{row['others']:6.0%}"
         )
-    yield f"largest chunk of logits of fused: {max(row.get('room_bytes', 0) for row in result['systems'].values()) / 1e6:,.0f} MB"
+    if FUSED in result["systems"]:
+        yield f"largest chunk of logits of fused: {result['systems'][FUSED]['room_bytes'] / 1e6:,.0f} MB"
     worst = max(row["others"] for row in result["systems"].values())
     if worst > QUIET:
         yield f"NOT QUIET: other processes took up to {worst:.0%} of the CPU during a run; repeat on an idle machine"

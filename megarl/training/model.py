@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from megarl.kernels.linear import linear
 from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 from megarl.kernels.packed_attention import Documents, packed_attention
+from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
@@ -127,8 +128,6 @@ class PolicyModel(nn.Module):
         """Attention for this micro-batch: over the whole row here, or together with the other sequence ranks."""
         if not batch.indices:
             return partial(packed_attention, documents=Documents.of(batch.starts))
-        from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
-
         plan = AttentionPlan.of(batch.indices, batch.starts, batch.token_ids.device, ulysses=self._inner.size)
         return partial(sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=self.sequence.transport)
 

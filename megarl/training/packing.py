@@ -54,13 +54,15 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
 def pack_shared(samples: Sequence[Sample], device: torch.device, axis: Axis, how: str = "auto") -> MicroBatch:
     """`pack`, of which each rank of the sequence axis keeps its tokens; labels have been shifted before. All ranks give the same.
 
-    A row shorter than two tokens a rank gets a document of nothing, so that no rank is left without tokens.
+    Where that leaves a rank without tokens, the row gets a document of nothing, two tokens a rank.
     """
     if axis.size == 1:
         return pack(samples, device)
-    missing = 2 * axis.size - sum(len(sample.token_ids) for sample in samples)
-    whole = pack([*samples, nothing(missing)] if missing > 0 else samples, device)
+    whole = pack(samples, device)
     indices = cut(whole.starts.tolist(), axis.size, how)
+    if not all(len(index) for index in indices):
+        whole = pack([*samples, nothing(2 * axis.size)], device)
+        indices = cut(whole.starts.tolist(), axis.size, how)
     mine = indices[axis.rank].to(device)
     per_token = ("token_ids", "position_ids", "targets", "mask", "rows", "engine_logprobs")
     return replace(whole, indices=tuple(indices), **{name: getattr(whole, name)[mine] for name in per_token})

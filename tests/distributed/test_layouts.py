@@ -23,7 +23,7 @@ def layouts(size: int) -> list[tuple[int, int, int]]:
     return [
         (data, sequence, size // (data * sequence))
         for data in range(1, size + 1)
-        for sequence in (1,)
+        for sequence in range(1, size + 1)
         if size % (data * sequence) == 0
     ]
 

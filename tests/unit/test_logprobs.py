@@ -164,13 +164,22 @@ SIZES = st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(lambda sizes
     offset=st.sampled_from(["none", "high", "low", "both"]),
     masked=st.booleans(),
     rows=st.sampled_from([1, 3, 5, 1000]),
+    block_bytes=st.sampled_from([64, fused.BLOCK_BYTES]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 999),
 )
-@example([0, 9, 0, 2], 5, 1.0, "both", True, 2, torch.float32, 1)
-@example([7], 0, 1.0, "none", False, 2, torch.float32, 1)
+@example([0, 9, 0, 2], 5, 1.0, "both", True, 2, 64, torch.float32, 1)
+@example([7], 0, 1.0, "none", False, 2, 64, torch.float32, 1)
 def test_any_cut_equals_the_plain_formula(
-    sizes: list[int], num_tokens: int, power: float, offset: str, masked: bool, rows: int, dtype: torch.dtype, seed: int
+    sizes: list[int],
+    num_tokens: int,
+    power: float,
+    offset: str,
+    masked: bool,
+    rows: int,
+    block_bytes: int,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     # A temperature that is no power of two rounds logits of 1e4 by 1e-3: no formula could be near then.
     temperature = power if offset == "none" else 2.0 ** round(3 * (power - 1))
@@ -178,6 +187,7 @@ def test_any_cut_equals_the_plain_formula(
     wanted = case.evaluate(dense_logprobs, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fused.CHUNK_BYTES, "cpu", rows * max(sizes) * dtype.itemsize)
+        patch.setattr(fused, "BLOCK_BYTES", block_bytes)
         found, _ = case.evaluate_cut(dtype)
         whole = case.evaluate(fused.linear_logprobs, dtype)
     for of_rank in found:
@@ -276,7 +286,7 @@ def test_impossible_tokens_are_finite() -> None:
     weight = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
     logp, entropy = fused.linear_logprobs(hidden, weight, torch.tensor([0]), 1.0)
     (logp + entropy).sum().backward()
-    assert logp.item() == 0 and entropy.item() == 0 and torch.isfinite(hidden.grad).all()
+    assert logp.item() == 0 and entropy.item() == 0 and hidden.grad is not None and torch.isfinite(hidden.grad).all()
 
 
 def test_no_tokens() -> None:

@@ -1,0 +1,405 @@
+"""Attention split by token over simulated ranks, every schedule and block, against dense attention in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import SimulatedExchange, simulate
+from torch.utils.checkpoint import checkpoint
+
+from megarl.kernels import block_cpu
+from megarl.kernels.block_reference import reference_attention
+from megarl.kernels.blocks import BLOCKS, Places
+from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
+from megarl.parallel.sequence import CUTS, cut
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def _runs_here(name: str) -> bool:
+    """Triton kernels run on a CPU only where they are interpreted."""
+    return name != "triton" or (importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+BLOCK_NAMES = [name for name in BLOCKS if _runs_here(name)]
+DTYPES = {name: [torch.float32] if name == "triton" else [torch.float32, torch.float64] for name in BLOCKS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, how it is cut, and the heads."""
+
+    lengths: tuple[int, ...]
+    ranks: int
+    ulysses: int
+    how: str
+    heads: tuple[int, int]
+    width: int
+    scale: float
+    seed: int
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return torch.tensor([0, *self.lengths]).cumsum(0)
+
+    def indices(self) -> list[torch.Tensor]:
+        if self.how in CUTS:
+            return cut(self.starts, self.ranks, self.how)
+        draw = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(int(self.starts[-1]), generator=draw)
+        borders = torch.randint(0, len(order) + 1, (self.ranks - 1,), generator=draw).sort().values
+        return list(order.tensor_split(borders))  # uneven, and now and then empty
+
+    def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+        """q, k, v and the gradient of the output, over the whole row."""
+        draw = torch.Generator().manual_seed(self.seed)
+        query_heads, kv_heads = self.heads
+        counts = (query_heads, kv_heads, kv_heads, query_heads)
+        shapes = [(int(self.starts[-1]), count, self.width) for count in counts]
+        return [torch.randn(shape, dtype=torch.float64, generator=draw).to(dtype) for shape in shapes]
+
+
+def degrees() -> st.SearchStrategy[tuple[int, int, tuple[int, int]]]:
+    """(ranks, Ulysses degree, heads) that fit: also fewer key heads than Ulysses ranks."""
+    every = [
+        (ranks, ulysses, (kv * group, kv))
+        for ranks in range(1, 9)
+        for ulysses in range(1, ranks + 1)
+        for kv in (1, 2, 4)
+        for group in (1, 2, 4)
+        if ranks % ulysses == 0 and kv * group % ulysses == 0 and (kv % ulysses == 0 or ulysses % kv == 0)
+    ]
+    return st.sampled_from(every)
+
+
+@st.composite
+def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
+    ranks, ulysses, heads = draw(degrees())
+    lengths = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=7)))
+    how = draw(st.sampled_from([*CUTS, "permuted"]))
+    widths = st.sampled_from([1, 3, 8]) if width is None else st.just(width)
+    return Case(
+        lengths, ranks, ulysses, how, heads, draw(widths), draw(st.sampled_from([0.1, 0.35, 1.0])), draw(st.integers(0, 99))
+    )
+
+
+class Locked:
+    """A block that only one simulated rank may use at a time: Triton's interpreter is not made for threads."""
+
+    lock = threading.Lock()
+
+    def __init__(self, block: Any) -> None:
+        self.prepare, self.block = block.prepare, block
+
+    def forward(self, *arguments: Any) -> None:
+        with self.lock:
+            self.block.forward(*arguments)
+
+    def backward(self, *arguments: Any) -> None:
+        with self.lock:
+            self.block.backward(*arguments)
+
+
+def make_plan(case: Case, block: str) -> AttentionPlan:
+    plan = AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=case.ulysses, block=block)
+    if block == "triton":
+        plan.block = Locked(plan.block)
+    return plan
+
+
+def rank_body(exchange: SimulatedExchange, case: Case, plan: AttentionPlan, transport: str, tensors: list[torch.Tensor]) -> Any:
+    """One rank's output, gradients, and the calls it made."""
+    inner, outer = exchange.split(case.ulysses)
+    mine = case.indices()[exchange.rank]
+    q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
+    out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
+    grads = torch.autograd.grad(out, (q, k, v), tensors[3][mine])
+    return [out.detach(), *grads], (inner.calls, outer.calls)
+
+
+def split_attention(case: Case, block: str, transport: str, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """Output and gradients over the whole row, put together from the ranks', and the calls that all of them made."""
+    found = simulate(case.ranks, rank_body, case, make_plan(case, block), transport, tensors)
+    made = found[0][1]
+    assert all(calls == made for _, calls in found), "ranks called the exchange differently"
+    index = torch.cat(case.indices())
+    joined = [torch.cat([results[i] for results, _ in found]) for i in range(4)]
+    return [torch.empty_like(x).index_copy_(0, index, x) for x in joined], made
+
+
+def dense(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    places = Places.of(torch.arange(int(case.starts[-1])), case.starts)
+    out = reference_attention(q, k, v, places, case.scale)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and torch.isfinite(a).all()
+        assert (a.double() - b.double()).norm() <= tolerance * max(1.0, float(b.norm()))
+
+
+@pytest.mark.parametrize("block", BLOCK_NAMES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_schedule_equals_dense_attention(transport: str, block: str) -> None:
+    @settings(max_examples=6 if block == "triton" else 60, deadline=None, derandomize=True)
+    @given(cases(width=16 if block == "triton" else None), st.sampled_from(DTYPES[block]))
+    def check(case: Case, dtype: torch.dtype) -> None:
+        tensors = case.tensors(dtype)
+        wanted = dense(case, [x.double() for x in tensors])
+        assert_close(split_attention(case, block, transport, tensors)[0], wanted, TOLERANCE[dtype])
+
+    check()
+
+
+@pytest.mark.parametrize("how", [*CUTS, "permuted"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_longer_documents_and_every_cut(transport: str, how: str) -> None:
+    """Long enough that the CPU block has rectangles, triangles and tiles of its own, not only batches of small pieces."""
+    case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3)
+    found, _ = split_attention(case, "cpu", transport, case.tensors(torch.float32))
+    assert_close(found, dense(case, case.tensors()), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ulysses", [1, 4])
+def test_16_bit_inputs_are_summed_in_float32(ulysses: int, transport: str, dtype: torch.dtype) -> None:
+    """Four ranks round no more than one does: half a unit in the last place, and the rounding of the saved output."""
+    case = Case((90, 38), 4, ulysses, "zigzag", (4, 2), 16, 0.25, 5)
+    tensors = case.tensors(dtype)
+    found, _ = split_attention(case, "cpu", transport, tensors)
+    assert all(x.dtype == dtype for x in found)
+    assert_close(found, dense(case, [x.double() for x in tensors]), torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("tile", [1, 4, 64])
+@pytest.mark.parametrize("small", [0, block_cpu.SMALL])
+def test_cpu_block_equals_the_reference_block_on_any_places(monkeypatch: pytest.MonkeyPatch, tile: int, small: int) -> None:
+    """Any queries and any keys, merged into sums of which some are still empty."""
+    monkeypatch.setattr(block_cpu, "TILE", tile)
+    monkeypatch.setattr(block_cpu, "SMALL", small)
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 2**16))
+    def check(lengths: list[int], seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        order = torch.randperm(int(starts[-1]), generator=draw) if seed % 2 else torch.arange(int(starts[-1]))
+        chosen = [order[torch.rand(len(order), generator=draw) < share] for share in (0.5, 0.7)]
+        queries, keys = (Places.of(index, starts) for index in chosen)
+        q = torch.randn(len(chosen[0]), 4, 5, generator=draw)
+        k, v = torch.randn(len(chosen[1]), 2, 2, 5, generator=draw).unbind(1)
+        upstream = torch.randn(q.shape, generator=draw)
+        lse = torch.randn(4, len(q), generator=draw).masked_fill_(torch.rand(len(q), generator=draw) < 0.5, -torch.inf)
+        out = torch.randn(q.shape, generator=draw) * (lse > -torch.inf).T[:, :, None]
+        blocks = [BLOCKS[name]() for name in ("reference", "cpu")]
+        works = [block.prepare(queries, keys, CPU) for block in blocks]
+        assert (works[0] is None) == (works[1] is None)
+        if works[0] is None:
+            return
+        results = []
+        for block, work in zip(blocks, works, strict=True):
+            sums, grads = (out.clone(), lse.clone()), [torch.ones_like(x) for x in (q, k, v)]
+            block.forward(q, k, v, work, 0.4, *sums)
+            final = results[0][:2] if results else sums
+            block.backward(upstream, q, k, v, *final, work, 0.4, *grads)
+            results.append([*sums, *grads])
+        for wanted, found in zip(*results, strict=True):
+            assert torch.equal(wanted == -torch.inf, found == -torch.inf)
+            assert_close([found.nan_to_num(neginf=0.0)], [wanted.nan_to_num(neginf=0.0)], 1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("how", ["contiguous", "zigzag", "striped"])
+def test_regular_cuts_need_no_masks(how: str) -> None:
+    starts = torch.tensor([0, 3000, 4096])
+    places = [Places.of(index, starts) for index in cut(starts, 4, how)]
+    works = [block_cpu.CpuBlock().prepare(queries, keys, CPU) for queries in places for keys in places]
+    pieces = [piece for work in works if work is not None for piece in work.pieces]
+    assert pieces and all(piece.mask is None for piece in pieces)
+    assert max(len(work.pieces) for work in works if work is not None) <= 6
+
+
+def test_irregular_cuts_stay_in_small_masks() -> None:
+    starts = torch.tensor([0, 8192])
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(8192, generator=draw)
+    work = block_cpu.CpuBlock().prepare(Places.of(order[:4096], starts), Places.of(order[4096:], starts), CPU)
+    assert work is not None
+    assert sum(piece.mask.numel() for piece in work.pieces if piece.mask is not None) < 2 * 4096 * block_cpu.TILE
+
+
+@pytest.mark.parametrize("block", [name for name in BLOCK_NAMES if name != "triton"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["zigzag", "permuted"])
+def test_another_document_never_changes_mine(how: str, transport: str, block: str) -> None:
+    case = Case((9, 31, 14), 4, 2, how, (4, 2), 8, 0.35, 1)
+    tensors = case.tensors()
+    changed = [x.clone() for x in tensors]
+    for x in changed:
+        x[:9] *= 50.0
+        x[40:] = -3.0
+    before, after = (split_attention(case, block, transport, given)[0] for given in (tensors, changed))
+    assert_close([x[9:40] for x in after], [x[9:40] for x in before], 1e-12)
+    tensors[3][:9] = tensors[3][40:] = 0.0
+    for grad in split_attention(case, block, transport, tensors)[0][1:]:
+        assert not grad[:9].any() and not grad[40:].any() and grad[9:40].any()
+
+
+@pytest.mark.parametrize("block", BLOCK_NAMES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_the_same_call_twice_is_bitwise_equal(ulysses: int, transport: str, block: str) -> None:
+    case = Case((33, 1, 20), 4, ulysses, "zigzag_document", (4, 2), 16, 0.35, 2)
+    tensors = case.tensors(torch.float32)
+    first, second = (split_attention(case, block, transport, tensors)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
+    """The forward pass runs again during backward, so exchanges of both are interleaved, alike on every rank."""
+    case = Case((40, 13), 4, ulysses, "zigzag", (4, 2), 8, 0.35, 4)
+    tensors = case.tensors()
+
+    def body(exchange: SimulatedExchange, recompute: bool) -> list[torch.Tensor]:
+        inner, outer = exchange.split(ulysses)
+        plan = make_plan(case, "cpu")
+        mine = case.indices()[exchange.rank]
+        q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return (x + sequence_attention(x, k, v, plan, inner, outer, case.scale, transport)).tanh()
+
+        x = q
+        for _ in range(2):
+            out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            assert isinstance(out, torch.Tensor)
+            x = out
+        return [x.detach(), *torch.autograd.grad(x, (q, k, v), tensors[3][mine])]
+
+    for plain, again in zip(simulate(4, body, False), simulate(4, body, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "how", "hops"),
+    [
+        ((64,), "contiguous", 7),
+        ((64,), "zigzag", 7),
+        ((64,), "striped", 7),
+        ((8,) * 8, "contiguous", 0),
+        ((12,) * 5, "contiguous", 2),  # 7 or 8 tokens a rank: a document reaches into the second next
+        ((1,) * 64, "striped", 0),
+        ((20, 44), "contiguous", 5),
+    ],
+)
+def test_the_ring_stops_when_nobody_sees_what_comes(lengths: tuple[int, ...], how: str, hops: int) -> None:
+    case = Case(lengths, 8, 1, how, (2, 1), 4, 0.5, 6)
+    assert make_plan(case, "cpu").hops == hops
+    _, (inner, outer) = split_attention(case, "cpu", "ring", case.tensors())
+    assert not inner
+    keys, gradients = (sum(call.endswith(f"on {channel}") for call in outer) for channel in (0, 1))
+    assert keys == 2 * hops  # forward, and again in backward
+    assert gradients == (hops + 1 if hops else 0)  # and home
+
+
+def test_hops_are_those_that_the_masks_ask_for() -> None:
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(cases())
+    def check(case: Case) -> None:
+        plan = make_plan(case, "reference")
+        size = len(plan.places)
+        seen = [(r, s) for r in range(size) for s in range(size) if plan.work(r, s) is not None]
+        assert plan.hops == max((r - s) % size for r, s in seen)
+
+    check()
+
+
+@pytest.mark.parametrize("block", BLOCK_NAMES)
+def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
+    """Queries before every key, alone and beside some that see them, into empty sums and full ones."""
+    starts = torch.tensor([0, 8])
+    made = BLOCKS[block]()
+    assert made.prepare(Places.of(torch.arange(4), starts), Places.of(torch.arange(4, 8), starts), CPU) is None
+    queries = Places.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
+    work = made.prepare(queries, Places.of(torch.tensor([4, 5]), starts), CPU)
+    q, (k, v) = torch.randn(6, 2, 16), torch.randn(2, 2, 1, 16).unbind(1)
+    out, lse = torch.zeros_like(q), torch.full((2, 6), -torch.inf)
+    for _ in range(2):
+        made.forward(q, k, v, work, 0.3, out, lse)
+        assert torch.isfinite(out).all() and not lse.isnan().any()
+        assert (lse[:, [0, 2, 4, 5]] == -torch.inf).all() and not out[[0, 2, 4, 5]].any() and torch.isfinite(lse[:, [1, 3]]).all()
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    made.backward(torch.ones_like(q), q, k, v, out, lse, work, 0.3, *grads)
+    assert all(torch.isfinite(grad).all() for grad in grads) and not grads[0][[0, 2, 4, 5]].any()
+
+
+def test_a_row_without_tokens() -> None:
+    case = Case((0,), 3, 1, "contiguous", (2, 1), 4, 0.5, 0)
+    for transport in TRANSPORTS:
+        assert all(x.numel() == 0 for x in split_attention(case, "cpu", transport, case.tensors())[0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "ulysses", "message"),
+    [((6, 2), 4, "one of 1, 2, 6 and"), ((12, 6), 4, "one of 1, 2, 3, 6, 12"), ((3, 2), 1, "do not divide 3")],
+)
+def test_heads_that_cannot_be_shared_are_refused(heads: tuple[int, int], ulysses: int, message: str) -> None:
+    case = Case((8,), 4, ulysses, "contiguous", heads, 4, 0.5, 0)
+    with pytest.raises(ValueError, match=message):
+        split_attention(case, "cpu", "ring", case.tensors())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = Case((8,), 2, 1, "contiguous", (2, 1), 4, 0.5, 0)
+    with pytest.raises(ValueError, match="set one of ring, all_gather"):
+        split_attention(case, "cpu", "pigeon", case.tensors())
+    with pytest.raises(ValueError, match="set one of reference, cpu"):
+        make_plan(case, "abacus")
+    with pytest.raises(ValueError, match="set a divisor"):
+        AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=3)
+    with pytest.raises(ValueError, match="groups of 2, but the exchanges have 2 groups of 1"):
+        simulate(2, rank_body, case, AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=2), "ring", case.tensors())
+    with pytest.raises(ValueError, match="the plan has 3 tokens here"):
+        simulate(
+            2, rank_body, case, AttentionPlan.of([torch.arange(3), torch.arange(3, 8)], case.starts, CPU), "ring", case.tensors()
+        )
+
+
+def test_simulated_ranks_notice_mistakes() -> None:
+    def changes_what_it_sent(exchange: SimulatedExchange) -> None:
+        tensor = torch.zeros(2)
+        coming = exchange.shift(tensor, (2,))
+        tensor += 1
+        coming.wait()
+
+    def waits_for_nobody(exchange: SimulatedExchange) -> None:
+        if exchange.rank:
+            exchange.all_gather(torch.zeros(1), [1, 1])
+
+    def leaves_a_message(exchange: SimulatedExchange) -> None:
+        exchange.shift(torch.zeros(2), (2,))
+
+    with pytest.raises(AssertionError, match="changed while on its way"):
+        simulate(2, changes_what_it_sent)
+    with pytest.raises(AssertionError, match="nobody fetched"):
+        simulate(2, leaves_a_message)
+    before = time.monotonic()
+    with pytest.raises(TimeoutError):
+        simulate(2, waits_for_nobody, timeout_s=0.2)
+    assert time.monotonic() - before < 5.0

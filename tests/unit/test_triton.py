@@ -1,0 +1,288 @@
+"""The Triton kernels against float64: in Triton's interpreter on CPU, in a process of its own, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megarl.kernels import logprobs_torch
+from megarl.kernels.block_reference import ReferenceBlock
+from megarl.kernels.blocks import Places
+from megarl.kernels.tiles import _LARGE, Tile, visits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+here = pytest.mark.skipif(INTERPRETED, reason="runs in the process that starts this one")
+
+# The interpreter multiplies the bits of bfloat16 as integers, and is slow.
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+# Largest error over largest value. p and its gradient are rounded to the input's type before they are multiplied again.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SMALL = {name: Tile(32, 16, 4, 2) for name in ("forward", "grad_keys", "grad_queries")}
+
+TOTAL = 150
+STARTS = torch.tensor([0, 53, 54, TOTAL])
+ROW = torch.arange(TOTAL)
+# Each layout: what two ranks hold of the row.
+LAYOUTS = {
+    "contiguous": (ROW[:83], ROW[83:]),
+    "zigzag": (torch.cat([ROW[:37], ROW[111:]]), ROW[37:111]),
+    "striped": (ROW[::2], ROW[1::2]),
+    "scattered": torch.randperm(TOTAL, generator=torch.Generator().manual_seed(3)).split([61, 89]),
+}
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+@here
+def test_these_tests_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout
+
+
+@here
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(name: str, by_keys: bool) -> None:
+    kinds = set()
+    for queries, keys in [(a, b) for a in LAYOUTS[name] for b in LAYOUTS[name]]:
+        places_q, places_k = Places.of(queries, STARTS), Places.of(keys, STARTS)
+        mask = (places_q.doc_start[:, None] <= keys) & (keys <= queries[:, None])
+        work, runs = visits(places_q, places_k, 16, 8, by_keys)
+        mask = mask.T if by_keys else mask
+        met = torch.zeros(mask.shape, dtype=torch.int64)
+        weights = []
+        for tile, *bounds in work.tolist():
+            weight = 0
+            for first, last, whole in [(*bounds[:2], True), (*bounds[2:], False)]:
+                for begin, end in runs[first:last].tolist():
+                    rows, columns = slice(tile * 16, tile * 16 + 16), slice(begin * 8, end * 8)
+                    met[rows, columns] += 1
+                    weight += end - begin
+                    if whole:
+                        assert mask[rows, columns].all() and mask[rows, columns].shape == (16, (end - begin) * 8)
+                    kinds.add(whole)
+            weights.append(weight)
+        assert ((met == 1) | ((met == 0) & ~mask)).all()
+        assert weights == sorted(weights, reverse=True) and 0 not in weights
+        kinds.add("skipped" if (met == 0).any() else None)
+    assert False in kinds and (name == "scattered" or {True, "skipped"} <= kinds)
+
+
+def attention(block, tensors: list[torch.Tensor], places: list[Places], rank: int, scale: float, upstream: torch.Tensor):
+    """out, lse and the gradients of q, k and v of `rank`'s queries over both ranks' keys, block by block as a ring would."""
+    q, *rest = tensors
+    kv = list(zip(rest[:2], rest[2:], strict=True))
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(q.shape, dtype=kind, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=kind, device=q.device)
+    grads = [torch.full(x.shape, 0.5, dtype=kind, device=x.device) for x in (q, *rest)]  # they are added to
+    work = [block.prepare(places[rank], keys, q.device) for keys in places]
+    order = [i for i in (1 - rank, rank) if work[i] is not None]
+    for i in order:
+        block.forward(q, *kv[i], work[i], scale, out, lse)
+    for i in order:
+        block.backward(upstream, q, *kv[i], out, lse, work[i], scale, grads[0], grads[1 + i], grads[3 + i])
+    return [out, lse, *(grad - 0.5 for grad in grads)]
+
+
+def compare(
+    layout: str, rank: int, heads: tuple[int, int], width: int, dtype: torch.dtype, tiles, scale: float, starts: torch.Tensor
+) -> None:
+    from megarl.kernels.block_triton import TritonBlock
+
+    draw = torch.Generator().manual_seed(width)
+    parts = LAYOUTS[layout]
+    places = [Places.of(index, starts) for index in parts]
+    shapes = [(len(parts[rank]), heads[0]), *[(len(index), heads[1]) for index in (*parts, *parts)]]
+    # One more column than is used: rows of a packed tensor are not next to each other.
+    tensors = [torch.randn(*shape, width + 8, generator=draw)[..., :width].to(dtype) for shape in shapes]
+    upstream = torch.randn(tensors[0].shape, generator=draw).to(dtype)
+    wanted = attention(ReferenceBlock(), [x.double() for x in tensors], places, rank, scale, upstream.double())
+    found = attention(TritonBlock(tiles), [x.to(DEVICE) for x in tensors], places, rank, scale, upstream.to(DEVICE))
+    for name, a, b in zip(("out", "lse", "q", "k0", "k1", "v0", "v1"), found, wanted, strict=True):
+        a, seen = a.cpu().double(), b > -torch.inf
+        assert torch.equal(a > -torch.inf, seen), name
+        error = (a - b)[seen].abs().max() / b[seen].abs().max().clamp_min(1.0)
+        assert error < TOLERANCE[dtype], f"{name}: {error}"
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> None:
+    compare(layout, rank, (2, 1), 16, dtype, SMALL, 0.4, STARTS)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 136)])
+def test_attention_with_odd_heads_and_widths(heads: tuple[int, int], width: int, dtype: torch.dtype) -> None:
+    compare("zigzag", 0, heads, width, dtype, SMALL, width**-0.5, STARTS)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(64, torch.float16), (128, torch.float16)] if INTERPRETED else [(w, dtype) for w in (64, 128, 192, 256) for dtype in DTYPES],
+)
+def test_attention_with_the_shapes_of_programs_it_would_choose(width: int, dtype: torch.dtype) -> None:
+    compare("contiguous", 1, (2, 1), width, dtype, None, width**-0.5, torch.tensor([0, TOTAL]))
+
+
+@on_device
+def test_rows_that_see_nothing_stay_as_they_were() -> None:
+    """The second rank's queries and the first rank's keys: most queries are of documents that begin later."""
+    from megarl.kernels.block_triton import TritonBlock
+
+    queries, keys = Places.of(ROW[30:90], STARTS), Places.of(ROW[:30], STARTS)
+    block = TritonBlock(SMALL)
+    work = block.prepare(queries, keys, DEVICE)
+    assert work is not None and block.prepare(keys, Places.of(ROW[30:], STARTS), DEVICE) is None
+    q, k, v = (torch.randn(length, 2, 16, device=DEVICE) for length in (60, 30, 30))
+    out, lse = torch.zeros(60, 2, 16, device=DEVICE), torch.full((2, 60), -torch.inf, device=DEVICE)
+    block.forward(q, k, v, work, 0.3, out, lse)
+    assert out[23:].abs().max() == 0 and (lse[:, 23:] == -torch.inf).all()
+    assert out[:23].abs().min() > 0 and lse[:, :23].isfinite().all()
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    block.backward(torch.randn_like(q), q, k, v, out, lse, work, 0.3, *grads)
+    assert grads[0][23:].abs().max() == 0 and all(grad.isfinite().all() for grad in grads)
+    # A row that has seen much larger scores elsewhere is not moved by this block, nor is one that has seen nothing.
+    kept, lse[:] = out.clone(), 500.0
+    block.forward(q, k, v, work, 0.3, out, lse)
+    assert (out - kept).abs().max() < 1e-6 and (lse == 500).all()
+
+
+@on_device
+def test_equal_inputs_give_equal_bits() -> None:
+    from megarl.kernels.block_triton import TritonBlock
+
+    places = [Places.of(index, STARTS) for index in LAYOUTS["zigzag"]]
+    tensors = [
+        torch.randn(len(places[i].index), heads, 16, device=DEVICE) for i, heads in ((0, 4), (0, 1), (1, 1), (0, 1), (1, 1))
+    ]
+    once, again = (attention(TritonBlock(SMALL), tensors, places, 0, 0.25, tensors[0]) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@on_device
+def test_what_the_triton_block_cannot_do_is_refused() -> None:
+    from megarl.kernels.block_triton import TritonBlock
+
+    places = Places.of(ROW, STARTS)
+    block = TritonBlock()
+    work = block.prepare(places, places, DEVICE)
+    for dtype, width, scale, message in [
+        (torch.float64, 16, 1.0, "float64"),
+        (torch.float32, 257, 1.0, "head widths up to 256"),
+        (torch.float32, 16, -1.0, "scales over 0"),
+    ]:
+        x = torch.zeros(TOTAL, 1, width, dtype=dtype, device=DEVICE)
+        with pytest.raises(ValueError, match=message):
+            block.forward(x, x, x, work, scale, x.float(), torch.zeros(1, TOTAL, device=DEVICE))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 4000, 9001])
+def test_logprob_passes_equal_their_twins(first: int, dtype: torch.dtype) -> None:
+    from megarl.kernels import logprobs_triton
+
+    draw = torch.Generator().manual_seed(0)
+    vocabulary, temperature = 9001, 0.7
+    logits = (torch.randn(6, vocabulary + 3, generator=draw) * 3)[:, :vocabulary].to(dtype)
+    logits[0, :5000] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 77] = 3e4
+    targets = torch.randint(0, vocabulary, (6,), generator=draw)
+    targets[3] = 4000
+    wanted = logprobs_torch.statistics(logits.double(), targets, first, temperature)
+    twin = logprobs_torch.statistics(logits, targets, first, temperature)
+    found = logprobs_triton.statistics(logits.to(DEVICE), targets.to(DEVICE), first, temperature)
+    for a, b, c in zip(found, twin, wanted, strict=True):
+        torch.testing.assert_close(a.cpu().double(), c, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(b.double(), c, rtol=2e-6, atol=2e-6)
+
+    m, s, t, _ = wanted
+    m, s = m.clamp_min(-9.0), s.clamp_min(1.0)  # the row of -inf: another shard holds what is likely
+    upstream = torch.randn(2, 6, generator=draw, dtype=torch.float64)
+    rows = [m, s.log(), s.log() - t / s, *upstream]
+    wanted, twin, found = logits.double(), logits.clone(), logits.to(DEVICE)
+    logprobs_torch.gradient_(wanted, targets, first, temperature, *rows)
+    rows = [x.float() for x in rows]
+    logprobs_torch.gradient_(twin, targets, first, temperature, *rows)
+    logprobs_triton.gradient_(found, targets.to(DEVICE), first, temperature, *(x.to(DEVICE) for x in rows))
+    assert wanted.isfinite().all() and found.dtype == dtype
+    tolerance = 3e-6 if dtype == torch.float32 else 8e-3
+    for a in (found.cpu(), twin):
+        torch.testing.assert_close(a.double(), wanted, rtol=tolerance, atol=3e-6)
+
+
+@here
+def test_the_twins_are_the_derivative() -> None:
+    """Two shards put together by the formulae of logprobs_torch.py, against autograd in float64."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 53, dtype=torch.float64, generator=draw) * 3
+    targets, temperature = torch.randint(0, 53, (7,), generator=draw), 0.7
+    leaf = logits.clone().requires_grad_()
+    log_p = torch.log_softmax(leaf / temperature, 1)
+    wanted = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    upstream = torch.randn(2, 7, dtype=torch.float64, generator=draw)
+    (gradient,) = torch.autograd.grad(wanted, leaf, list(upstream))
+
+    shards = [(0, 20), (20, 20), (20, 53)]  # one of them empty
+    found = [logprobs_torch.statistics(logits[:, a:b], targets, a, temperature) for a, b in shards]
+    m = torch.stack([part[0] for part in found]).amax(0)
+    shifts = [(part[0] - m).masked_fill(part[0] == -torch.inf, 0.0) for part in found]
+    s = sum(part[1] * shift.exp() for part, shift in zip(found, shifts, strict=True))
+    t = sum(shift.exp() * (part[2] + shift * part[1]) for part, shift in zip(found, shifts, strict=True))
+    owned = [(targets >= a) & (targets < b) for a, b in shards]
+    z_y = sum(torch.where(mine, part[3] + shift, 0.0) for part, shift, mine in zip(found, shifts, owned, strict=True))
+    assert isinstance(s, torch.Tensor)
+    entropy = s.log() - t / s
+    torch.testing.assert_close((z_y - s.log(), entropy), wanted)
+    for a, b in shards:
+        logprobs_torch.gradient_(logits[:, a:b], targets, a, temperature, m, s.log(), entropy, *upstream)
+    torch.testing.assert_close(logits, gradient)
+
+
+@here
+@pytest.mark.parametrize("name", ["forward", "grad_keys", "grad_queries"])
+def test_kernels_compile_for_hopper(name: str) -> None:
+    """No GPU is needed for it: they use Hopper's own matrix instructions and fit into its shared memory."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megarl.kernels import block_triton
+
+    kernel, tile = getattr(block_triton, f"_{name}"), _LARGE[128][name]
+    shape = {"GROUP": 4, "SECTION": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "WIDTH": 128, "HEAD": 128, "PRECISION": None}
+    sums = {"out_ptr", "lse_ptr", "lse2_ptr", "delta_ptr", "grad_q_ptr", "grad_k_ptr", "grad_v_ptr"}
+    kinds, attributes = {}, {}
+    for position, parameter in enumerate(kernel.params):
+        of = parameter.name
+        places = of.startswith(("index", "start", "rows", "runs"))
+        pointer = "*fp32" if of in sums else "*i32" if places else "*bf16" if of.endswith("_ptr") else None
+        kinds[of] = "constexpr" if of in shape else pointer or ("fp32" if of.startswith("scale") else "i32")
+        if kinds[of] not in ("constexpr", "fp32") and not parameter.do_not_specialize:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    constants = {(kernel.arg_names.index(of),): value for of, value in shape.items()}
+    source = ASTSource(kernel, kinds, constants, attributes)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024
