@@ -10,7 +10,7 @@ setup(
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
     install_requires=[
-        "torch",
+        "torch>=2.13",
         "deepspeed",
         "ray",
         "transformers",

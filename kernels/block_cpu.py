@@ -281,14 +281,14 @@ class CpuBlock:
             k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
             grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
         for piece in work.pieces:
-            upstream = _heads(grad_out, piece.queries)
-            if isinstance(piece.queries, slice):
-                piece_lse = lse[:, piece.queries][None]
+            rows, upstream = piece.queries, _heads(grad_out, piece.queries)
+            if isinstance(rows, slice):
+                piece_lse = lse[:, rows][None]
             else:
-                piece_lse = lse.index_select(1, piece.queries.flatten()).unflatten(1, piece.queries.shape).transpose(0, 1)
-            if piece.real is not None:  # a repeated query must not count twice
-                real = torch.zeros(piece.queries.numel(), dtype=q.dtype).index_fill_(0, piece.real, 1.0)
-                upstream = upstream * real.view(piece.queries.shape)[:, None, :, None]
+                piece_lse = lse.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
+                if piece.real is not None:  # a repeated query must not count twice
+                    real = torch.zeros(rows.numel(), dtype=q.dtype).index_fill_(0, piece.real, 1.0)
+                    upstream = upstream * real.view(rows.shape)[:, None, :, None]
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                 upstream,
                 *(_heads(x, rows) for x, rows in ((q, piece.queries), (k, piece.keys), (v, piece.keys))),

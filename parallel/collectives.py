@@ -74,7 +74,7 @@ def all_gather_parts(tensor: torch.Tensor, axis: Axis, dim: int, lengths: list[i
     padded = front.new_empty((longest, *front.shape[1:]))
     padded[: front.shape[0]] = front
     found = front.new_empty((axis.size * longest, *front.shape[1:]))
-    dist.all_gather_into_tensor(found, padded, group=axis.group)
+    dist.all_gather_single(found, padded, group=axis.group)
     parts = [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
     return torch.cat(parts).movedim(0, dim)
 

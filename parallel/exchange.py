@@ -63,7 +63,7 @@ class RingExchange:
         padded[: tensor.shape[0]] = tensor
         found = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
         if longest:
-            dist.all_gather_into_tensor(found, padded, group=self.axes[0].group)
+            dist.all_gather_single(found, padded, group=self.axes[0].group)
         self._count((self.size - 1) * padded.numel() * padded.element_size())
         return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
 
@@ -77,7 +77,7 @@ class RingExchange:
             padded[rank * longest : rank * longest + piece.shape[0]] = piece
         found = mine.new_empty((longest, *mine.shape[1:]))
         if longest:
-            dist.reduce_scatter_tensor(found, padded, group=self.axes[0].group)
+            dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
         self._count((self.size - 1) * found.numel() * found.element_size())
         return found[: mine.shape[0]]
 

@@ -110,16 +110,16 @@ class SimulatedExchange:
 
 
 def simulate(size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-    """What `function(exchange, *arguments)` returns on each of `size` ranks; raises the first failure of any."""
+    """What `function(exchange, *arguments)` returns on each of `size` ranks; raises the failure of the lowest."""
     mail = Mail(timeout_s)
     results: list[Any] = [None] * size
-    failures: list[BaseException] = []
+    failures: list[tuple[bool, int, BaseException]] = []
 
     def body(rank: int) -> None:
         try:
             results[rank] = function(SimulatedExchange(mail, range(size), rank), *arguments)
         except BaseException as error:
-            failures.append(error)
+            failures.append((isinstance(error, Abandoned), rank, error))
             mail.fail()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
@@ -127,9 +127,8 @@ def simulate(size: int, function: Callable[..., Any], *arguments: Any, timeout_s
         thread.start()
     for thread in threads:
         thread.join(max(0.0, mail.deadline - time.monotonic()) + 5.0)
-    failures.sort(key=lambda error: isinstance(error, Abandoned))
     if failures:
-        raise failures[0]
+        raise min(failures, key=lambda failure: failure[:2])[2]
     assert not any(thread.is_alive() for thread in threads), "a simulated rank hangs outside of the exchange"
     left = [address for address, box in mail.boxes.items() if box]
     assert not left, f"messages nobody fetched: {left}"

@@ -70,8 +70,8 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(str(folder))
 
 
-def groups(count: int, samples: int, *, seed: int = 0, first: int = 0) -> list[Group]:
-    """Groups of rollouts of uneven lengths with random tokens, log-probs and rewards."""
+def groups(count: int, samples: int, *, seed: int = 0, first: int = 0, prompts: tuple[int, int] = (1, 7)) -> list[Group]:
+    """Groups of rollouts of uneven lengths with random tokens, log-probs and rewards; prompts of `prompts` tokens."""
     draw = random.Random(seed)
 
     def rollout(sample: int) -> Rollout:
@@ -84,7 +84,7 @@ def groups(count: int, samples: int, *, seed: int = 0, first: int = 0) -> list[G
     return [
         Group(
             ordinal,
-            Prompt(ordinal, "prompt", [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 7))], "answer"),
+            Prompt(ordinal, "prompt", [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompts))], "answer"),
             [rollout(sample) for sample in range(samples)],
         )
         for ordinal in range(first, first + count)

@@ -87,6 +87,10 @@ STYLES: dict[str, Callable[[_Work, str, nn.Module, nn.Module], nn.Module]] = {
 }
 
 
+WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
+"""What plans say of embedding and head."""
+
+
 def pattern(name: str) -> str:
     """A module's name as plans write it: numbers of layers are `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
@@ -103,7 +107,7 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
             style = plan.get(pattern(name))
-            if style is not None and name != HEAD:
+            if style is not None and style not in WORD_STYLES:
                 setattr(parent, child, STYLES[style](work, name, layer, parent))
     _cut_words(model, work)
     return work.shards
@@ -142,7 +146,7 @@ def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
             f"model type {config.model_type} has no tp_plan in transformers, which says how its layers are cut; "
             "set training.layout.tensor to 1 (training.zero_stage 3 splits any model)"
         )
-    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    unknown = sorted({style for style in plan.values() if style not in STYLES and style not in WORD_STYLES})
     if unknown:
         raise ValueError(
             f"the tp_plan of model type {config.model_type} asks for {', '.join(unknown)}, which is not supported "
