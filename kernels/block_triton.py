@@ -9,6 +9,9 @@ Scores live in base 2: exp(scale x) = exp2(scale2 x), scale2 = scale log2(e). Su
 give equal bits.
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Triton types a launch as a call of the kernel itself, without its options, and constants as never given by value.
+
 from __future__ import annotations
 
 import math
@@ -17,14 +20,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megarl.kernels.blocks import Places
-from megarl.kernels.tiles import Tile, Tiles, Work, tiles_of
+from megarl.kernels.tiles import Tile, Tiles, Work, padded_width, section_of, tiles_of
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
-L2_BYTES = 32 * 2**20
-"""Heads run together as long as their keys and values fit into this much of the L2 cache (H200: 50 MB)."""
 ROW_SUM_ROWS = 32
 
 
@@ -35,12 +37,25 @@ def _rows(ptr, start, stride, num_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
     if EDGE:
-        if WIDTH == HEAD:
-            return tl.load(ptrs, mask=start + rows[:, None] < num_rows, other=0.0)
-        return tl.load(ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0)
-    if WIDTH == HEAD:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=dims[None, :] < HEAD, other=0.0)
+        values = tl.load(ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0)
+    elif WIDTH == HEAD:
+        values = tl.load(ptrs)
+    else:
+        values = tl.load(ptrs, mask=dims[None, :] < HEAD, other=0.0)
+    return values
+
+
+@triton.jit
+def _walk(
+    source, head, start, head_stride, stride, num_rows,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """`_rows` of one head of a tensor that inner loops walk over; through the copy engine if it is DESCRIBED, not a pointer."""
+    if DESCRIBED:
+        values = source.load([start, tl.cast(head * HEAD, tl.int32)])
+    else:
+        values = _rows(source + head * head_stride, start, stride, num_rows, ROWS, WIDTH, HEAD, EDGE)
+    return values
 
 
 @triton.jit
@@ -54,22 +69,24 @@ def _add_rows(ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _program(rows_ptr, num_rows, SECTION: tl.constexpr):
-    """(head, row of work) of this program: sections of heads one after another, in each the heaviest tiles first."""
+def _program(rows_ptr, num_rows, section):
+    """(head, its row of work) of this program: sections of heads one after another, in each the heaviest tiles first."""
     pid = tl.program_id(0)
-    return pid // (num_rows * SECTION) * SECTION + pid % SECTION, rows_ptr + pid // SECTION % num_rows * 5
+    return pid // (num_rows * section) * section + pid % section, rows_ptr + pid // section % num_rows * 5
 
 
 @triton.jit
 def _forward_runs(
-    acc, total, top, q, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, first, last, k_l, v_l, num_keys, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
+    k_l, k_h, v_l, v_h, num_keys, scale2,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the tiles of keys in runs `first` to `last`: sums [rows, WIDTH], [rows], maximum [rows]."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _rows(k_ptr, start, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL)
+            k = _walk(k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if PARTIAL:
                 index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
@@ -81,21 +98,21 @@ def _forward_runs(
             p = tl.math.exp2(scores * scale2 - base[:, None])
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            v = _rows(v_ptr, start, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL)
+            v = _walk(v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             top = higher
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section"])
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2,
-    GROUP: tl.constexpr, SECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    num_queries, num_keys, num_rows, section, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head against every tile of keys it sees."""
-    head, row = _program(rows_ptr, num_rows, SECTION)
+    head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
     places = start + tl.arange(0, ROWS)
@@ -112,16 +129,12 @@ def _forward(
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
     index_q = tl.load(index_q_ptr + places)
     start_q = tl.load(start_q_ptr + places)
-    k_ptr += head // GROUP * k_h
-    v_ptr += head // GROUP * v_h
-    acc, total, top = _forward_runs(
-        acc, total, top, q, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, tl.load(row + 1), tl.load(row + 2),
-        k_l, v_l, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, False,
-    )  # fmt: skip
-    acc, total, top = _forward_runs(
-        acc, total, top, q, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, tl.load(row + 3), tl.load(row + 4),
-        k_l, v_l, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, True,
-    )  # fmt: skip
+    for partial in tl.static_range(2):  # tiles seen whole, then those seen in part
+        first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
+        acc, total, top = _forward_runs(
+            acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
+            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+        )  # fmt: skip
     seen = total > 0
     total = tl.where(seen, total, 1.0)
     tl.store(out_ptrs, acc / total[:, None], mask=inside[:, None] & (dims[None, :] < HEAD))
@@ -146,23 +159,24 @@ def _row_sums(
 
 @triton.jit
 def _grad_keys_runs(
-    grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, lse2_ptr, delta_ptr, index_q_ptr, start_q_ptr, runs, first, last,
-    q_l, grad_l, num_queries, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, head, lse2_ptr, delta_ptr, index_q_ptr, start_q_ptr, runs, first, last,
+    q_l, q_h, grad_l, grad_h, num_queries, scale2,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Add what the tiles of queries in runs `first` to `last` give to a tile of keys; scores are [keys, queries] here."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
             places = start + tl.arange(0, COLUMNS)
-            q = _rows(q_ptr, start, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL)
+            q = _walk(q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + places)[None, :])
             if PARTIAL:
                 index_q = tl.load(index_q_ptr + places)[None, :]
                 start_q = tl.load(start_q_ptr + places)[None, :]
                 p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
-            grad_out = _rows(grad_out_ptr, start, grad_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL)
+            grad_out = _walk(grad_out_ptr, head, start, grad_h, grad_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
             grad_scores = p * (grad_p - tl.load(delta_ptr + places)[None, :])
@@ -170,16 +184,17 @@ def _grad_keys_runs(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "padded"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section", "padded"])
 def _grad_keys(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
     index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2,
-    GROUP: tl.constexpr, SECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    num_queries, num_keys, num_rows, section, padded,
+    q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head: its gradients from every query head of the group, summed here and in this order."""
-    head, row = _program(rows_ptr, num_rows, SECTION)
+    head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
     k = _rows(k_ptr + head * k_h, start, k_l, num_keys, ROWS, WIDTH, HEAD, True)
@@ -189,33 +204,32 @@ def _grad_keys(
     grad_v = tl.zeros([ROWS, WIDTH], tl.float32)
     for member in range(GROUP):
         query_head = head * GROUP + member
-        q_head = q_ptr + query_head * q_h
-        grad_out_head = grad_out_ptr + query_head * grad_h
         lse2_head = lse2_ptr + query_head * padded
         delta_head = delta_ptr + query_head * padded
-        grad_k, grad_v = _grad_keys_runs(
-            grad_k, grad_v, k, v, index_k, q_head, grad_out_head, lse2_head, delta_head, index_q_ptr, start_q_ptr, runs,
-            tl.load(row + 1), tl.load(row + 2), q_l, grad_l, num_queries, scale2, COLUMNS, WIDTH, HEAD, PRECISION, False,
-        )  # fmt: skip
-        grad_k, grad_v = _grad_keys_runs(
-            grad_k, grad_v, k, v, index_k, q_head, grad_out_head, lse2_head, delta_head, index_q_ptr, start_q_ptr, runs,
-            tl.load(row + 3), tl.load(row + 4), q_l, grad_l, num_queries, scale2, COLUMNS, WIDTH, HEAD, PRECISION, True,
-        )  # fmt: skip
+        for partial in tl.static_range(2):
+            first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
+            grad_k, grad_v = _grad_keys_runs(
+                grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, query_head, lse2_head, delta_head, index_q_ptr, start_q_ptr,
+                runs, first, last, q_l, q_h, grad_l, grad_h, num_queries, scale2,
+                COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+            )  # fmt: skip
     _add_rows(grad_k_ptr + head * gk_h, start, gk_l, num_keys, grad_k * scale, ROWS, WIDTH, HEAD)
     _add_rows(grad_v_ptr + head * gv_h, start, gv_l, num_keys, grad_v, ROWS, WIDTH, HEAD)
 
 
 @triton.jit
 def _grad_queries_runs(
-    grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, first, last, k_l, v_l, num_keys, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
+    k_l, k_h, v_l, v_h, num_keys, scale2,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Add what the tiles of keys in runs `first` to `last` give to a tile of queries."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _rows(k_ptr, start, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL)
-            v = _rows(v_ptr, start, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL)
+            k = _walk(k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            v = _walk(v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             p = tl.math.exp2(scores * scale2 - lse2[:, None])
@@ -226,15 +240,15 @@ def _grad_queries_runs(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "padded"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section", "padded"])
 def _grad_queries(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_q_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2,
-    GROUP: tl.constexpr, SECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    num_queries, num_keys, num_rows, section, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head: its gradient from every tile of keys it sees."""
-    head, row = _program(rows_ptr, num_rows, SECTION)
+    head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
     places = start + tl.arange(0, ROWS)
@@ -244,35 +258,27 @@ def _grad_queries(
     delta = tl.load(delta_ptr + head * padded + places)
     index_q = tl.load(index_q_ptr + places)
     start_q = tl.load(start_q_ptr + places)
-    k_ptr += head // GROUP * k_h
-    v_ptr += head // GROUP * v_h
     grad_q = tl.zeros([ROWS, WIDTH], tl.float32)
-    grad_q = _grad_queries_runs(
-        grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, tl.load(row + 1), tl.load(row + 2),
-        k_l, v_l, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, False,
-    )  # fmt: skip
-    grad_q = _grad_queries_runs(
-        grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, index_k_ptr, runs, tl.load(row + 3), tl.load(row + 4),
-        k_l, v_l, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, True,
-    )  # fmt: skip
+    for partial in tl.static_range(2):
+        first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
+        grad_q = _grad_queries_runs(
+            grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
+            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+        )  # fmt: skip
     _add_rows(grad_q_ptr + head * gq_h, start, gq_l, num_queries, grad_q * scale, ROWS, WIDTH, HEAD)
-
-
-def _section(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` run together: the largest divisor whose streams fit into the L2 cache."""
-    return max(d for d in range(1, num_heads + 1) if num_heads % d == 0 and (d == 1 or d * bytes_per_head <= L2_BYTES))
 
 
 class TritonBlock:
     """Attention of some queries to some keys (the contract: `blocks.Block`) in float32, float16 or bfloat16.
 
     Products of 16-bit tensors are summed in float32; float32 ones are exact (no TF32), hence slow.
-    `tiles` replaces the shapes of programs.
+    `tiles` replaces the shapes of programs. `descriptors` has Hopper's copy engine load what inner loops walk over, where widths
+    and strides allow: fewer registers and instructions, but not yet tried on a GPU.
     Errors: ValueError for other types, head widths over 256 and scales that are not positive.
     """
 
-    def __init__(self, tiles: Tiles | None = None) -> None:
-        self.tiles = tiles
+    def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
+        self.tiles, self.descriptors = tiles, descriptors
 
     def prepare(self, queries: Places, keys: Places, device: torch.device) -> Work | None:
         """The work list of this pair on `device`; None where no query sees any key."""
@@ -290,14 +296,15 @@ class TritonBlock:
     ) -> None:
         """Merge this block into `out` [Lq, Hq, D] and `lse` [Hq, Lq], float32, in place."""
         common = self._common(q, k, v, scale)
-        assert out.dtype == lse.dtype == torch.float32 and out.stride(2) == lse.stride(1) == 1
+        assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
         rows, runs = work.visits(tile, by_keys=False)
-        section = _section(q.shape[1], k.shape[0] * k.shape[2] * 2 * k.itemsize * k.shape[1] // q.shape[1])
+        section = section_of(q.shape[1], k.shape[0] * k.shape[2] * 2 * k.itemsize * k.shape[1] // q.shape[1])
+        walked, described = self._walked(tile, k, v)
         _forward[(len(rows) * q.shape[1],)](
-            q, k, v, out, lse, work.index_q, work.start_q, work.index_k, rows, runs,
-            len(q), len(k), len(rows), *_strides(q, k, v, out), lse.stride(0), scale * _LOG2_E.value,
-            SECTION=section, **_shape(tile), **common,
+            q, *walked, out, lse, work.index_q, work.start_q, work.index_k, rows, runs,
+            len(q), len(k), len(rows), section, *_strides(q, k, v, out), lse.stride(0), scale * _LOG2_E.value,
+            DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
     def backward(
@@ -316,7 +323,7 @@ class TritonBlock:
     ) -> None:
         """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D], float32, in place."""
         common = self._common(q, k, v, scale)
-        assert grad_q.dtype == grad_k.dtype == grad_v.dtype == torch.float32
+        assert grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         num_queries, query_heads = q.shape[:2]
         grad_out = grad_out.to(q.dtype)
         padded = len(work.index_q)
@@ -331,21 +338,33 @@ class TritonBlock:
 
         tile = self._tile("grad_keys", q)
         rows, runs = work.visits(tile, by_keys=True)
-        section = _section(k.shape[1], num_queries * head_bytes * query_heads // k.shape[1])
+        section = section_of(k.shape[1], num_queries * head_bytes * query_heads // k.shape[1])
+        (walked_q, walked_grad), described = self._walked(tile, q, grad_out)
         _grad_keys[(len(rows) * k.shape[1],)](
-            q, k, v, grad_out, lse2, delta, grad_k, grad_v, *places, rows, runs, num_queries, len(k), len(rows), padded,
-            *_strides(q, k, v, grad_out, grad_k, grad_v), *scales, SECTION=section, **_shape(tile), **common,
+            walked_q, k, v, walked_grad, lse2, delta, grad_k, grad_v, *places, rows, runs,
+            num_queries, len(k), len(rows), section, padded, *_strides(q, k, v, grad_out, grad_k, grad_v), *scales,
+            DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
         tile = self._tile("grad_queries", q)
         rows, runs = work.visits(tile, by_keys=False)
-        section = _section(query_heads, len(k) * head_bytes * k.shape[1] // query_heads)
+        section = section_of(query_heads, len(k) * head_bytes * k.shape[1] // query_heads)
+        walked, described = self._walked(tile, k, v)
         _grad_queries[(len(rows) * query_heads,)](
-            q, k, v, grad_out, lse2, delta, grad_q, *places, rows, runs, num_queries, len(k), len(rows), padded,
-            *_strides(q, k, v, grad_out, grad_q), *scales, SECTION=section, **_shape(tile), **common,
+            q, *walked, grad_out, lse2, delta, grad_q, *places, rows, runs, num_queries, len(k), len(rows), section, padded,
+            *_strides(q, k, v, grad_out, grad_q), *scales, DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        return (self.tiles or tiles_of(q.device, q.dtype, _padded_width(q.shape[2])))[name]
+        return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
+
+    def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
+        """What a kernel that walks over `tensors` [L, H, D] is given for them, and whether that is descriptors."""
+        length, heads, width = tensors[0].shape
+        fits = all(x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in tensors)
+        if not (self.descriptors and fits and width == padded_width(width)):
+            return list(tensors), False
+        # Heads side by side are columns of one matrix, and a head that is a power of 2 wide is a tile of it.
+        return [TensorDescriptor(x, [length, heads * width], [x.stride(0), 1], [tile.columns, width]) for x in tensors], True
 
     @staticmethod
     def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
@@ -359,14 +378,10 @@ class TritonBlock:
             raise ValueError(f"the Triton block takes head widths up to 256 and scales over 0, got {q.shape[2]} and {scale}")
         return {
             "GROUP": q.shape[1] // k.shape[1],
-            "WIDTH": _padded_width(q.shape[2]),
+            "WIDTH": padded_width(q.shape[2]),
             "HEAD": q.shape[2],
             "PRECISION": "ieee" if q.dtype == torch.float32 else None,
         }
-
-
-def _padded_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megarl.kernels.blocks import BLOCKS, Block, Places, default_block
 from megarl.kernels.exchange import Exchange, Pending
@@ -233,6 +234,7 @@ class _OverTokens(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         grad_q = torch.zeros(q.shape, dtype=_sum_dtype(q.dtype), device=q.device)
@@ -337,7 +339,7 @@ def sequence_attention(
     scale: float,
     transport: str,
 ) -> torch.Tensor:
-    """Causal attention inside each document, whoever holds its tokens; returns [L, Hq, D] in the dtype of q.
+    """Causal attention inside each document, whoever holds its tokens; returns [L, Hq, D] in the dtype of q. Differentiable once.
 
     q [L, Hq, D], k and v [L, Hkv, D]: this rank's tokens in the order of its index array; it is number
     `outer.rank * inner.size + inner.rank` of the plan. Every rank must call forward and backward equally often and in the

@@ -16,6 +16,8 @@ PADDING = 256
 """Index arrays are padded to a multiple of this, the largest tile, so that kernels load them without a mask."""
 FAR = 2**31 - 1
 """A place after every other."""
+L2_BYTES = 32 * 2**20
+"""Heads run together as long as their keys and values fit into this much of the L2 cache (H200: 50 MB)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Tile:
 
 Tiles = dict[str, Tile]  # keys: forward, grad_keys (owns keys, walks queries), grad_queries
 
-# By padded head width. For sm_90 checked with ptxas: tensor-core instructions of Hopper and no spills in inner loops, but for
-# grad_keys from 128 on. With two stages the next tile's load starts only when this one's products are done: three hide it.
+# By padded head width. Compiled for sm_90 they use Hopper's matrix instructions and spill nothing in inner loops (but for
+# grad_keys without descriptors from 128 on). With two stages a tile's load starts only when the products before it are done,
+# three hide it.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {"forward": Tile(128, 64, 4, 3), "grad_keys": Tile(128, 64, 8, 3), "grad_queries": Tile(128, 64, 8, 3)},
     128: {"forward": Tile(128, 128, 8, 3), "grad_keys": Tile(128, 64, 8, 3), "grad_queries": Tile(128, 64, 8, 3)},
@@ -49,15 +52,25 @@ _EXACT: dict[int, Tiles] = {  # float32 without tensor cores: operands live in r
 }
 
 
-def tiles_of(device: torch.device, dtype: torch.dtype, padded_width: int) -> Tiles:
+def padded_width(width: int) -> int:
+    """Columns of a tile for this head width: a power of 2."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
     """The shapes of programs for this device, type and head width."""
-    bracket = max(64, padded_width)
+    bracket = max(64, padded_width(width))
     if dtype == torch.float32:
         return _EXACT[bracket]
     if device.type != "cuda":
         return _LARGE[bracket]
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return (_LARGE if room >= 220 * 1024 else _SMALL)[bracket]
+
+
+def section_of(num_heads: int, bytes_per_head: int) -> int:
+    """How many of `num_heads` run together: the largest divisor whose streams fit into the L2 cache."""
+    return max(d for d in range(1, num_heads + 1) if num_heads % d == 0 and (d == 1 or d * bytes_per_head <= L2_BYTES))
 
 
 def _extremes(places: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -135,14 +135,19 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Word ids [...] -> [..., K]: each rank looks up the words it holds, the sum puts them together."""
+    """Word ids [...] -> [..., K]: each rank looks up the words it holds, the sum puts them together.
 
-    def __init__(self, weight: nn.Parameter, first: int, axis: Axis) -> None:
+    The word `padding`, where there is one, gets no gradient here, as in `torch.nn.Embedding`.
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, padding: int | None, axis: Axis) -> None:
         super().__init__()
         self.weight, self.first, self.axis = weight, first, axis
+        holds_padding = padding is not None and first <= padding < first + weight.shape[0]
+        self.padding = padding - first if padding is not None and holds_padding else None
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         mine = words - self.first
         others = (mine < 0) | (mine >= self.weight.shape[0])
-        found = nn.functional.embedding(mine.masked_fill(others, 0), self.weight)
+        found = nn.functional.embedding(mine.masked_fill(others, 0), self.weight, self.padding)
         return sum_values(found.masked_fill(others[..., None], 0.0), self.axis)

@@ -16,6 +16,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "MEGARL_TEST_RUN"
+PROBE_BOUND = 1e-4
+"""Largest difference of log-probs between trainer and engine in float32."""
 
 
 @dataclass
@@ -87,6 +89,33 @@ def write_recipe(path: Path, tree: dict[str, Any]) -> str:
     """A recipe file."""
     path.write_text(yaml.safe_dump(tree))
     return str(path)
+
+
+def tiny_run(folder: Path, model: Path, steps: int, **changes: Any) -> dict[str, Any]:
+    """A recipe: DAPO on one-digit sums, as small as it gets."""
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(10) for b in range(10))
+    )
+    # A random model never gives a right answer; this reward differs within a group and is bounded as a verdict must be.
+    (folder / "reward.py").write_text("def score(prompt, response):\n    return (len(response) % 3) / 2\n")
+    return {
+        "folder": str(folder / "run"),
+        "steps": steps,
+        "seed": 5,
+        "model": {"path": str(model)},
+        "prompts": {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
+        "rollout": {"groups_per_step": 4, "samples_per_group": 4, "max_new_tokens": 12, "max_staleness": 0},
+        "training": {
+            "mini_batches": 2,
+            "micro_batch_tokens": 64,
+            "optimizer": {"learning_rate": 1e-2},
+            "checkpoint": {"every": 2, "keep": 2},
+        },
+        "evaluation": {
+            "prompts": {"source": str(folder / "prompts.jsonl"), "limit": 20, "shuffle": False, "max_prompt_tokens": 8}
+        },
+    } | changes
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def groups(count: int, samples: int, *, seed: int = 0, first: int = 0, prompts: 
 
     def rollout(sample: int) -> Rollout:
         length = draw.randint(1, 24)
-        tokens = [draw.randrange(1, VOCABULARY) for _ in range(length)]
+        tokens = [draw.randrange(VOCABULARY) for _ in range(length)]  # 0, the padding word, whose embedding never learns, too
         logprobs = [-draw.random() * 4 for _ in range(length)]
         turn = Turn(tokens, logprobs, [(0, length)], "stop", "text")
         return Rollout(sample, sample, [turn], Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False), 0)

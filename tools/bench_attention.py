@@ -6,8 +6,9 @@
 CPU: forward and backward of one attention layer in float32. `one rank` is one process with one thread and no schedule;
 the others are `--ranks` gloo ranks with one thread each, which start together, and the time is that of the last to end.
 All take turns within a round. Before that each schedule's output and gradients are held against those of one rank, and
-a difference ends the run. Ulysses is left out where the ranks cannot share the heads. `others` is the share of the CPU that processes outside of the run took in that round: above a
-few percent the numbers are worth little.
+a difference ends the run. Ulysses is left out where the ranks cannot share the heads. `others` is the share of the CPU
+that processes outside of the run took in a round: above a few percent the times are worth little, and the CPU seconds of
+the busiest rank, which waiting does not lengthen, say more.
 
 GPU: bfloat16. First whole kernels: the Triton block beside torch's flash attention and cuDNN, forward and backward apart,
 in TFLOP/s of the pairs that causal attention must compute (all visible: of all pairs). `triton, all visible` has no
@@ -135,17 +136,19 @@ def cpu_worker(given: dict[str, Any], result: Path) -> None:
             if error > AGREES:
                 raise AssertionError(f"{name} differs from one rank by {error:.1e}, more than {AGREES:.0e}")
     everybody, is_first = ring_mesh.sequence, ring_mesh.sequence.rank == 0
-    measured: dict[str, Any] = {"seconds": {name: [] for name in runs}, "others": []}
+    measured: dict[str, Any] = {"seconds": {name: [] for name in runs}, "busiest": {name: [] for name in runs}, "others": []}
     for _ in range(args.rounds):
-        worked, mine_s, began = busy_s(), time.process_time(), time.perf_counter()
+        worked, began, round_cpu_s = busy_s(), time.perf_counter(), time.process_time()
         for name, (_, run) in runs.items():
             barrier(everybody)
-            start = time.perf_counter()
+            start, start_cpu_s = time.perf_counter(), time.process_time()
             if is_first or name != "one rank":
                 run()
+            cpu_s = time.process_time() - start_cpu_s
             barrier(everybody)
             measured["seconds"][name].append(time.perf_counter() - start)
-        ours_s = sum(gather_objects(time.process_time() - mine_s, everybody))
+            measured["busiest"][name].append(max(gather_objects(cpu_s, everybody)))
+        ours_s = sum(gather_objects(time.process_time() - round_cpu_s, everybody))
         wall_s = (time.perf_counter() - began) * (os.cpu_count() or 1)
         measured["others"].append(max(0.0, busy_s() - worked - ours_s) / wall_s)
     if is_first:
@@ -191,7 +194,7 @@ def bench_cpu(args: argparse.Namespace) -> dict[str, Any]:
     seconds = measured["seconds"]
     table = {}
     for name, values in seconds.items():
-        table[name] = {"seconds": spread(values)}
+        table[name] = {"seconds": spread(values), "busiest_cpu_s": spread(measured["busiest"][name])}
         for key, base in (("x_one_rank", "one rank"), ("x_contiguous_ring", "contiguous ring")):
             table[name][key] = spread([b / a for a, b in zip(values, seconds[base], strict=True)])
     return {"schedules": table, "others": spread(measured["others"])}
@@ -346,12 +349,11 @@ def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 def show_cpu(result: dict[str, Any]) -> list[str]:
     """The schedules as lines of a table."""
-    lines = [f"{'schedule':20} {'s forward + backward':>24} {'x one rank':>22} {'x contiguous ring':>22}"]
+    lines = [f"{'schedule':20} {'s forward + backward':>24} {'busiest, CPU s':>24} {'x one rank':>22} {'x contiguous ring':>22}"]
     for name, row in result["schedules"].items():
-        cells = [
-            "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key]) for key in ("seconds", "x_one_rank", "x_contiguous_ring")
-        ]
-        lines.append(f"{name:20} {cells[0]:>24} {cells[1]:>22} {cells[2]:>22}")
+        keys = ("seconds", "busiest_cpu_s", "x_one_rank", "x_contiguous_ring")
+        cells = ["{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key]) for key in keys]
+        lines.append(f"{name:20} {cells[0]:>24} {cells[1]:>24} {cells[2]:>22} {cells[3]:>22}")
     lines.append("others: {median:.0%} ({min:.0%} to {max:.0%}) of the CPU".format(**result["others"]))
     if result["others"]["max"] > QUIET:
         lines.append("NOT QUIET: other processes were working; repeat on an idle machine")

@@ -21,8 +21,9 @@ known size first, of which some are freed, and refused if it is off by more than
 Time is measured with the malloc that everybody has. On CPU it is one step a process, after one of a few tokens: memory of
 this size goes back to the system when freed, so a second step would find nothing warmer. On CUDA the median of --repeats.
 TFLOP/s-equivalent counts the products a step cannot do without, 2 T H V forward and 6 T H V in all; fused makes one more,
-as it computes the logits again. Runs are refused where results differ; `others` is the share of the CPU that processes
-outside of the run took meanwhile: above a few percent the times are worth little.
+as it computes the logits again. `CPU s` is the CPU time of a step, which other processes disturb least. Runs are refused
+where results differ; `others` is the share of the CPU that processes outside of the run took meanwhile: above a few percent
+the times are worth little.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ WARM_UP_TOKENS = 128
 KNOWN_BYTES = 256 * 2**20
 METHOD_AGREES = 0.02
 QUIET = 0.05
+TIMES = ("forward_s", "step_s", "cpu_s")
 EAGER_COPIES = 6
 """Of the logits in float32, to see beforehand whether eager fits; it held 4 to 5 when this was written."""
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}
@@ -151,19 +153,20 @@ class Step:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def __call__(self, tokens: int | None = None) -> tuple[float, float, list[Any]]:
-        """Seconds forward, seconds in all, and log-probs, entropies and both gradients."""
+    def __call__(self, tokens: int | None = None) -> tuple[dict[str, float], list[Any]]:
+        """Seconds, and log-probs, entropies and both gradients."""
         import torch
 
         piece = slice(0, tokens)
         self.synchronize()
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         outputs = self.function(self.hidden[piece], self.weight, self.targets[piece])
         self.synchronize()
         middle = time.perf_counter()
         grads = torch.autograd.grad(outputs, (self.hidden, self.weight), [x[piece].to(outputs[0].dtype) for x in self.upstream])
         self.synchronize()
-        return middle - begun, time.perf_counter() - begun, [*outputs, *grads]
+        seconds = {"forward_s": middle - begun, "step_s": time.perf_counter() - begun, "cpu_s": time.process_time() - used}
+        return seconds, [*outputs, *grads]
 
 
 def worker(given: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +185,8 @@ def worker(given: dict[str, Any]) -> dict[str, Any]:
             result |= {"peak_bytes": peak} | ({"room_bytes": room_bytes(step)} if given["system"] == FUSED else {})
             result["digest"] = [float(x.detach().double().norm()) for x in outputs]
         else:
-            repeats = [step()[:2] for _ in range(given["repeats"])]
-            result |= {"forward_s": statistics.median(x for x, _ in repeats), "step_s": statistics.median(x for _, x in repeats)}
+            repeats = [step()[0] for _ in range(given["repeats"])]
+            result |= {name: statistics.median(seconds[name] for seconds in repeats) for name in TIMES}
     except torch.cuda.OutOfMemoryError:
         result["does_not_fit"] = True
     return result
@@ -196,10 +199,10 @@ def measure_memory(step: Step) -> tuple[list[Any], int]:
     if step.cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        outputs = step()[2]
+        outputs = step()[1]
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        peak, (_, _, outputs) = peak_of(step)
+        peak, (_, outputs) = peak_of(step)
     return outputs, peak - sum(grad.nbytes for grad in outputs[2:])
 
 
@@ -270,7 +273,7 @@ def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     products = args.tokens * args.vocabulary * args.hidden / 1e12
     for system in fitting:
         row, of_system = rows[system], runs[system]
-        row |= {name: spread([run[name] for run in of_system]) for name in ("forward_s", "step_s")}
+        row |= {name: spread([run[name] for run in of_system]) for name in TIMES}
         row["forward_tflops"] = 2 * products / row["forward_s"]["median"]
         row["step_tflops"] = 6 * products / row["step_s"]["median"]
         row["others"] = max(run["others"] for run in of_system)
@@ -304,7 +307,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         f"{task['tokens']:,} tokens x {task['vocabulary']:,} words, hidden {task['hidden']:,}, {task['dtype']}; "
         f"{task['rounds']} rounds, median (smallest to largest)"
     )
-    head = f"{'system':13} {'peak MB':>9} {'of eager':>8} {'forward s':>25} {'step s':>25} {'times as fast':>20}"
+    head = f"{'system':13} {'peak MB':>9} {'of eager':>8} {'forward s':>25} {'step s':>25} {'CPU s':>7} {'times as fast':>20}"
     yield f"{head} {'TFLOP/s fwd, step':>18} {'others':>6}"
     for system, row in result["systems"].items():
         if "does_not_fit" in row:
@@ -315,8 +318,8 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         forward, step = ("{median:.3f} ({min:.3f} to {max:.3f})".format(**row[name]) for name in ("forward_s", "step_s"))
         rates = f"{row['forward_tflops']:.3g}, {row['step_tflops']:.3g}"
         yield (
-            f"{system:13} {row['peak_bytes'] / 1e6:9,.0f} {share:>8} {forward:>25} {step:>25} {ratio:>20} {rates:>18} "
-            f"{row['others']:6.0%}"
+            f"{system:13} {row['peak_bytes'] / 1e6:9,.0f} {share:>8} {forward:>25} {step:>25} {row['cpu_s']['median']:7.2f} "
+            f"{ratio:>20} {rates:>18} {row['others']:6.0%}"
         )
     if FUSED in result["systems"]:
         yield f"largest chunk of logits of fused: {result['systems'][FUSED]['room_bytes'] / 1e6:,.0f} MB"

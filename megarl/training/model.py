@@ -30,6 +30,9 @@ from megarl.types import MicroBatch
 
 ATTENTION = "megarl_packed"
 
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What models ask of attention by keyword and ours does not have; `refuse_unsupported` knows most of it at start-up."""
+
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: attention of one micro-batch, in all layers."""
 
@@ -46,6 +49,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
     assert attend is not None and attention_mask is None and query.shape[0] == 1
+    asked = [name for name in UNSUPPORTED if features.get(name) is not None]
+    if asked:
+        raise ValueError(f"{type(module).__name__} asks for {', '.join(asked)}, which training does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(q, k, v, scale=scale)[None], None
@@ -146,6 +152,8 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
             found.append(f"{name} = {getattr(text, name)}")
     if getattr(text, "logits_scaling", 1.0) not in (None, 1.0) or getattr(text, "logit_scale", 1.0) not in (None, 1.0):
         found.append("scaled logits")
+    if config.model_type in ("gpt_oss",):
+        found.append("attention sinks")
     if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
         found.append("mixture of experts")
     if found:

@@ -122,7 +122,8 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     name = f"{names[id(embedding)]}.weight"
     words = work.cut(name, embedding.weight, 0)
     assert words is not None
-    model.set_input_embeddings(VocabularyParallelEmbedding(words, work.shards[name].edges[work.axis.rank], work.axis))
+    first = work.shards[name].edges[work.axis.rank]
+    model.set_input_embeddings(VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis))
     mine = words if tied else work.cut(f"{names[id(head)]}.weight", head.weight, 0)
     assert mine is not None
     head.weight = mine

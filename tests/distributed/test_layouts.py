@@ -82,8 +82,8 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             accepted=made,
             seconds=1.0,
             num_data_ranks=mesh.data.size,
-            mini_batches=1,
-            micro_batch_tokens=70 * mesh.sequence.size,
+            mini_batches=case.get("mini_batches", 1),
+            micro_batch_tokens=case.get("tokens", 70) * mesh.sequence.size,
             transcripts=0,
         )
         everything = [sample for part in dealt.per_rank for samples in part.samples for sample in samples]

@@ -5,44 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from commands import Done, megarl, records, write_recipe
+from commands import PROBE_BOUND, Done, megarl, records, tiny_run, write_recipe
 from tiny import write_model
 
 STEPS = 4
-PROBE_BOUND = 1e-4
-
 TIMES = ("time/", "tokens/generated_per_s", "tokens/trained_per_s", "publish/")
-
-
-def recipe(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    """DAPO on one-digit sums, as small as it gets."""
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(10) for b in range(10))
-    )
-    # A random model never gives a right answer; this reward differs within a group and is bounded as a verdict must be.
-    (folder / "reward.py").write_text("def score(prompt, response):\n    return (len(response) % 3) / 2\n")
-    return {
-        "folder": str(folder / "run"),
-        "steps": STEPS,
-        "seed": 5,
-        "model": {"path": str(model)},
-        "prompts": {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
-        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
-        "rollout": {"groups_per_step": 4, "samples_per_group": 4, "max_new_tokens": 12, "max_staleness": 0},
-        "training": {
-            "mini_batches": 2,
-            "micro_batch_tokens": 64,
-            "optimizer": {"learning_rate": 1e-2},
-            "checkpoint": {"every": 2, "keep": 2},
-        },
-        "evaluation": {
-            "prompts": {"source": str(folder / "prompts.jsonl"), "limit": 20, "shuffle": False, "max_prompt_tokens": 8}
-        },
-    } | changes
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(place: Path) -> Done:
     """One run, looked at by several tests."""
     model = write_model(place / "model")
-    finished = megarl("train", write_recipe(place / "recipe.yaml", recipe(place, model)))
+    finished = megarl("train", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
     assert finished.code == 0, finished.err[-4000:]
     return finished
 

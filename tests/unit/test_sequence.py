@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import CUTS, cut, imbalance
 from megarl.parallel.tensor import Shard
@@ -105,13 +104,3 @@ def test_shards_are_a_partition(shape: list[int], parts: int, data: st.DataObjec
     assert torch.equal(torch.cat(pieces, dim), whole)
     assert max(shard.lengths) - min(shard.lengths) <= 1
     assert all(shard.whole_shape(piece.shape) == tuple(shape) for piece in pieces)
-
-
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_sub_axes_of_the_sequence_axis(ulysses: int) -> None:
-    """Neighbours trade heads, every `ulysses`-th rank is on one ring (see `ProcessMesh`)."""
-    for ranks in Layout(2, 4, 1).groups("sequence"):
-        neighbours = [ranks[i : i + ulysses] for i in range(0, 4, ulysses)]
-        circles = [ranks[i::ulysses] for i in range(ulysses)]
-        assert sorted(sum(map(list, neighbours), [])) == sorted(sum(map(list, circles), [])) == sorted(ranks)
-        assert all(len(set(a) & set(b)) == 1 for a in neighbours for b in circles)

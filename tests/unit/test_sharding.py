@@ -1,0 +1,109 @@
+"""What a model's own plan makes of a tensor axis, without ranks: which parameters are cut, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megarl.parallel.mesh import Axis
+from megarl.parallel.tensor import Entry, SharedColumnLinear
+from megarl.training import sharding
+from megarl.training.sharding import refuse_tensor, shard_model, whole_shapes
+
+KINDS = {
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+}
+
+
+def small(kind: str = "qwen2", **changes: Any) -> transformers.PreTrainedConfig:
+    sizes = dict(
+        vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    return KINDS[kind](**sizes | {"head_dim": 8} | changes)
+
+
+def model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def axis(size: int, rank: int) -> Axis:
+    return Axis("tensor", size, rank, tuple(range(size)), None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_of_all_ranks_are_the_whole_model(kind: str, tensor: int, tied: bool) -> None:
+    config = small(kind, tie_word_embeddings=tied)
+    whole = dict(model(config).named_parameters())
+    parts, shards = [], {}
+    for rank in range(tensor):
+        mine = model(config)
+        shards = shard_model(mine, axis(tensor, rank))
+        parts.append(dict(mine.named_parameters()))
+        assert whole_shapes(mine, shards) == {name: tuple(parameter.shape) for name, parameter in whole.items()}
+    for name, parameter in whole.items():
+        held = [part[name] for part in parts]
+        if name in shards:
+            assert torch.equal(torch.cat(held, shards[name].dim), parameter)
+            assert all(part.tensor_model_parallel for part in held)
+        else:
+            assert all(torch.equal(part, parameter) and not hasattr(part, "tensor_model_parallel") for part in held)
+    if tensor > 1:
+        cut = {name.split(".")[-2] for name in shards}
+        # With four ranks for two key heads, key and value projections stay whole.
+        expected = {"embed_tokens", "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        assert cut == expected | (set() if tied else {"lm_head"}) | ({"k_proj", "v_proj"} if tensor == 2 else set())
+
+
+def test_neighbours_share_a_key_head() -> None:
+    config, found = small(num_attention_heads=8, num_key_value_heads=2), []
+    for rank in range(8):
+        mine = model(config)
+        shard_model(mine, axis(8, rank))
+        layer: Any = mine.get_submodule("model.layers.0.self_attn.k_proj")
+        assert isinstance(layer, SharedColumnLinear)
+        found.append(layer.first // 8)
+    assert found == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_layers_of_one_input_share_one_sum_of_gradients() -> None:
+    entry = Entry(axis(2, 0))
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    first = entry(x)
+    assert entry(x) is first and entry(y) is not first
+    del first
+    assert torch.equal(entry(x), x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "says"),
+    [
+        ({"num_attention_heads": 6}, 4, "num_attention_heads = 6"),
+        ({"intermediate_size": 50}, 4, "intermediate_size = 50"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads 3: neither divides the other"),
+        ({"vocab_size": 3}, 4, "has 3 words"),
+    ],
+)
+def test_what_does_not_divide_is_refused(changes: dict[str, int], tensor: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        refuse_tensor(small(**changes), tensor)
+
+
+def test_a_style_we_do_not_know_is_refused_by_name() -> None:
+    config = small()
+    config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.experts": "moe_tp_experts"}
+    with pytest.raises(ValueError, match="moe_tp_experts"):
+        refuse_tensor(config, 2)
+
+
+def test_numbers_of_layers_become_stars() -> None:
+    assert sharding.pattern("model.layers.12.self_attn.q_proj") == "model.layers.*.self_attn.q_proj"
+    assert sharding.pattern("lm_head") == "lm_head"
