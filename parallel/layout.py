@@ -1,60 +1,64 @@
 """Who sits where: pure arithmetic, no torch. A layout is degrees; ranks and coordinates follow.
 
-Layout(data=2, sequence=2, tensor=2): rank = ((data * sequence_size) + sequence) * tensor_size + tensor
+Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, for coordinates of 0 and 1
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
-
-AXES = ("data", "sequence", "tensor")
-"""Slowest first: tensor neighbours have consecutive ranks and share a node."""
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism. `sequence` is what the field also calls context parallel."""
 
+    AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
+    """Slowest first: tensor neighbours have consecutive ranks and share a node."""
+
     data: int = 1
     sequence: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in AXES:
+        for name in self.AXES:
             if getattr(self, name) < 1:
                 raise ValueError(f"training.layout.{name} is {getattr(self, name)}; set it to 1 or more")
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data * self.sequence * self.tensor
+        return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on each axis."""
-        return {
-            "data": rank // (self.sequence * self.tensor),
-            "sequence": rank // self.tensor % self.sequence,
-            "tensor": rank % self.tensor,
-        }
+        found = {}
+        for name in reversed(self.AXES):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return found
 
-    def rank(self, *, data: int = 0, sequence: int = 0, tensor: int = 0) -> int:
-        """The rank at these coordinates."""
-        return (data * self.sequence + sequence) * self.tensor + tensor
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; those that are not given are 0."""
+        rank = 0
+        for name in self.AXES:
+            rank = rank * getattr(self, name) + coordinates.get(name, 0)
+        return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The ranks that differ only along `axes`: a partition of all ranks, in one order on every rank."""
-        others = [name for name in AXES if name not in axes]
+        others = [name for name in self.AXES if name not in axes]
         made = []
         for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
             place = dict(zip(others, fixed, strict=True))
-            free = itertools.product(*(range(getattr(self, name)) for name in AXES if name in axes))
-            names = [name for name in AXES if name in axes]
+            free = itertools.product(*(range(getattr(self, name)) for name in self.AXES if name in axes))
+            names = [name for name in self.AXES if name in axes]
             made.append(tuple(self.rank(**place, **dict(zip(names, values, strict=True))) for values in free))
         return made
 
     def __str__(self) -> str:
-        return f"data {self.data} x sequence {self.sequence} x tensor {self.tensor}"
+        return " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -69,26 +70,29 @@ class ProcessMesh:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self._alone: dist.ProcessGroup | None = None
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
-            self._axis(name, layout.groups(*axes), made)
+            setattr(self, name, self.axis(name, layout.groups(*axes)))
         shared = layout.groups("sequence")
-        neighbours = [ranks[i : i + ulysses] for ranks in shared for i in range(0, layout.sequence, ulysses)]
         circles = [ranks[i::ulysses] for ranks in shared for i in range(ulysses)]
-        self._axis("ulysses", neighbours, made)
-        self._axis("ring", circles, made)
-        self._axis("ring_back", circles, {})
+        self.ulysses = self.axis("ulysses", [ranks[i : i + ulysses] for ranks in shared for i in range(0, len(ranks), ulysses)])
+        self.ring = self.axis("ring", circles)
+        self.ring_back = self.axis("ring_back", circles, own=True)
 
-    def _axis(self, name: str, groups: list[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:
-        """Set the axis `name`, one of `groups`; groups of the same ranks are shared through `made`."""
+    def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
+        """This rank's axis among `groups`, which are a partition of all ranks; every rank must call it with the same.
+
+        Axes of the same ranks share a process group, unless one is to have its `own`.
+        """
+        made = {} if own else self._made
         for ranks in groups:
             if len(ranks) > 1 and ranks not in made:
                 # Every rank makes every group, members or not, in this order: torch requires it.
                 made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
                 if self.rank in ranks:
                     self._groups.append(made[ranks])
-            if self.rank in ranks:
-                setattr(self, name, Axis(name, len(ranks), ranks.index(self.rank), ranks, made.get(ranks)))
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        return Axis(name, len(mine), mine.index(self.rank), mine, made.get(mine))
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The axis's process group for libraries that want one even for one rank."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.parallel import balance
-from megarl.parallel.layout import AXES, Layout, resolve
+from megarl.parallel.layout import Layout, resolve
 
 DEGREES = st.integers(1, 4)
 
@@ -22,12 +22,12 @@ def test_groups_are_the_slices_of_the_grid(data: int, sequence: int, tensor: int
     for rank in range(layout.size):
         assert layout.rank(**layout.coordinates(rank)) == rank
     for count in (1, 2, 3):
-        for axes in itertools.combinations(AXES, count):
+        for axes in itertools.combinations(Layout.AXES, count):
             found = layout.groups(*axes)
             assert sorted(rank for ranks in found for rank in ranks) == list(range(layout.size))
             for ranks in found:
                 place = layout.coordinates(ranks[0])
-                index = tuple(slice(None) if name in axes else place[name] for name in AXES)
+                index = tuple(slice(None) if name in axes else place[name] for name in Layout.AXES)
                 assert list(ranks) == grid[index].flatten().tolist()
 
 
