@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.parallel.layout import Layout, resolve
-from megarl.parallel.mesh import rank
+from megarl.parallel.mesh import local_device, rank
 from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
 from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
@@ -118,6 +119,8 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
     """The layout's axes fit the model's heads, widths and words."""
     refuse_tensor(hf, training.layout.tensor)
+    if training.logprobs == "liger":
+        refuse_liger(training.layout.tensor)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = {
@@ -131,6 +134,17 @@ def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> No
             f"training.sequence.ulysses is {ulysses}, but each rank has {here} of the model's {name} "
             f"(training.layout.tensor is {training.layout.tensor}); set training.sequence.ulysses to a divisor of {here}",
         )
+
+
+def refuse_liger(tensor: int) -> None:
+    """Liger's log-probs need a GPU, the package, and all words on one rank."""
+    missing = {
+        "a GPU": local_device().type == "cuda",
+        "training.layout.tensor 1": tensor == 1,
+        "the package liger-kernel": importlib.util.find_spec("liger_kernel") is not None,
+    }
+    lacking = [name for name, there in missing.items() if not there]
+    require(not lacking, f"training.logprobs is 'liger', which needs {' and '.join(lacking)}; set it to 'chunked'")
 
 
 def check_folder(folder: str, *, resume: bool) -> None:

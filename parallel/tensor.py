@@ -58,14 +58,14 @@ class Shard:
         return tuple(self.whole if dim == self.dim else length for dim, length in enumerate(part))
 
 
-def parameter(part: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     """`part` as a parameter of a tensor-parallel layer; the mark makes DeepSpeed count it on every rank in gradient norms."""
     made = nn.Parameter(part, requires_grad=like.requires_grad)
     made.tensor_model_parallel = True  # type: ignore[attr-defined]
     return made
 
 
-def sum_gradient_over(parameter: nn.Parameter, axis: Axis) -> None:
+def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
     """Have the gradient of a parameter that all ranks hold whole, but use in part, summed over the axis."""
     parameter.register_hook(lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis))
 
@@ -106,7 +106,7 @@ class SharedColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, count: int, entry: Entry, multiply: Multiply
+        self, weight: torch.Tensor, bias: torch.Tensor | None, first: int, count: int, entry: Entry, multiply: Multiply
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias

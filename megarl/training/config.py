@@ -116,6 +116,8 @@ class TrainingConfig:
     """Optimizer steps per step's batch; more than 1 makes the later ones off-policy."""
     micro_batch_tokens: int = 8192
     """Token budget of one packed row per rank; a longer sample gets a row of its own. Sequence ranks share a row, and add up."""
+    logprobs: Literal["chunked", "liger"] = "chunked"
+    """What computes log-probs and entropies: our own kernels, or Liger's on one tensor rank of a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward."""
     offload_optimizer: bool = False

@@ -24,7 +24,7 @@ from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
-from megarl.training.config import ModelConfig, SequenceConfig
+from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
@@ -65,11 +65,12 @@ class LogProbHead(nn.Linear):
 
     shard: VocabularyShard | None = None
     """Which words `weight` is of, where a tensor axis shares them."""
+    backend = "chunked"
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_logprobs(hidden, self.weight, targets, temperature, self.shard)
+        return linear_logprobs(hidden, self.weight, targets, temperature, self.shard, self.backend)
 
 
 class Linear(nn.Linear):
@@ -93,7 +94,7 @@ def use_linear(model: nn.Module) -> None:
 class PolicyModel(nn.Module):
     """Log-probs of a packed row on a mesh; owns the Hugging Face model, cut over the tensor axis, as `.model`."""
 
-    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, sequence: SequenceConfig | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, training: TrainingConfig) -> None:
         super().__init__()
         old = model.get_output_embeddings()
         if not isinstance(old, nn.Linear) or old.bias is not None:
@@ -101,12 +102,13 @@ class PolicyModel(nn.Module):
                 f"model {model.name_or_path} has an output head other than a linear layer without bias; choose another model"
             )
         self.model, self.mesh = model, mesh
-        self.sequence = sequence or SequenceConfig()
+        self.sequence = training.sequence
         self.shards = shard_model(model, mesh.tensor)
         """Parameters of `model` of which this rank holds a part."""
         self._inner, self._outer = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight
+        head.backend = training.logprobs
         words, axis = head_shard(self.shards), mesh.tensor
         if words is not None:
             head.shard = VocabularyShard(

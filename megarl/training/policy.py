@@ -46,11 +46,11 @@ class Policy:
     ) -> None:
         self.algorithm, self.mesh, self.device, self.temperature = algorithm, mesh, device, temperature
         dtype = DTYPES[training.precision]
-        network = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training.sequence)
+        network = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
         self.engine = TrainEngine(network, training, mesh, device, total_steps=total_steps * training.mini_batches)
         self.reference: PolicyModel | None = None
         if algorithm.kl.coefficient > 0:
-            frozen = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training.sequence)
+            frozen = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
             self.reference = frozen.to(device).eval().requires_grad_(False)
         self.step = 0
 

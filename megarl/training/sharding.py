@@ -38,15 +38,12 @@ class _Work:
     """What one call of `shard_model` is about."""
 
     axis: Axis
-    kv_heads: int
     shards: dict[str, Shard]
     entries: dict[int, Entry]
     """By module that owns column-parallel layers: those of one module share their input."""
 
-    def cut(self, name: str, whole: nn.Parameter | None, dim: int) -> nn.Parameter | None:
+    def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter, noted under its name."""
-        if whole is None:
-            return None
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
 
@@ -62,16 +59,13 @@ def _column(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.M
         # Fewer key-value heads than ranks: neighbours share one, and each keeps the whole small weight.
         head = work.axis.rank * heads // work.axis.size
         return SharedColumnLinear(layer.weight, layer.bias, head * width, width, work.entry(parent), linear)
-    weight, bias = work.cut(f"{name}.weight", layer.weight, 0), work.cut(f"{name}.bias", layer.bias, 0)
-    assert weight is not None
-    return ColumnParallelLinear(weight, bias, work.entry(parent), linear)
+    bias = work.cut(f"{name}.bias", layer.bias, 0) if layer.bias is not None else None
+    return ColumnParallelLinear(work.cut(f"{name}.weight", layer.weight, 0), bias, work.entry(parent), linear)
 
 
 def _row(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
     assert isinstance(layer, nn.Linear)
-    weight = work.cut(f"{name}.weight", layer.weight, 1)
-    assert weight is not None
-    return RowParallelLinear(weight, layer.bias, work.axis, linear)
+    return RowParallelLinear(work.cut(f"{name}.weight", layer.weight, 1), layer.bias, work.axis, linear)
 
 
 def _shared(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
@@ -101,8 +95,7 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     if axis.size == 1:
         return {}
     refuse_tensor(model.config, axis.size)
-    plan, heads = model.tp_plan, model.config.get_text_config().num_key_value_heads
-    work = _Work(axis, heads, {}, {})
+    plan, work = model.tp_plan, _Work(axis, {}, {})
     for owner, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
@@ -121,12 +114,9 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     tied = head.weight is embedding.weight
     name = f"{names[id(embedding)]}.weight"
     words = work.cut(name, embedding.weight, 0)
-    assert words is not None
     first = work.shards[name].edges[work.axis.rank]
     model.set_input_embeddings(VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis))
-    mine = words if tied else work.cut(f"{names[id(head)]}.weight", head.weight, 0)
-    assert mine is not None
-    head.weight = mine
+    head.weight = words if tied else work.cut(f"{names[id(head)]}.weight", head.weight, 0)
 
 
 def head_shard(shards: dict[str, Shard]) -> Shard | None:

@@ -164,8 +164,9 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     device = mesh_module.initialise(timeout_s=30)
     with ProcessMesh(Layout(data=2), timeout_s=30) as mesh:
         config = ModelConfig(path=model)
-        network = PolicyModel(load_model(config, dtype=torch.float32, seed=0))
-        engine = TrainEngine(network, TrainingConfig(zero_stage=1), mesh, device, total_steps=1)
+        training = TrainingConfig(zero_stage=1)
+        network = PolicyModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
+        engine = TrainEngine(network, training, mesh, device, total_steps=1)
         tokenizer = load_tokenizer(model)
         made = checkpoint.Checkpoints(Path(folder), keep=2, engine=engine, tokenizer=tokenizer, mesh=mesh, seed=0, data="d")
         made.save(step=1, next_ordinal=4)

@@ -116,6 +116,7 @@ CASES = {
         environment=RANKS,
         prepare=config_change(model_type="opt", architectures=["OPTForCausalLM"]),
     ),
+    "Liger without a GPU": Case(["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}),
     "attention sinks": Case(["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")),
     "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
     "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),

@@ -1,0 +1,118 @@
+"""The examples of docs/extending.md, taken from the page and held to what the page says of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.kernels.block_reference import reference_attention
+from megarl.kernels.blocks import Places
+from megarl.kernels.logprobs import BACKENDS, linear_logprobs
+from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
+from megarl.parallel.sequence import cut
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from ranks import run_ranks
+from simulated import simulate
+
+
+def example(name: str) -> dict[str, Any]:
+    """What the page's code block `name` defines."""
+    found = re.search(rf"```python {name}\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
+    assert found, name
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(found[1], f"docs/extending.md:{name}", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """As they were, after an example has added to them."""
+    kept = [(registry, dict(registry)) for registry in (TRANSPORTS, BACKENDS)]
+    yield
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("how", ["zigzag", "contiguous", "zigzag_document"])
+def test_the_transport_gives_float64_attention(how: str) -> None:
+    example("transport")
+    starts, size, scale = torch.tensor([0, 9, 10, 31, 40]), 4, 0.3
+    indices = cut(starts, size, how)
+    torch.manual_seed(0)
+    q, k, v, upstream = (torch.randn(40, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    wholes = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = reference_attention(*wholes, Places.of(torch.arange(40), starts), scale)
+    expected.backward(upstream)
+
+    def one_rank(exchange: Any) -> list[torch.Tensor]:
+        inner, outer = exchange.split(1)
+        plan = AttentionPlan.of(indices, starts, torch.device("cpu"))
+        mine = [x[indices[exchange.rank]].clone().requires_grad_() for x in (q, k, v)]
+        out = sequence_attention(*mine, plan, inner, outer, scale, "direct")
+        out.backward(upstream[indices[exchange.rank]])
+        return [out.detach(), *(x.grad for x in mine)]
+
+    for rank, found in enumerate(simulate(size, one_rank)):
+        for mine, whole in zip(found, [expected, *(x.grad for x in wholes)], strict=True):
+            assert torch.allclose(mine, whole[indices[rank]], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_backend_agrees_with_ours() -> None:
+    example("backend")
+    torch.manual_seed(0)
+    targets, weights = torch.randint(0, 50, (20,)), torch.randn(2, 20)
+    found = {}
+    for name in ("chunked", "whole"):
+        torch.manual_seed(1)
+        hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+        logp, entropy = linear_logprobs(hidden, weight, targets, 0.7, backend=name)
+        (weights[0] * logp + weights[1] * entropy).sum().backward()
+        found[name] = [logp, entropy, hidden.grad, weight.grad]
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_axis_is_one_of_a_grid() -> None:
+    names = example("axis")
+    layout = names["ExpertLayout"](data=2, expert=2, tensor=2)
+    grid = torch.arange(8).view(2, 2, 1, 2)
+    assert layout.size == 8 and str(layout) == "data 2 x expert 2 x sequence 1 x tensor 2"
+    for place in itertools.product(range(2), range(2), range(1), range(2)):
+        rank = int(grid[place])
+        assert layout.coordinates(rank) == dict(zip(layout.AXES, place, strict=True))
+        assert layout.rank(**layout.coordinates(rank)) == rank
+    assert layout.groups("expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+def on_ranks() -> list[tuple[str, int, float]]:
+    """Sums over the axes of an expert mesh; runs on two ranks."""
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.collectives import all_reduce
+
+    names = example("axis")
+    mesh_module.initialise(timeout_s=30)
+    with names["ExpertMesh"](names["ExpertLayout"](expert=2), timeout_s=30) as mesh:
+        mine, axes = torch.tensor([float(mesh.rank + 1)]), {name: getattr(mesh, name) for name in mesh.USES}
+        found = [(name, axis.size, all_reduce(mine.clone(), axis).item()) for name, axis in axes.items()]
+    mesh_module.finalise()
+    return found
+
+
+def test_the_axis_communicates() -> None:
+    for rank, found in enumerate(run_ranks(2, __file__, "on_ranks")):
+        sizes = {name: (size, total) for name, size, total in found}
+        assert sizes["expert"] == sizes["gradient"] == sizes["world"] == (2, 3.0)
+        assert sizes["data"] == sizes["tensor"] == sizes["sequence"] == (1, rank + 1.0)
