@@ -129,7 +129,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             mesh = stack.enter_context(ProcessMesh(Layout(*row), timeout_s=task["deadline"]))
             whole = load_model(ModelConfig(path=task["model"], from_scratch=True), dtype=DTYPES[task["dtype"]], seed=SEED)
-            network = PolicyModel(whole, mesh, training.sequence)
+            network = PolicyModel(whole, mesh, training)
             engine = TrainEngine(network, training, mesh, self.device, total_steps=steps + 3)
             stack.callback(engine.destroy)
 
@@ -147,7 +147,6 @@ class Bench:
             self._give_back(at_once=False)
             for _ in range(1 + steps):
                 step()
-        del engine, network, whole
         return {
             "losses": losses,
             "seconds": seconds[3:],

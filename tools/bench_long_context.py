@@ -121,14 +121,14 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     import torch
 
     from megarl.parallel.collectives import all_reduce
-    from megarl.training.config import ModelConfig, SequenceConfig
+    from megarl.training.config import ModelConfig, SequenceConfig, TrainingConfig
     from megarl.training.model import PolicyModel, load_model
     from megarl.training.packing import pack_shared
     from megarl.types import Sample
 
     network = load_model(ModelConfig(path=task["model"], from_scratch=True), dtype=torch.float32, seed=0)
     settings = SequenceConfig(transport=transport, ulysses=mesh.ulysses.size, cut=task["cut"])  # type: ignore[arg-type]
-    policy = PolicyModel(network, mesh, settings)
+    policy = PolicyModel(network, mesh, TrainingConfig(sequence=settings))
     network.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
 
