@@ -98,7 +98,25 @@ def _triton() -> Block:
     return TritonBlock()
 
 
-BLOCKS: dict[str, Callable[[], Block]] = {"reference": _float, "cpu": _cpu, "triton": _triton}
+def _flash() -> Block:
+    from megarl.kernels.block_cuda import FlashBlock
+
+    return FlashBlock()
+
+
+def _cudnn() -> Block:
+    from megarl.kernels.block_cuda import CudnnBlock
+
+    return CudnnBlock()
+
+
+BLOCKS: dict[str, Callable[[], Block]] = {
+    "reference": _float,
+    "cpu": _cpu,
+    "triton": _triton,
+    "flash": _flash,
+    "cudnn": _cudnn,
+}
 
 
 def default_block(device: torch.device) -> str:

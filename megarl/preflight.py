@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.kernels.block_cuda import WIDEST
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import local_device, rank
 from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
@@ -121,6 +122,8 @@ def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> No
     refuse_tensor(hf, training.layout.tensor)
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
+    if training.sequence.block != "auto":
+        refuse_block(training, hf)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = {
@@ -145,6 +148,23 @@ def refuse_liger(tensor: int) -> None:
     }
     lacking = [name for name, there in missing.items() if not there]
     require(not lacking, f"training.logprobs is 'liger', which needs {' and '.join(lacking)}; set it to 'chunked'")
+
+
+def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
+    """A block of attention that is asked for can run on this rank's device with this model, and is used."""
+    block, on_gpu, text = training.sequence.block, local_device().type == "cuda", hf.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    widest = WIDEST.get(block)
+    missing = {
+        "training.layout.sequence over 1": training.layout.sequence > 1,
+        "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
+        "ranks without GPUs": not on_gpu or block != "cpu",
+        "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,
+        "training.precision 'bfloat16'": widest is None or training.precision == "bfloat16",
+        f"heads of 8, 16, ... {widest} (here {width})": widest is None or (width % 8 == 0 and width <= widest),
+    }
+    lacking = [name for name, there in missing.items() if not there]
+    require(not lacking, f"training.sequence.block is {block!r}, which needs {' and '.join(lacking)}; set the block to 'auto'")
 
 
 def check_folder(folder: str, *, resume: bool) -> None:

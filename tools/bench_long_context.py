@@ -39,7 +39,7 @@ from typing import Any
 from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, numbers, rank_task, spread
 
 SCHEDULES = {"ring": ("ring", False), "all_gather": ("all_gather", False), "ulysses": ("ring", True)}
-"""Transport, and whether all ranks are one Ulysses group."""
+"""Transport, and whether all ranks are one Ulysses group: each then sees the whole row, which is cut contiguously."""
 CUTS = ("zigzag", "contiguous", "zigzag_document", "striped")
 AGREES = 1e-4
 WARM_UP_TOKENS = 256
@@ -179,11 +179,12 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         transport, is_ulysses = SCHEDULES[name]
         layout = Layout(sequence=task["size"])
         ulysses = task["size"] if is_ulysses else 1
+        settings = task | {"cut": "contiguous"} if is_ulysses else task
         with ProcessMesh(layout, ulysses=ulysses, timeout_s=task["deadline"]) as mesh:
             for what in task["what"]:
-                WHAT[what](task, mesh, transport, min(WARM_UP_TOKENS, *task["tokens"]))  # loads libraries, opens connections
+                WHAT[what](settings, mesh, transport, min(WARM_UP_TOKENS, *task["tokens"]))  # loads libraries, opens connections
                 for tokens in task["tokens"]:
-                    found[f"{what} {name} {tokens}"] = WHAT[what](task, mesh, transport, tokens)
+                    found[f"{what} {name} {tokens}"] = WHAT[what](settings, mesh, transport, tokens)
     finalise()
     return found
 

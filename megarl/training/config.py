@@ -48,6 +48,8 @@ class SequenceConfig:
     """So many neighbours trade tokens for heads before that (DeepSpeed-Ulysses); equal to layout.sequence: nothing else."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which rank holds which tokens; auto takes the one with the most even work, row by row."""
+    block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
+    """What computes attention between two ranks' tokens: auto is triton on GPUs and cpu elsewhere; flash and cudnn are torch's."""
 
     def __post_init__(self) -> None:
         require_range("training.sequence.ulysses", self.ulysses, 1)

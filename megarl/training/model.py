@@ -136,7 +136,8 @@ class PolicyModel(nn.Module):
         """Attention for this micro-batch: over the whole row here, or together with the other sequence ranks."""
         if not batch.indices:
             return partial(packed_attention, documents=Documents.of(batch.starts))
-        plan = AttentionPlan.of(batch.indices, batch.starts, batch.token_ids.device, ulysses=self._inner.size)
+        block = None if self.sequence.block == "auto" else self.sequence.block
+        plan = AttentionPlan.of(batch.indices, batch.starts, batch.token_ids.device, ulysses=self._inner.size, block=block)
         return partial(sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=self.sequence.transport)
 
 

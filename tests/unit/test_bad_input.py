@@ -117,6 +117,16 @@ CASES = {
         prepare=config_change(model_type="opt", architectures=["OPTForCausalLM"]),
     ),
     "Liger without a GPU": Case(["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}),
+    "attention block without its GPU": Case(
+        ["training.sequence.block is 'flash'", "needs a GPU and training.precision 'bfloat16'", "set the block to 'auto'"],
+        {"training.layout.sequence": 2, "training.sequence.block": "flash"},
+        environment=RANKS,
+    ),
+    "attention block for nobody": Case(
+        ["training.sequence.block is 'reference'", "needs training.layout.sequence over 1"],
+        {"training.sequence.block": "reference"},
+    ),
+    "attention block unknown": Case(["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}),
     "attention sinks": Case(["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")),
     "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
     "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),

@@ -1,0 +1,188 @@
+"""The benchmarks run, at tiny sizes, and what they say has the relations that it must have. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def command(tool: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *arguments]
+
+
+def run(tool: str, *arguments: str) -> Any:
+    """The JSON object that a tool prints, alone on standard output."""
+    done = subprocess.run(command(tool, "--json", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def refused(tool: str, *arguments: str) -> str:
+    """What a tool says when it refuses its arguments."""
+    done = subprocess.run(command(tool, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+LAYERS, HIDDEN, TOKENS, WORDS = 2, 64, 256, 32
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[tuple[str, int], Any]:
+    sizes = ["--layers", str(LAYERS), "--hidden", str(HIDDEN), "--vocabulary", str(WORDS), "--tokens", str(TOKENS)]
+    found = run("bench_layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes)
+    assert found["skipped"] == {} and found["task"]["tokens"] == TOKENS
+    return {(row["layout"], row["zero"]): row for row in found["rows"]}
+
+
+def test_layouts_are_all_there_and_agree(layouts: dict[tuple[str, int], Any]) -> None:
+    assert list(layouts) == [(layout, stage) for stage in (0, 3) for layout in ("2x1x1", "1x2x1", "1x1x2")]
+    for row in layouts.values():
+        assert len(row["losses"]) == 5 and row["losses"][-1] < row["losses"][0]
+        assert row["loss_difference"] < 1e-5
+        assert len(row["tokens_per_s"]["all"]) == 2 and row["tokens_per_s"]["min"] > 0
+        assert row["peak_bytes"] is None or row["peak_bytes"] > 4 * WORDS * HIDDEN
+        assert math.isclose(sum(row["sent_bytes"].values()), row["sent_total_bytes"])
+
+
+def parameters() -> int:
+    """Of the model that bench_layouts makes: 4 heads and 2 key heads, biases of queries, keys and values, untied words."""
+    wide, key = 8 * HIDDEN // 3 // 16 * 16, HIDDEN // 2
+    attention = 2 * HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * key + key)
+    return 2 * WORDS * HIDDEN + LAYERS * (attention + 3 * HIDDEN * wide + 2 * HIDDEN) + HIDDEN
+
+
+def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) -> None:
+    weights, slack = 4 * parameters(), 2048  # bytes; losses, norms and flags are small
+    data, sequence, tensor = (layouts[layout, 0]["sent_bytes"] for layout in ("2x1x1", "1x2x1", "1x1x2"))
+    # Data ranks sum gradients, and send nothing else: over 2 ranks a ring's all-reduce is the tensor once.
+    assert 0 <= data["all_reduce"] - weights < slack
+    assert data["send"] == data["all_to_all"] == 0 and data["all_gather"] + data["reduce_scatter"] < slack
+    # Sequence ranks have the same weights, so sum the same gradients; and keys go round: forward, backward, gradients.
+    assert abs(sequence["all_reduce"] - data["all_reduce"]) < slack
+    keys = 4 * (TOKENS // 2) * 2 * (HIDDEN // 2)
+    assert keys * LAYERS * 3 * 0.5 <= sequence["send"] <= keys * LAYERS * 4 * 1.5
+    # Tensor ranks hold half of the gradients each and sum activations: two a layer each way, and the embedding's.
+    activations = 4 * TOKENS * HIDDEN
+    assert tensor["send"] == 0 and tensor["all_reduce"] >= activations * (4 * LAYERS + 1)
+    # ZeRO 3 gathers weights forward and backward, and scatters gradients.
+    sharded = layouts["2x1x1", 3]["sent_bytes"]
+    assert sharded["all_gather"] >= weights / 2 - slack and abs(sharded["reduce_scatter"] - weights / 2) < slack
+    assert sharded["send"] == 0 and sharded["all_reduce"] < slack
+    # What is alike under both stages: the ring's messages.
+    assert layouts["1x2x1", 3]["sent_bytes"]["send"] == sequence["send"]
+
+
+def test_layouts_says_what_it_cannot_do() -> None:
+    assert "not a layout of --ranks 2" in refused("bench_layouts", "--ranks", "2", "--layouts", "1x1x4")
+    assert "--zero" in refused("bench_layouts", "--dtype", "bfloat16")
+    said = refused("bench_layouts", "--ranks", "2", "--layouts", "1x1x2", "--heads", "3", "--kv-heads", "1", "--hidden", "48")
+    assert "training.layout.tensor is 2" in said and "num_attention_heads = 3" in said
+
+
+def test_ranks_end_with_the_tool() -> None:
+    """Killed without a chance to clean up, it leaves no process."""
+    with subprocess.Popen(
+        command("bench_long_context", "--tokens", "262144", "--sizes", "2"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as tool:
+        try:
+            ranks = waited(lambda: children(tool.pid), lambda found: len(found) == 2)
+            # They ask Linux to be ended with it as soon as they have begun.
+            waited(lambda: [threads(rank) for rank in ranks], lambda found: min(found) > 1)
+        finally:
+            tool.send_signal(signal.SIGKILL)
+    waited(lambda: [rank for rank in ranks if alive(rank)], lambda left: not left)
+
+
+def waited(look: Any, wanted: Any) -> Any:
+    """What `look` finds as soon as it is what is wanted."""
+    end = time.monotonic() + 60
+    while not wanted(found := look()):
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    return found
+
+
+def children(parent: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def threads(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/task"))
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_long_context() -> None:
+    heads, kv_heads, width, tokens = 4, 2, 16, 1024
+    sizes = ["--heads", str(heads), "--kv-heads", str(kv_heads), "--width", str(width)]
+    more = ["--sizes", "1,2", "--schedules", "ring,all_gather,ulysses", "--what", "both", "--vocabulary", "64"]
+    found = run("bench_long_context", "--tokens", str(tokens), *sizes, *more)
+    rows = {(row["what"], row["schedule"], row["size"]): row for row in found["rows"]}
+    schedules = [("one rank", 1), ("ring", 2), ("all_gather", 2), ("ulysses", 2)]
+    assert list(rows) == [(what, *schedule) for what in ("attention", "model") for schedule in schedules]
+    inputs = 4 * tokens * width * (2 * heads + 2 * kv_heads)
+    for what, schedule, size in rows:
+        row, alone = rows[what, schedule, size], rows[what, "one rank", 1]
+        assert row["total_bytes"] >= row["beyond_bytes"] > 0 and len(row["rank_beyond_bytes"]) == size
+        assert math.isclose(row["beyond_x_size"], size * row["beyond_bytes"] / alone["beyond_bytes"])
+        for mine, first in zip(row["digest"], alone["digest"], strict=True):
+            assert math.isclose(mine, first, rel_tol=1e-4)
+        if what == "attention":
+            # No less than the output and three gradients, which are as large as q, k, v and the gradient of the output.
+            assert row["total_bytes"] - row["beyond_bytes"] == inputs // size
+            assert row["beyond_bytes"] >= inputs // size
+    keys = rows["attention", "all_gather", 2]["beyond_bytes"] - rows["attention", "ring", 2]["beyond_bytes"]
+    assert keys > 0, "all_gather holds everybody's keys, the ring two blocks at a time"
+    assert "cannot share" in refused("bench_long_context", "--sizes", "3", "--schedules", "ulysses")
+
+
+def test_the_memory_measurement_finds_known_tensors() -> None:
+    import peak_memory
+    import torch
+
+    def body() -> torch.Tensor:
+        first = torch.zeros(2**20)
+        del first
+        return torch.zeros(2**19)
+
+    peak, kept = peak_memory.peak_of(body)
+    assert peak.allocated == 4 * 2**20 and kept.nbytes == 2 * 2**20
+
+
+def test_bench_logprobs() -> None:
+    found = run("bench_logprobs", "--tokens", "512", "--vocabulary", "8192", "--hidden", "32", "--rounds", "1")
+    eager, fused = found["systems"]["eager"], found["systems"]["fused"]
+    assert fused["peak_bytes"] < eager["peak_bytes"] and fused["memory_of_eager"] < 1
+    assert eager["peak_bytes"] > 2 * 4 * 512 * 8192
+    assert "choose of" in refused("bench_logprobs", "--systems", "nothing")
+
+
+def test_bench_attention() -> None:
+    found = run("bench_attention", "--tokens", "512", "--rounds", "1", "--heads", "2", "--kv-heads", "2", "--width", "16")
+    assert list(found["schedules"]) == ["one rank", "contiguous ring", "zigzag ring", "all-gather, zigzag", "Ulysses"]
+    assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
+    assert "does not divide" in refused("bench_attention", "--heads", "3", "--kv-heads", "2")
