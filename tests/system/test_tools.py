@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -70,10 +71,10 @@ def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) 
     # Data ranks sum gradients, and send nothing else: over 2 ranks a ring's all-reduce is the tensor once.
     assert 0 <= data["all_reduce"] - weights < slack
     assert data["send"] == data["all_to_all"] == 0 and data["all_gather"] + data["reduce_scatter"] < slack
-    # Sequence ranks have the same weights, so sum the same gradients; and keys go round: forward, backward, gradients.
+    # Sequence ranks have the same weights, so sum the same gradients; keys go round twice, their gradients once, or home as well.
     assert abs(sequence["all_reduce"] - data["all_reduce"]) < slack
     keys = 4 * (TOKENS // 2) * 2 * (HIDDEN // 2)
-    assert keys * LAYERS * 3 * 0.5 <= sequence["send"] <= keys * LAYERS * 4 * 1.5
+    assert sequence["send"] / (keys * LAYERS) in (3, 4)
     # Tensor ranks hold half of the gradients each and sum activations: two a layer each way, and the embedding's.
     activations = 4 * TOKENS * HIDDEN
     assert tensor["send"] == 0 and tensor["all_reduce"] >= activations * (4 * LAYERS + 1)
@@ -161,8 +162,9 @@ def test_long_context() -> None:
 
 
 def test_the_memory_measurement_finds_known_tensors() -> None:
-    import peak_memory
     import torch
+
+    peak_memory = importlib.import_module("peak_memory")
 
     def body() -> torch.Tensor:
         first = torch.zeros(2**20)
