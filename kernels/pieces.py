@@ -282,8 +282,8 @@ class PieceBlock:
         if work.key_order is not None:
             k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
         for piece in work.pieces:
-            inputs = (_heads(x, rows) for x, rows in ((q, piece.queries), (k, piece.keys), (v, piece.keys)))
-            more, more_lse = self.operator.forward(*inputs, piece.causal, piece.mask, scale)
+            piece_q, piece_k, piece_v = _heads(q, piece.queries), _heads(k, piece.keys), _heads(v, piece.keys)
+            more, more_lse = self.operator.forward(piece_q, piece_k, piece_v, piece.causal, piece.mask, scale)
             more = more.to(out.dtype)
             if isinstance(piece.queries, slice):
                 _merge(out[piece.queries], lse[:, piece.queries], more[0].transpose(0, 1), more_lse[0])
@@ -332,14 +332,14 @@ class PieceBlock:
                 if piece.real is not None:  # a repeated query must not count twice
                     real = torch.zeros(rows.numel(), dtype=q.dtype, device=q.device).index_fill_(0, piece.real, 1.0)
                     upstream = upstream * real.view(rows.shape)[:, None, :, None]
-            inputs = (_heads(x, rows) for x, rows in ((q, piece.queries), (k, piece.keys), (v, piece.keys)))
+            piece_q, piece_k, piece_v = _heads(q, piece.queries), _heads(k, piece.keys), _heads(v, piece.keys)
+            piece_out = _heads(out, piece.queries)
             gradients = self.operator.backward(
-                upstream, *inputs, _heads(out, piece.queries), piece_lse, piece.causal, piece.mask, scale
+                upstream, piece_q, piece_k, piece_v, piece_out, piece_lse, piece.causal, piece.mask, scale
             )
-            for total, place, grad in zip(
-                (grad_q, grad_k, grad_v), (piece.queries, piece.keys, piece.keys), gradients, strict=True
-            ):
-                _add(total, place, grad)
+            _add(grad_q, piece.queries, gradients[0])
+            _add(grad_k, piece.keys, gradients[1])
+            _add(grad_v, piece.keys, gradients[2])
         if work.query_order is not None:
             whole_q.index_add_(0, work.query_order, grad_q)
         if work.key_order is not None:

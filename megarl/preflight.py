@@ -23,6 +23,7 @@ from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
 from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
 from megarl.schema import as_plain, require
+from megarl.training.autotp import refuse_autotp
 from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.model import empty_model, load_model_config, refuse_unsupported
@@ -119,7 +120,8 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 
 def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
     """The layout's axes fit the model's heads, widths and words."""
-    refuse_tensor(hf, training.layout.tensor)
+    refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
+    refuse(hf, training.layout.tensor)
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
     if training.sequence.block != "auto":

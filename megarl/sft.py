@@ -46,9 +46,7 @@ def run(config: SftConfig, checked: Checked) -> None:
         mesh = stack.enter_context(
             ProcessMesh(checked.layout, ulysses=training.sequence.ulysses, timeout_s=training.collective_timeout_s)
         )
-        network = PolicyModel(
-            load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed), mesh, training.sequence
-        )
+        network = PolicyModel(load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed), mesh, training)
         engine = TrainEngine(network, training, mesh, device, total_steps=config.steps)
         stack.callback(engine.destroy)
         checkpoints = Checkpoints(

@@ -30,6 +30,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import random
 import sys
 import tempfile
@@ -177,6 +178,9 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.training.sharding import refuse_tensor
 
     torch.set_num_threads(1)
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    if 0 < num_gpus < num_ranks:
+        raise ValueError(f"--ranks is {num_ranks}, but there are {num_gpus} GPUs; set it to {num_gpus}, or hide them")
     device = initialise(timeout_s=task["deadline"])
     bench, found = Bench(task, device), {}
     if device.type == "cpu":
@@ -192,9 +196,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
             skipped["x".join(map(str, row))] = str(error)
         else:
             possible.append(tuple(row))
-    for row in possible:  # libraries, and what DeepSpeed keeps of the first model
+    for row in possible[:1]:  # loads libraries, and what DeepSpeed keeps of its first model
         bench.measure(row, task["zero"][0], 0)
-        break
     for stage in task["zero"]:
         for row in possible:
             found[f"{'x'.join(map(str, row))} {stage}"] = bench.measure(row, stage, task["steps"])
@@ -383,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     try:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {"machine": machine(), "task": settings, **compare(args)}
+        result = {"task": settings, **compare(args), "machine": machine()}
     except (RuntimeError, ValueError) as error:
         print(f"bench_layouts: {error}", file=sys.stderr)
         return 1

@@ -100,16 +100,16 @@ def launch(
                     said = "\n".join(f"rank {rank}: {_tail(path)}" for rank, path in enumerate(outputs))
                     raise RuntimeError(f"{num_ranks} ranks were not done after {deadline_s:g} s; raise --deadline\n{said}")
                 time.sleep(0.05)
-            # The first to fail says why; what the others say is that it left.
+            # Who failed first says why; others say that it left.
             codes = [process.poll() for process in ranks]
         finally:
             for process in ranks:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                raise RuntimeError(f"rank {rank} of {num_ranks} ended with {code}: {_last_words(outputs[rank].read_text())}")
+        failed = {rank: outputs[rank].read_text(errors="replace") for rank, code in enumerate(codes) if code not in (None, 0)}
+        for rank in sorted(failed, key=lambda rank: "Connection closed by peer" in failed[rank]):
+            raise RuntimeError(f"rank {rank} of {num_ranks} ended with {codes[rank]}: {_last_words(failed[rank])}")
         return [json.loads((folder / f"answer-{rank}").read_text()) for rank in range(num_ranks)]
 
 

@@ -62,8 +62,9 @@ def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
-    """The layout, ZeRO stage and precision that must be the same to resume."""
-    return f"{layout}, ZeRO {training.zero_stage}, {training.precision}"
+    """The layout, its tensor backend, ZeRO stage and precision that must be the same to resume."""
+    backend = " by autotp" if layout.tensor > 1 and training.tensor_backend == "autotp" else ""
+    return f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}"
 
 
 def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Path | None:

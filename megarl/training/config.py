@@ -49,7 +49,7 @@ class SequenceConfig:
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which rank holds which tokens; auto takes the one with the most even work, row by row."""
     block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
-    """What computes attention between two ranks' tokens: auto is triton on GPUs and cpu elsewhere; flash and cudnn are torch's."""
+    """What computes attention between ranks' tokens: auto is triton on GPUs and cpu elsewhere; flash and cudnn are torch's."""
 
     def __post_init__(self) -> None:
         require_range("training.sequence.ulysses", self.ulysses, 1)
@@ -110,6 +110,8 @@ class TrainingConfig:
 
     layout: LayoutConfig = LayoutConfig()
     sequence: SequenceConfig = SequenceConfig()
+    tensor_backend: Literal["plan", "autotp"] = "plan"
+    """Whose layers cut the model over `layout.tensor`: ours, or DeepSpeed AutoTP's, which keep embedding and head whole."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO: 1 splits optimizer state, 2 gradients, 3 parameters over data x sequence."""
     precision: Literal["float32", "bfloat16"] = "float32"

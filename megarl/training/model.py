@@ -24,6 +24,7 @@ from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
+from megarl.training.autotp import shard_with_autotp
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
@@ -103,7 +104,8 @@ class PolicyModel(nn.Module):
             )
         self.model, self.mesh = model, mesh
         self.sequence = training.sequence
-        self.shards = shard_model(model, mesh.tensor)
+        by_autotp = training.tensor_backend == "autotp"
+        self.shards = shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
         """Parameters of `model` of which this rank holds a part."""
         self._inner, self._outer = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         head = LogProbHead(1, 1, bias=False, device="meta")

@@ -127,6 +127,11 @@ CASES = {
         {"training.sequence.block": "reference"},
     ),
     "attention block unknown": Case(["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}),
+    "AutoTP has too few key heads": Case(
+        ["num_key_value_heads is 1", "AutoTP", "training.tensor_backend to plan"],
+        {"training.layout.tensor": 2, "training.tensor_backend": "autotp"},
+        environment=RANKS,
+    ),
     "attention sinks": Case(["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")),
     "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
     "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),

@@ -199,7 +199,7 @@ def test_torch_accepts_the_calls(operator: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("how", ["zigzag", "permuted"])
 @pytest.mark.parametrize("block", NAMES)
 def test_everything_a_block_makes_is_on_its_device(block: str, how: str) -> None:
-    case = Case((1, 300, 7, 450, 1), 2, 1, how, (4, 2), 8, 0.35, 3)
+    case = Case((1, 300, 7, 450, 20, 22, 25, 60), 2, 1, how, (4, 2), 8, 0.35, 3)
     held = [Places.of(index, case.starts) for index in case.indices()]
     made: Any = BLOCKS[block]()
     for queries, keys in itertools.product(held, held):
