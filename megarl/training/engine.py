@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils.cpp_extension import get_default_build_root
 
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
@@ -79,6 +83,22 @@ def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, o
     return settings
 
 
+def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
+    """Remove the locks of DeepSpeed's own compilations that were killed half-way: everybody after them would wait for ever.
+
+    A compilation takes about half a minute; torch leaves its lock behind where the process ends without cleaning up.
+    """
+    place = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    dropped = []
+    for lock in place.glob("**/deepspeed_*/lock"):
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            if time.time() - lock.stat().st_mtime > older_than_s:
+                lock.unlink()
+                dropped.append(lock)
+                print(f"megarl: removed {lock}, left by a compilation that was killed", file=sys.stderr, flush=True)
+    return dropped
+
+
 class TrainEngine:
     """A policy model under DeepSpeed on this rank."""
 
@@ -93,6 +113,7 @@ class TrainEngine:
         on_gpu = device.type == "cuda" and not config.offload_optimizer
         optimizer = _adamw([p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu)
         self._engine: Any
+        drop_stale_locks()
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             self._engine, *_ = deepspeed.initialize(
                 model=model,

@@ -92,7 +92,7 @@ def wait_for_nobody() -> float:
     if mesh.rank == 1:
         time.sleep(8)
         return 0.0
-    with pytest.raises(RuntimeError, match="[Tt]imed out"):
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
         exchange.shift(torch.zeros(4), (4,)).wait()
     return time.monotonic() - begun
 

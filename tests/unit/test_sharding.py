@@ -107,3 +107,19 @@ def test_a_style_we_do_not_know_is_refused_by_name() -> None:
 def test_numbers_of_layers_become_stars() -> None:
     assert sharding.pattern("model.layers.12.self_attn.q_proj") == "model.layers.*.self_attn.q_proj"
     assert sharding.pattern("lm_head") == "lm_head"
+
+
+def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
+    """A lock without a process behind it goes once it is older than any compilation; a fresh one stays."""
+    import os
+    import time
+
+    from megarl.training.engine import drop_stale_locks
+
+    old, fresh = (tmp_path / "py311_cpu" / name / "lock" for name in ("deepspeed_shm_comm", "deepspeed_cpu_adam"))
+    for lock in (old, fresh):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(old, (time.time() - 600,) * 2)
+    assert drop_stale_locks(tmp_path) == [old]
+    assert fresh.exists() and not old.exists()
