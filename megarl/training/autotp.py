@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
+from megarl.training.compilation import drop_stale_locks
 from megarl.training.sharding import WORD_STYLES, refuse_tensor
 
 
@@ -33,6 +34,7 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
 
     refuse_autotp(model.config, axis.size)
     plan = {name: style for name, style in model.tp_plan.items() if style not in WORD_STYLES}
+    drop_stale_locks()
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
         set_autotp_mode(training=True)  # else its layers freeze their weights

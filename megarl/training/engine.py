@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch.utils.cpp_extension import get_default_build_root
 
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
+from megarl.training.compilation import drop_stale_locks
 from megarl.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from megarl.training.model import PolicyModel
 
@@ -81,22 +78,6 @@ def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, o
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
-
-
-def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
-    """Remove the locks of DeepSpeed's own compilations that were killed half-way: everybody after them would wait for ever.
-
-    A compilation takes about half a minute; torch leaves its lock behind where the process ends without cleaning up.
-    """
-    place = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    dropped = []
-    for lock in place.glob("**/deepspeed_*/lock"):
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            if time.time() - lock.stat().st_mtime > older_than_s:
-                lock.unlink()
-                dropped.append(lock)
-                print(f"megarl: removed {lock}, left by a compilation that was killed", file=sys.stderr, flush=True)
-    return dropped
 
 
 class TrainEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
     import os
     import time
 
-    from megarl.training.engine import drop_stale_locks
+    from megarl.training.compilation import drop_stale_locks
 
     old, fresh = (tmp_path / "py311_cpu" / name / "lock" for name in ("deepspeed_shm_comm", "deepspeed_cpu_adam"))
     for lock in (old, fresh):
