@@ -6,7 +6,7 @@ Two degrees make every schedule. Inside, `inner.size` ranks (Ulysses) swap token
 their tokens and some of the heads. Outside, keys and values go round by one of `TRANSPORTS`, and each arriving block is
 merged by its log-sum-exp:
 
-    ring             inner 1             ring
+    ring             inner 1             ring, or ring_lean
     all-gather       inner 1             all_gather
     Ulysses          inner everybody     (outer 1)
     Ulysses x ring   both
@@ -133,9 +133,10 @@ class _Backward(NamedTuple):
     lse: torch.Tensor
     grad_q: torch.Tensor
 
-    def add(self, call: _Call, kv: torch.Tensor, owner: int | None) -> torch.Tensor:
-        """Gradient of `owner`'s keys and values [Lk, 2, Hkv, D], as far as these queries go."""
-        grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
+    def add(self, call: _Call, kv: torch.Tensor, owner: int | None, grad: torch.Tensor | None = None) -> torch.Tensor:
+        """Gradient of `owner`'s keys and values [Lk, 2, Hkv, D], as far as these queries go, added to `grad` where given."""
+        if grad is None:
+            grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
         work = call.plan.work(call.outer.rank, owner)
         if work is not None:
             call.plan.block.backward(
@@ -157,44 +158,48 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Ring:
-    """Keys and values travel from rank to rank; the next block is on its way while this one is computed.
+    """Keys and values travel from rank to rank. In backward their gradients follow them, on a channel of their own, and go
+    home in one message from where the last rank saw them.
 
-    In backward their gradients follow them, on a channel of their own, and go home in one message from where the last
-    rank saw them.
+    With `overlap` the next block is on its way while this one is computed, at the price of room for both, and for gradients
+    that arrive and leave. Without, each message is waited for: the least memory, for links that are fast beside the blocks.
     """
 
+    overlap: bool
+
     @staticmethod
-    def _next(call: _Call, kv: torch.Tensor, step: int) -> Pending | None:
-        if step == call.plan.hops:
-            return None
+    def _next(call: _Call, kv: torch.Tensor, step: int) -> Pending:
         owner = (call.outer.rank - step - 1) % call.outer.size
         return call.outer.shift(kv, (call.plan.group_lengths[owner], *kv.shape[1:]), channel=KEYS_CHANNEL)
 
     def forward(self, call: _Call, kv: torch.Tensor, sums: _Forward) -> None:
         for step in range(call.plan.hops + 1):
-            coming = self._next(call, kv, step)
+            last = step == call.plan.hops
+            coming = self._next(call, kv, step) if self.overlap and not last else None
             sums.add(call, kv, (call.outer.rank - step) % call.outer.size)
-            if coming is not None:
-                kv = coming.wait()
+            if not last:
+                kv = (coming or self._next(call, kv, step)).wait()
 
     def backward(self, call: _Call, kv: torch.Tensor, sums: _Backward) -> torch.Tensor:
         outer, hops, lengths = call.outer, call.plan.hops, call.plan.group_lengths
         travelling: Pending | None = None
         for step in range(hops + 1):
-            coming = self._next(call, kv, step)
-            grad = sums.add(call, kv, (outer.rank - step) % outer.size)
-            if travelling is not None:
+            owner, last = (outer.rank - step) % outer.size, step == hops
+            coming = self._next(call, kv, step) if self.overlap and not last else None
+            # What the ranks before found of these keys: added to afterwards, or (without overlap) in place.
+            found = travelling.wait() if travelling is not None and not self.overlap else None
+            grad = sums.add(call, kv, owner, found)
+            if travelling is not None and self.overlap:
                 grad += travelling.wait()
-            if coming is None:
-                break
-            owner = (outer.rank - step - 1) % outer.size
-            travelling = outer.shift(grad, (lengths[owner], *grad.shape[1:]), channel=GRADIENTS_CHANNEL)
-            kv = coming.wait()
-        if hops == 0:
-            return grad
-        mine = (lengths[outer.rank], *grad.shape[1:])
-        return outer.shift(grad, mine, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
+            if last:
+                mine = (lengths[outer.rank], *grad.shape[1:])
+                return outer.shift(grad, mine, channel=GRADIENTS_CHANNEL, offset=-hops).wait() if hops else grad
+            travelling = outer.shift(grad, (lengths[(owner - 1) % outer.size], *grad.shape[1:]), channel=GRADIENTS_CHANNEL)
+            del grad, found
+            kv = (coming or self._next(call, kv, step)).wait()
+        raise AssertionError("the last step returns")
 
 
 class AllGather:
@@ -212,7 +217,11 @@ class AllGather:
         return call.outer.reduce_scatter(grad.split(call.plan.group_lengths))
 
 
-TRANSPORTS: dict[str, Transport] = {"ring": Ring(), "all_gather": AllGather()}
+TRANSPORTS: dict[str, Transport] = {
+    "ring": Ring(overlap=True),
+    "ring_lean": Ring(overlap=False),
+    "all_gather": AllGather(),
+}
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,14 +16,14 @@ class InFlight:
     """A message on its way; holds what is sent until it has arrived."""
 
     received: torch.Tensor
-    sent: torch.Tensor
+    sent: torch.Tensor | None
     works: list[dist.Work]
 
     def wait(self) -> torch.Tensor:
         """The tensor that arrived. Raises after the group's deadline."""
         for work in self.works:
             work.wait()
-        self.works = []
+        self.works, self.sent = [], None
         return self.received
 
 
@@ -34,8 +34,6 @@ class RingExchange:
         if any(axis.ranks != axes[0].ranks for axis in axes):
             raise ValueError(f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}")
         self.axes, self.rank, self.size = axes, axes[0].rank, axes[0].size
-        self.bytes_sent = 0
-        """By this rank to others, since the start."""
 
     def shift(self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1) -> InFlight:
         """Send `tensor` to the rank `offset` places on and expect one of `shape` (same dtype) from as far back.
@@ -51,7 +49,6 @@ class RingExchange:
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
         works = dist.batch_isend_irecv(asked) if asked else []
-        self._count(sent.numel() * sent.element_size())
         return InFlight(received, sent, list(works))
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -64,7 +61,6 @@ class RingExchange:
         found = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
         if longest:
             dist.all_gather_single(found, padded, group=self.axes[0].group)
-        self._count((self.size - 1) * padded.numel() * padded.element_size())
         return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -78,7 +74,6 @@ class RingExchange:
         found = mine.new_empty((longest, *mine.shape[1:]))
         if longest:
             dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
-        self._count((self.size - 1) * found.numel() * found.element_size())
         return found[: mine.shape[0]]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -89,8 +84,4 @@ class RingExchange:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         found = flat.new_empty(sum(sizes))
         dist.all_to_all_single(found, flat, sizes, [piece.numel() for piece in pieces], group=self.axes[0].group)
-        self._count((flat.numel() - pieces[self.rank].numel()) * flat.element_size())
         return [part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)]
-
-    def _count(self, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes

@@ -9,7 +9,6 @@ The modules hold parameters under the names that whole ones have. `multiply` is 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,33 +69,29 @@ def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
     parameter.register_hook(lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis))
 
 
-class Entry:
-    """Where an input that is the same on all ranks goes into column-parallel layers: one sum of gradients for all of them."""
+def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
+    """Have the gradient of what enters `module` (its first argument, or `hidden_states`) summed over the axis.
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self._seen: weakref.ref[torch.Tensor] | None = None
-        self._made: weakref.ref[torch.Tensor] | None = None
+    Once for all column-parallel layers in it, which see the same input: each makes a part of what comes of it.
+    """
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`; given the same tensor again, the very tensor it gave before."""
-        made = self._made() if self._made is not None else None
-        if made is None or self._seen is None or self._seen() is not x or made.requires_grad != x.requires_grad:
-            made = sum_gradient(x, self.axis)
-            self._seen, self._made = weakref.ref(x), weakref.ref(made)
-        return made
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (sum_gradient(args[0], axis), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": sum_gradient(kwargs["hidden_states"], axis)}
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [..., K] -> this rank's columns [..., N / t]."""
+    """x [..., K] -> this rank's columns [..., N / t]. The gradient of x is this rank's part (see `sum_gradient_on_entry`)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, entry: Entry, multiply: Multiply) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiply: Multiply) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
-        self.entry, self.multiply = entry, multiply
+        self.weight, self.bias, self.multiply = weight, bias, multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(self.entry(x), self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
 
 
 class SharedColumnLinear(nn.Module):
@@ -106,19 +101,18 @@ class SharedColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, first: int, count: int, entry: Entry, multiply: Multiply
+        self, weight: torch.Tensor, bias: torch.Tensor | None, first: int, count: int, axis: Axis, multiply: Multiply
     ) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.multiply = weight, bias, multiply
         self.first, self.count = first, count
-        self.entry, self.multiply = entry, multiply
         for whole in (weight, bias):
             if whole is not None:
-                sum_gradient_over(whole, entry.axis)
+                sum_gradient_over(whole, axis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = slice(self.first, self.first + self.count)
-        return self.multiply(self.entry(x), self.weight[rows], self.bias[rows] if self.bias is not None else None)
+        return self.multiply(x, self.weight[rows], self.bias[rows] if self.bias is not None else None)
 
 
 class RowParallelLinear(nn.Module):

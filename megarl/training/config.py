@@ -42,8 +42,9 @@ class LayoutConfig:
 class SequenceConfig:
     """How the ranks of `layout.sequence` share a packed row."""
 
-    transport: Literal["ring", "all_gather"] = "ring"
-    """How keys and values reach the other ranks: round a ring while attention is computed, or all of them at once."""
+    transport: Literal["ring", "ring_lean", "all_gather"] = "ring"
+    """How keys and values reach the other ranks: round a ring while attention is computed (lean: one block at a time, in
+    less memory), or all of them at once."""
     ulysses: int = 1
     """So many neighbours trade tokens for heads before that (DeepSpeed-Ulysses); equal to layout.sequence: nothing else."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"

@@ -9,8 +9,8 @@ style of the plan, add an entry to `STYLES`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import transformers
@@ -21,12 +21,12 @@ from megarl.kernels.linear import linear
 from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import (
     ColumnParallelLinear,
-    Entry,
     RowParallelLinear,
     Shard,
     SharedColumnLinear,
     VocabularyParallelEmbedding,
     parameter,
+    sum_gradient_on_entry,
     sum_gradient_over,
 )
 
@@ -39,16 +39,26 @@ class _Work:
 
     axis: Axis
     shards: dict[str, Shard]
-    entries: dict[int, Entry]
-    """By module that owns column-parallel layers: those of one module share their input."""
+    entered: set[int] = field(default_factory=set)
+    """Modules that own column-parallel layers and sum the gradient of their input."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter, noted under its name."""
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
 
-    def entry(self, parent: nn.Module) -> Entry:
-        return self.entries.setdefault(id(parent), Entry(self.axis))
+    def enter(self, parent: nn.Module, name: str, plan: Mapping[str, str]) -> None:
+        """The input of `parent` goes to column-parallel layers only; its gradient is summed over the axis, once."""
+        if id(parent) not in self.entered:
+            whole = [f"{name}.{child}" for child, layer in parent.named_children() if isinstance(layer, nn.Linear)]
+            lost = [layer for layer in whole if pattern(layer) not in plan]
+            if lost:
+                raise ValueError(
+                    f"the tp_plan cuts some layers of {name} but not {', '.join(lost)}, whose gradients would be wrong; "
+                    "set training.layout.tensor to 1"
+                )
+            self.entered.add(id(parent))
+            sum_gradient_on_entry(parent, self.axis)
 
 
 def _column(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
@@ -58,9 +68,9 @@ def _column(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.M
     if width and heads < work.axis.size:
         # Fewer key-value heads than ranks: neighbours share one, and each keeps the whole small weight.
         head = work.axis.rank * heads // work.axis.size
-        return SharedColumnLinear(layer.weight, layer.bias, head * width, width, work.entry(parent), linear)
+        return SharedColumnLinear(layer.weight, layer.bias, head * width, width, work.axis, linear)
     bias = work.cut(f"{name}.bias", layer.bias, 0) if layer.bias is not None else None
-    return ColumnParallelLinear(work.cut(f"{name}.weight", layer.weight, 0), bias, work.entry(parent), linear)
+    return ColumnParallelLinear(work.cut(f"{name}.weight", layer.weight, 0), bias, linear)
 
 
 def _row(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
@@ -95,12 +105,14 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     if axis.size == 1:
         return {}
     refuse_tensor(model.config, axis.size)
-    plan, work = model.tp_plan, _Work(axis, {}, {})
+    plan, work = model.tp_plan, _Work(axis, {})
     for owner, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
             style = plan.get(pattern(name))
             if style is not None and style not in WORD_STYLES:
+                if style == "colwise":
+                    work.enter(parent, owner, plan)
                 setattr(parent, child, STYLES[style](work, name, layer, parent))
     _cut_words(model, work)
     return work.shards

@@ -370,7 +370,7 @@ def test_heads_that_cannot_be_shared_are_refused(heads: tuple[int, int], ulysses
 
 def test_what_does_not_fit_is_refused() -> None:
     case = Case((8,), 2, 1, "contiguous", (2, 1), 4, 0.5, 0)
-    with pytest.raises(ValueError, match="set one of ring, all_gather"):
+    with pytest.raises(ValueError, match="set one of ring, ring_lean, all_gather"):
         split_attention(case, "cpu", "pigeon", case.tensors())
     with pytest.raises(ValueError, match="set one of reference, cpu"):
         make_plan(case, "abacus")

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from megarl.parallel.mesh import Axis
-from megarl.parallel.tensor import Entry, SharedColumnLinear
+from megarl.parallel.tensor import SharedColumnLinear
 from megarl.training import sharding
 from megarl.training.sharding import refuse_tensor, shard_model, whole_shapes
 
@@ -75,13 +75,12 @@ def test_neighbours_share_a_key_head() -> None:
     assert found == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_layers_of_one_input_share_one_sum_of_gradients() -> None:
-    entry = Entry(axis(2, 0))
-    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    first = entry(x)
-    assert entry(x) is first and entry(y) is not first
-    del first
-    assert torch.equal(entry(x), x)
+def test_a_plan_that_leaves_out_a_layer_of_the_same_input_is_refused() -> None:
+    """Its gradient would be summed over ranks that all have the whole of it."""
+    whole = model(small())
+    whole.get_submodule("model.layers.1.mlp").gate = torch.nn.Linear(32, 1)
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.gate.*tensor to 1"):
+        shard_model(whole, axis(2, 0))
 
 
 @pytest.mark.parametrize(
