@@ -17,7 +17,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.kernels.block_cuda import WIDEST
 from megarl.parallel.layout import Layout, resolve
-from megarl.parallel.mesh import local_device, rank
+from megarl.parallel.mesh import Axis, local_device, rank
 from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
 from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
@@ -25,9 +25,9 @@ from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
 from megarl.schema import as_plain, require
 from megarl.training.autotp import refuse_autotp
 from megarl.training.checkpoint import choose, fingerprint, written_under
-from megarl.training.config import ModelConfig, TrainingConfig
-from megarl.training.model import empty_model, load_model_config, refuse_unsupported
-from megarl.training.sharding import refuse_tensor, whole_shapes
+from megarl.training.config import ModelConfig, SequenceConfig, TrainingConfig
+from megarl.training.model import empty_model, load_model_config, prove_attention, refuse_unsupported
+from megarl.training.sharding import refuse_tensor, shard_model, whole_shapes
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention is compiled for; kept equal to its own list by a test."""
@@ -64,7 +64,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     if new:
         check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
-    check_cut(config.training, hf)
+    check_cut(config.training, config.model, hf)
     check_verifier(config.environment)
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
     held_out = load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed) if config.evaluation.prompts.source else None
@@ -93,7 +93,7 @@ def check_sft(config: SftConfig, *, num_ranks: int) -> Checked:
     )
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
-    check_cut(config.training, hf)
+    check_cut(config.training, config.model, hf)
     demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
     data = data_name(config.demonstrations, len(demonstrations))
     checkpoint = find_checkpoint(config, layout, data)
@@ -115,13 +115,22 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
         f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide training.layout.sequence = "
         f"{wanted.sequence}; set it to a divisor",
     )
+    require(
+        wanted.sequence > 1 or training.sequence == SequenceConfig(),
+        "training.sequence has settings, but training.layout.sequence is 1, where they do nothing; leave them out, or set "
+        "training.layout.sequence above 1",
+    )
     return resolve(data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks)
 
 
-def check_cut(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """The layout's axes fit the model's heads, widths and words."""
+def check_cut(training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig) -> None:
+    """The layout's axes fit the model's heads, widths and words; its attention is one that a row can be packed and split for."""
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
+    empty = empty_model(config)
+    prove_attention(empty)
+    if training.tensor_backend == "plan":
+        shard_model(empty, Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None))
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
     if training.sequence.block != "auto":

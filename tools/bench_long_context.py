@@ -38,7 +38,12 @@ from typing import Any
 
 from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, numbers, rank_task, spread
 
-SCHEDULES = {"ring": ("ring", False), "all_gather": ("all_gather", False), "ulysses": ("ring", True)}
+SCHEDULES = {
+    "ring": ("ring", False),
+    "ring_lean": ("ring_lean", False),
+    "all_gather": ("all_gather", False),
+    "ulysses": ("ring", True),
+}
 """Transport, and whether all ranks are one Ulysses group: each then sees the whole row, which is cut contiguously."""
 CUTS = ("zigzag", "contiguous", "zigzag_document", "striped")
 AGREES = 1e-4

@@ -111,7 +111,7 @@ class PolicyModel(nn.Module):
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = old.in_features, old.out_features, old.weight
         head.backend = training.logprobs
-        words, axis = head_shard(self.shards), mesh.tensor
+        words, axis = head_shard(model, self.shards), mesh.tensor
         if words is not None:
             head.shard = VocabularyShard(
                 first=words.edges[axis.rank],
@@ -155,6 +155,11 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, name, None):
             found.append(f"{name} = {getattr(text, name)}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}:
+        # These look at the longest document of a row, or of a rank's part of it: log-probs would depend on the neighbours.
+        if kind == "longrope" or kind.startswith("dynamic"):
+            found.append(f"{kind} rotary embeddings")
     if getattr(text, "logits_scaling", 1.0) not in (None, 1.0) or getattr(text, "logit_scale", 1.0) not in (None, 1.0):
         found.append("scaled logits")
     if config.model_type in ("gpt_oss",):
@@ -190,8 +195,37 @@ def without_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
     """The model without weights, on the meta device: names and shapes only, in a moment."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_model_config(config), trust_remote_code=config.trust_remote_code)
+    hf = load_model_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf, attn_implementation=ATTENTION, trust_remote_code=config.trust_remote_code)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"model type {hf.model_type} cannot be built: {str(error).splitlines()[0]}; choose another model"
+        ) from None
+
+
+def prove_attention(model: PreTrainedModel) -> None:
+    """Raise `ValueError` unless every layer of `model` (on the meta device) takes its attention from us; no weights needed."""
+    calls: list[tuple[int, ...]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(tuple(q.shape))
+        return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+
+    kind, layers = model.config.model_type, model.config.get_text_config().num_hidden_layers
+    reason = ""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            row = torch.zeros(1, 4, dtype=torch.int64)
+            model.base_model(input_ids=row, position_ids=row, use_cache=False, attend=attend)
+    except Exception as error:  # whatever a model's own code raises
+        reason = f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+    if len(calls) != layers:
+        raise ValueError(
+            f"model type {kind} takes the attention of {len(calls)} of its {layers} layers from transformers' AttentionInterface"
+            f"{reason}; training needs it of all, choose another model"
+        )
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -30,51 +31,43 @@ from megarl.parallel.tensor import (
     sum_gradient_over,
 )
 
-HEAD = "lm_head"
-
 
 @dataclass
 class _Work:
     """What one call of `shard_model` is about."""
 
     axis: Axis
-    shards: dict[str, Shard]
-    entered: set[int] = field(default_factory=set)
-    """Modules that own column-parallel layers and sum the gradient of their input."""
+    kv_heads: int
+    shards: dict[str, Shard] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    """Modules with column-parallel layers, by name; the gradient of what enters them is summed."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter, noted under its name."""
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
 
-    def enter(self, parent: nn.Module, name: str, plan: Mapping[str, str]) -> None:
-        """The input of `parent` goes to column-parallel layers only; its gradient is summed over the axis, once."""
-        if id(parent) not in self.entered:
-            whole = [f"{name}.{child}" for child, layer in parent.named_children() if isinstance(layer, nn.Linear)]
-            lost = [layer for layer in whole if pattern(layer) not in plan]
-            if lost:
-                raise ValueError(
-                    f"the tp_plan cuts some layers of {name} but not {', '.join(lost)}, whose gradients would be wrong; "
-                    "set training.layout.tensor to 1"
-                )
-            self.entered.add(id(parent))
-            sum_gradient_on_entry(parent, self.axis)
 
-
-def _column(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
-    assert isinstance(layer, nn.Linear)
-    width = getattr(parent, "head_dim", None)
-    heads = layer.out_features // width if width else 0
-    if width and heads < work.axis.size:
+def _column(work: _Work, name: str, layer: nn.Linear, parent: nn.Module) -> nn.Module:
+    owner = name.rpartition(".")[0]
+    if owner not in work.owners:
+        work.owners[owner] = parent
+        sum_gradient_on_entry(parent, work.axis)
+    size, width = work.axis.size, getattr(parent, "head_dim", 0)
+    if work.kv_heads < size and layer.out_features == work.kv_heads * width:
         # Fewer key-value heads than ranks: neighbours share one, and each keeps the whole small weight.
-        head = work.axis.rank * heads // work.axis.size
+        head = work.axis.rank * work.kv_heads // size
         return SharedColumnLinear(layer.weight, layer.bias, head * width, width, work.axis, linear)
+    if layer.out_features % size:
+        raise ValueError(
+            f"training.layout.tensor is {size}, which does not divide the {layer.out_features} outputs of {name}; "
+            "set it to a divisor"
+        )
     bias = work.cut(f"{name}.bias", layer.bias, 0) if layer.bias is not None else None
     return ColumnParallelLinear(work.cut(f"{name}.weight", layer.weight, 0), bias, linear)
 
 
-def _row(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
-    assert isinstance(layer, nn.Linear)
+def _row(work: _Work, name: str, layer: nn.Linear, parent: nn.Module) -> nn.Module:
     return RowParallelLinear(work.cut(f"{name}.weight", layer.weight, 1), layer.bias, work.axis, linear)
 
 
@@ -84,7 +77,7 @@ def _shared(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.M
     return layer
 
 
-STYLES: dict[str, Callable[[_Work, str, nn.Module, nn.Module], nn.Module]] = {
+STYLES: dict[str, Callable[[_Work, str, Any, nn.Module], nn.Module]] = {
     "colwise": _column,
     "rowwise": _row,
     "replicated_with_grad_allreduce": _shared,
@@ -93,6 +86,8 @@ STYLES: dict[str, Callable[[_Work, str, nn.Module, nn.Module], nn.Module]] = {
 
 WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
 """What plans say of embedding and head."""
+
+LINEAR_STYLES = ("colwise", "rowwise")
 
 
 def pattern(name: str) -> str:
@@ -105,37 +100,71 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     if axis.size == 1:
         return {}
     refuse_tensor(model.config, axis.size)
-    plan, work = model.tp_plan, _Work(axis, {})
+    plan, work = model.tp_plan, _Work(axis, _kv_heads(model.config))
     for owner, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
             style = plan.get(pattern(name))
-            if style is not None and style not in WORD_STYLES:
-                if style == "colwise":
-                    work.enter(parent, owner, plan)
-                setattr(parent, child, STYLES[style](work, name, layer, parent))
+            if style is None or style in WORD_STYLES:
+                continue
+            if style in LINEAR_STYLES:
+                _refuse_other(name, layer, nn.Linear)
+            setattr(parent, child, STYLES[style](work, name, layer, parent))
+    _refuse_forgotten(work, plan)
     _cut_words(model, work)
     return work.shards
+
+
+def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
+    """Raise `ValueError` where a layer to be replaced is more than we would replace it by."""
+    if type(layer) is not wanted:
+        raise ValueError(
+            f"{name} is a {type(layer).__name__}, and only a plain {wanted.__name__} can be cut; set training.layout.tensor to 1"
+        )
+
+
+def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
+    """Raise `ValueError` where a parameter works on a part of the activations, but the plan does not know: its gradient, and
+    that of the input it shares, would be wrong without a sign."""
+    for owner, parent in work.owners.items():
+        for path, layer in parent.named_modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | SharedColumnLinear):
+                continue
+            name = f"{owner}.{path}" if path else owner
+            held = [name for name, _ in layer.named_parameters(recurse=False)]
+            if held and pattern(name) not in plan:
+                raise ValueError(
+                    f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of {name}.{held[0]}; "
+                    "set training.layout.tensor to 1"
+                )
 
 
 def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     """Embedding and head, which are one parameter where they are tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    _refuse_other("the model's embedding", embedding, nn.Embedding)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
-    names = {id(module): name for name, module in model.named_modules()}
-    tied = head.weight is embedding.weight
-    name = f"{names[id(embedding)]}.weight"
+    tied, name = head.weight is embedding.weight, _name(model, embedding)
     words = work.cut(name, embedding.weight, 0)
     first = work.shards[name].edges[work.axis.rank]
     model.set_input_embeddings(VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis))
-    head.weight = words if tied else work.cut(f"{names[id(head)]}.weight", head.weight, 0)
+    head.weight = words if tied else work.cut(_name(model, head), head.weight, 0)
 
 
-def head_shard(shards: dict[str, Shard]) -> Shard | None:
-    """How the words of the head are cut, or None on one rank. A tied head is cut like the embedding."""
-    found = [shard for name, shard in shards.items() if name == f"{HEAD}.weight"]
-    words = [shard for name, shard in shards.items() if name.endswith("embed_tokens.weight")]
-    return (found or words or [None])[0]
+def _name(model: nn.Module, wanted: nn.Module | None) -> str:
+    """The name of a module's weight."""
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is wanted)
+
+
+def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
+    """How the words of the head are cut, or None where they are not. A tied head is cut like the embedding."""
+    names = (_name(model, model.get_output_embeddings()), _name(model, model.get_input_embeddings()))
+    return next((shards[name] for name in names if name in shards), None)
+
+
+def _kv_heads(config: transformers.PretrainedConfig) -> int:
+    text = config.get_text_config()
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
@@ -155,13 +184,13 @@ def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
             f"the tp_plan of model type {config.model_type} asks for {', '.join(unknown)}, which is not supported "
             f"(known: {', '.join(STYLES)}); set training.layout.tensor to 1"
         )
-    sizes = {"num_attention_heads": text.num_attention_heads, "intermediate_size": text.intermediate_size}
-    for name, size in sizes.items():
-        if size % tensor:
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(text, name, None)
+        if size is not None and size % tensor:
             raise ValueError(
                 f"training.layout.tensor is {tensor}, which does not divide the model's {name} = {size}; set it to a divisor"
             )
-    heads = text.num_key_value_heads
+    heads = _kv_heads(config)
     if heads % tensor and tensor % heads:
         raise ValueError(
             f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}: neither divides the other; "

@@ -112,13 +112,16 @@ def differences(one: Any, other: Any) -> dict[str, float]:
 
 
 def assert_equal(oracle: list[Any], cases: list[Case], found: list[list[Any]]) -> None:
-    """Every rank's result of every case is the oracle's."""
+    """Every rank's result of every case is the oracle's, and that of every other rank to the last bit."""
     worst: dict[str, float] = {}
     for rank, results in enumerate(found):
         for case, expected, result in zip(cases, oracle, results, strict=True):
             numbers = differences(expected, result)
             assert max(numbers.values()) < 1e-5, (rank, case, numbers)
             worst = {name: max(value, worst.get(name, 0.0)) for name, value in numbers.items()}
+    for results in found[1:]:
+        for first, result in zip(found[0], results, strict=True):
+            assert_bitwise(first, result)
     print(f"{len(found)} ranks, {len(cases)} cases, worst {worst}")
 
 

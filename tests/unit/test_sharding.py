@@ -22,11 +22,13 @@ KINDS = {
 }
 
 
+SMALL: dict[str, Any] = dict(
+    vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
 def small(kind: str = "qwen2", **changes: Any) -> transformers.PreTrainedConfig:
-    sizes = dict(
-        vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    return KINDS[kind](**sizes | {"head_dim": 8} | changes)
+    return KINDS[kind](**SMALL | {"head_dim": 8} | changes)
 
 
 def model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
@@ -123,3 +125,37 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
     os.utime(old, (time.time() - 600,) * 2)
     assert drop_stale_locks(tmp_path) == [old]
     assert fresh.exists() and not old.exists()
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
+    "scaled embedding": (transformers.GemmaConfig(**SMALL, head_dim=8), 2, "GemmaTextScaledWordEmbedding"),
+    "parameters on a part of the activations": (transformers.ApertusConfig(**SMALL), 2, "mlp.act_fn.alpha"),
+    "another attention": (transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4), 1, "bloom.* 0 of its 2"),
+    "a bare error of the model's": (transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4), 1, "gptj"),
+    "rotary embeddings of the longest document": (
+        transformers.LlamaConfig(**SMALL, rope_parameters=LONG | {"original_max_position_embeddings": 32}),
+        1,
+        "longrope rotary",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, name: str) -> None:
+    """Found by comparing every causal language model of transformers with ours (see tests/distributed/test_families.py)."""
+    from megarl.preflight import check_cut
+    from megarl.training.config import LayoutConfig, ModelConfig, TrainingConfig
+    from megarl.training.model import refuse_unsupported
+
+    config, tensor, says = REFUSED[name]
+    config.save_pretrained(tmp_path)
+    training = TrainingConfig(layout=LayoutConfig(tensor=tensor))
+
+    def start_up() -> None:
+        refuse_unsupported(config)
+        check_cut(training, ModelConfig(path=str(tmp_path)), config)
+
+    with pytest.raises(ValueError, match=says):
+        start_up()

@@ -1,0 +1,159 @@
+"""Model families against transformers itself: its eager attention, a document at a time, against ours under layouts.
+
+log-probs of every token, and the gradient of every parameter, of a weighted sum of them
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from ranks import run_ranks
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
+              | {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+    "mistral": {},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "olmo": {},
+    "starcoder2": {},
+    "ernie4_5": {},
+    "gpt_neox": {},
+}  # fmt: skip
+"""Changes to a small configuration of each family: whatever could be left out of a forward pass of ours."""
+
+LAYOUTS = [(1, 1, 4), (1, 2, 2)]
+TEMPERATURE = 0.8
+
+
+def configuration(kind: str) -> Any:
+    """Two layers, four heads, two key heads, 40 words of which 0 is padding."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from megarl.training.model import without_dropout
+
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        sliding_window=None,
+    )
+    made = CONFIG_MAPPING[kind]
+    known = {name: value for name, value in sizes.items() if hasattr(made(), name)}
+    return without_dropout(made(**known | FAMILIES[kind]))
+
+
+def build(config: Any, attention: str) -> Any:
+    """The same weights every time, vectors too."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    draw = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        noise = 0.2 * torch.randn(parameter.shape, generator=draw)
+        parameter.data = parameter.data + noise if parameter.dim() == 1 else noise
+    return model.train()
+
+
+def documents() -> list[list[int]]:
+    """Uneven, one of them with the padding word in it."""
+    import torch
+
+    draw = torch.Generator().manual_seed(3)
+    made = [torch.randint(1, 40, (length,), generator=draw).tolist() for length in (9, 14, 3, 21)]
+    made[1][4] = made[1][7] = 0
+    return made
+
+
+def weight(position: Any, length: Any) -> Any:
+    """Of a token's log-prob in the sum: different for every token of a document."""
+    return 0.5 + position / length
+
+
+def by_transformers(config: Any) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    model, total, found = build(config, "eager"), 0.0, []
+    for document in documents():
+        ids = torch.tensor(document)[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0] / TEMPERATURE
+        logp = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        total = total + (logp * weight(torch.arange(len(logp)), len(logp))).sum()
+        found.append(logp.detach())
+    total.backward()
+    return torch.cat(found), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    from megarl.parallel.collectives import all_reduce
+    from megarl.training.config import TrainingConfig
+    from megarl.training.model import ATTENTION, PolicyModel
+    from megarl.training.packing import pack_shared
+    from megarl.types import Sample
+
+    policy = PolicyModel(build(config, ATTENTION), mesh, TrainingConfig())
+    samples = [Sample(row, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids)) for row, ids in enumerate(documents())]
+    micro = pack_shared(samples, torch.device("cpu"), mesh.sequence)
+    logp, entropy = policy(micro, TEMPERATURE)
+    lengths = torch.tensor([len(document) - 1 for document in documents()])[micro.rows[micro.mask]]
+    ((logp * weight(micro.position_ids[micro.mask], lengths)).sum() + 0.0 * entropy.sum()).backward()
+    whole = torch.zeros(2, sum(map(len, documents())))
+    place = micro.indices[mesh.sequence.rank][micro.mask] if micro.indices else micro.mask
+    whole[0, place], whole[1, place] = logp.detach(), 1.0
+    all_reduce(whole, mesh.sequence)
+    grads = {}
+    for name, parameter in policy.model.named_parameters():
+        grad = all_reduce(parameter.grad.clone(), mesh.sequence)
+        grads[name] = policy.shards[name].gather(grad, mesh.tensor) if name in policy.shards else grad
+    return whole[0][whole[1] > 0], grads
+
+
+def compare() -> dict[str, tuple[float, float, str]]:
+    """{family and layout: largest difference of log-probs, largest relative one of a gradient, whose}. On every rank."""
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    torch.set_num_threads(1)
+    mesh_module.initialise(timeout_s=60)
+    found = {}
+    for kind in FAMILIES:
+        config = configuration(kind)
+        logp, grads = by_transformers(config)
+        scale = max(float(grad.norm()) for grad in grads.values())
+        for layout in LAYOUTS:
+            with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
+                mine, others = by_us(config, mesh)
+            assert grads.keys() == others.keys()
+            # A parameter whose gradient is nothing but rounding is held to a thousandth of the largest.
+            off = {n: float((grads[n] - others[n]).norm()) / max(float(grads[n].norm()), 1e-3 * scale) for n in grads}
+            worst = max(off, key=off.__getitem__)
+            found[f"{kind} {layout}"] = (float((logp - mine).abs().max()), off[worst], worst)
+    mesh_module.finalise()
+    return found
+
+
+def test_families_are_what_transformers_says() -> None:
+    for rank, found in enumerate(run_ranks(4, __file__, "compare", timeout_s=300)):
+        assert len(found) == len(FAMILIES) * len(LAYOUTS)
+        wrong = {name: numbers for name, numbers in found.items() if numbers[0] > 2e-5 or numbers[1] > 2e-5}
+        assert not wrong, (rank, wrong)
