@@ -120,6 +120,11 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
         "training.sequence has settings, but training.layout.sequence is 1, where they do nothing; leave them out, or set "
         "training.layout.sequence above 1",
     )
+    require(
+        wanted.sequence == 1 or training.sequence.ulysses < wanted.sequence or training.sequence.transport == "auto",
+        f"training.sequence.ulysses is {training.sequence.ulysses}, all of training.layout.sequence, so that nothing is left for "
+        f"transport {training.sequence.transport!r}; leave the transport out, or lower ulysses",
+    )
     return resolve(data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks)
 
 
@@ -167,7 +172,6 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     widest = WIDEST.get(block)
     missing = {
-        "training.layout.sequence over 1": training.layout.sequence > 1,
         "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
         "ranks without GPUs": not on_gpu or block != "cpu",
         "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,

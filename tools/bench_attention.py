@@ -46,6 +46,7 @@ SCHEDULES: dict[str, tuple[str, str, bool]] = {
     # name: cut, transport, whether all ranks are one Ulysses group
     "contiguous ring": ("contiguous", "ring", False),
     "zigzag ring": ("zigzag", "ring", False),
+    "zigzag lean ring": ("zigzag", "ring_lean", False),
     "all-gather, zigzag": ("zigzag", "all_gather", False),
     "Ulysses": ("contiguous", "ring", True),
 }

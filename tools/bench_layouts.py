@@ -42,6 +42,7 @@ from typing import Any
 from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, rank_task, spread
 
 ROW = tuple[int, int, int]
+TRANSPORTS = ("auto", "ring", "ring_lean", "all_gather")
 AGREE = {"float32": 1e-4, "bfloat16": 5e-2}
 """By how much losses of two layouts may differ, relative to their size."""
 SEED = 1
@@ -356,7 +357,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=0, help="width of its feed-forward layers; 0: 8/3 of --hidden")
     parser.add_argument("--dtype", choices=tuple(AGREE), default="float32", help="bfloat16 needs ZeRO 1, 2 or 3")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--transport", choices=("ring", "all_gather"), default="ring", help="of keys over the sequence axis")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of keys over the sequence axis")
     parser.add_argument("--cut", default="auto", choices=("auto", "contiguous", "zigzag", "zigzag_document", "striped"))
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW; losses fall, so that wrong gradients show")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that all may take")

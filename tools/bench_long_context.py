@@ -1,6 +1,6 @@
 """Context length against the size of the sequence axis: memory and time a rank, of attention and of a model's step.
 
-    python tools/bench_long_context.py [--json] [--tokens 16384,32768,65536] [--sizes 1,2,4] [--schedules ring]
+    python tools/bench_long_context.py [--json] [--tokens 16384,32768,65536] [--sizes 1,2,4] [--schedules ring_lean,ring]
                                        [--what attention|model|both] [--heads 4] [--kv-heads 1] [--width 32]
 
 attention   forward and backward of one layer's `sequence_attention` over one causal document of `tokens`, in float32.
@@ -320,7 +320,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--tokens", type=numbers, default="16384,32768,65536", help="lengths of the row, separated by commas")
     parser.add_argument("--sizes", type=numbers, default="1,2,4", help="sizes of the sequence axis; ratios need 1 among them")
-    parser.add_argument("--schedules", default="ring", help=f"separated by commas, of: {', '.join(SCHEDULES)}")
+    parser.add_argument("--schedules", default="ring_lean,ring", help=f"separated by commas, of: {', '.join(SCHEDULES)}")
     parser.add_argument("--what", choices=(*WHAT, "both"), default="attention", help="what is measured")
     parser.add_argument("--cut", choices=CUTS, default="zigzag", help="which rank holds which tokens")
     parser.add_argument("--heads", type=int, default=4, help="query heads; memory ratios depend on heads : key heads only")

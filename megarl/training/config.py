@@ -42,9 +42,9 @@ class LayoutConfig:
 class SequenceConfig:
     """How the ranks of `layout.sequence` share a packed row."""
 
-    transport: Literal["ring", "ring_lean", "all_gather"] = "ring"
-    """How keys and values reach the other ranks: round a ring while attention is computed (lean: one block at a time, in
-    less memory), or all of them at once."""
+    transport: Literal["auto", "ring", "ring_lean", "all_gather"] = "auto"
+    """How keys and values reach the other ranks: round a ring while attention is computed, one block at a time in less memory
+    (lean), or all at once. auto: lean on CPU, where it costs no time, and the overlapping ring on GPUs."""
     ulysses: int = 1
     """So many neighbours trade tokens for heads before that (DeepSpeed-Ulysses); equal to layout.sequence: nothing else."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"

@@ -138,9 +138,12 @@ class PolicyModel(nn.Module):
         """Attention for this micro-batch: over the whole row here, or together with the other sequence ranks."""
         if not batch.indices:
             return partial(packed_attention, documents=Documents.of(batch.starts))
-        block = None if self.sequence.block == "auto" else self.sequence.block
-        plan = AttentionPlan.of(batch.indices, batch.starts, batch.token_ids.device, ulysses=self._inner.size, block=block)
-        return partial(sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=self.sequence.transport)
+        device, block, transport = batch.token_ids.device, self.sequence.block, self.sequence.transport
+        if transport == "auto":
+            transport = "ring" if device.type == "cuda" else "ring_lean"
+        named = None if block == "auto" else block
+        plan = AttentionPlan.of(batch.indices, batch.starts, device, ulysses=self._inner.size, block=named)
+        return partial(sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=transport)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:

@@ -177,9 +177,11 @@ def variants(folder: Path) -> list[Case]:
         tied | {"layout": (2, 1, 2), "stage": 3, "training": recomputed},
         tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": gspo},
         llama | {"layout": (1, 2, 2), "stage": 3, "algorithm": gspo},
-        mistral | {"layout": (1, 2, 2), "stage": 0},
+        mistral | {"layout": (1, 2, 2), "stage": 0, "sequence": {"transport": "ring"}},
         wide | {"layout": (1, 4, 1), "stage": 3, "sequence": {"ulysses": 4}},
-        wide | {"layout": (1, 4, 1), "stage": 2, "sequence": {"ulysses": 2, "cut": "zigzag"}, "training": recomputed},
+        wide
+        | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
+        | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
         wide | {"layout": (1, 4, 1), "stage": 1, "sequence": {"transport": "all_gather", "cut": "zigzag_document"}},
         wide | {"layout": (1, 4, 1), "stage": 3, "sequence": {"transport": "all_gather", "ulysses": 2, "cut": "striped"}},
         wide | {"layout": (1, 2, 2), "stage": 1, "sequence": {"ulysses": 2, "cut": "contiguous"}},

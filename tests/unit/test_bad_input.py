@@ -105,6 +105,14 @@ CASES = {
         {"training.layout.sequence": 2, "training.sequence.ulysses": 4},
         environment=RANKS,
     ),
+    "a transport with nothing to do": Case(
+        ["nothing is left for", "lower ulysses"],
+        {"training.layout.sequence": 2, "training.sequence.ulysses": 2, "training.sequence.transport": "ring"},
+        environment=RANKS,
+    ),
+    "sequence settings without a sequence axis": Case(
+        ["training.layout.sequence is 1", "leave them out"], {"training.sequence.cut": "zigzag"}
+    ),
     "Ulysses has too few heads": Case(
         ["training.sequence.ulysses is 4", "num_attention_heads", "divisor of 2"],
         {"training.layout.sequence": 4, "training.sequence.ulysses": 4},
@@ -121,10 +129,6 @@ CASES = {
         ["training.sequence.block is 'flash'", "needs a GPU and training.precision 'bfloat16'", "set the block to 'auto'"],
         {"training.layout.sequence": 2, "training.sequence.block": "flash"},
         environment=RANKS,
-    ),
-    "attention block for nobody": Case(
-        ["training.sequence.block is 'reference'", "needs training.layout.sequence over 1"],
-        {"training.sequence.block": "reference"},
     ),
     "attention block unknown": Case(["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}),
     "AutoTP has too few key heads": Case(
