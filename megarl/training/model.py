@@ -220,8 +220,10 @@ def prove_attention(model: PreTrainedModel) -> None:
     reason = ""
     try:
         with torch.device("meta"), torch.no_grad():
-            row = torch.zeros(1, 4, dtype=torch.int64)
-            model.base_model(input_ids=row, position_ids=row, use_cache=False, attend=attend)
+            # Embedded words: with ids some models look at their values, which there are none of here.
+            embedding: Any = model.get_input_embeddings()
+            row, words = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, embedding.weight.shape[1])
+            model.base_model(inputs_embeds=words, position_ids=row, use_cache=False, attend=attend)
     except Exception as error:  # whatever a model's own code raises
         reason = f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
     if len(calls) != layers:
