@@ -157,3 +157,41 @@ def test_families_are_what_transformers_says() -> None:
         assert len(found) == len(FAMILIES) * len(LAYOUTS)
         wrong = {name: numbers for name, numbers in found.items() if numbers[0] > 2e-5 or numbers[1] > 2e-5}
         assert not wrong, (rank, wrong)
+
+
+def count_sums() -> dict[bool, int]:
+    """All-reduces of one backward pass over two layers on two tensor ranks, without and with recomputed activations."""
+    import torch
+
+    from megarl.parallel import collectives
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.training.config import TrainingConfig
+    from megarl.training.model import ATTENTION, PolicyModel
+    from megarl.training.packing import pack
+    from megarl.types import Sample
+
+    mesh_module.initialise(timeout_s=60)
+    found, calls, real = {}, [], collectives.dist.all_reduce
+    with ProcessMesh(Layout(tensor=2), timeout_s=60) as mesh:
+        for recomputed in (False, True):
+            policy = PolicyModel(build(configuration("qwen2"), ATTENTION), mesh, TrainingConfig())
+            if recomputed:
+                policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            ids = documents()[0]
+            micro = pack([Sample(0, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))], torch.device("cpu"))
+            logp, _ = policy.train()(micro, TEMPERATURE)
+            calls.clear()
+            collectives.dist.all_reduce = lambda *a, **k: (calls.append(1), real(*a, **k))[1]
+            logp.sum().backward()
+            collectives.dist.all_reduce = real
+            found[recomputed] = len(calls)
+    mesh_module.finalise()
+    return found
+
+
+def test_layers_of_one_input_share_one_sum_of_gradients() -> None:
+    """Attention and feed-forward of two layers, and the head: five. Recomputing adds the outputs that are needed again."""
+    for found in run_ranks(2, __file__, "count_sums"):
+        assert found == {False: 5, True: 5 + 2}, found
