@@ -54,9 +54,11 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
     gradient still pulls the policy back. A clamp of d would give those tokens, the farthest from the reference, none.
     """
     d = logp - ref.detach()
-    inside = d.clamp(min=-K3_LIMIT)
-    # d - inside is 0, and so is its gradient, wherever the clamp is open.
-    return torch.expm1(-inside) + inside - math.expm1(K3_LIMIT) * (d - inside)
+    # Clamped so that the branch that is not taken stays finite. The branches are never added up: a tangent's slope of 22,025
+    # that cancels out would leave its rounding, 1e-3, in the gradient.
+    exact = torch.expm1(-d.clamp(min=-K3_LIMIT)) + d
+    tangent = math.expm1(K3_LIMIT) - K3_LIMIT - math.expm1(K3_LIMIT) * (d + K3_LIMIT)
+    return torch.where(d >= -K3_LIMIT, exact, tangent)
 
 
 KL_ESTIMATORS: dict[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}

@@ -568,3 +568,11 @@ def test_mismatch_of_parts_merges_to_the_whole() -> None:
 )
 def test_every_entry_has_a_closed_form(registry: dict[str, object], forms: dict[str, object]) -> None:
     assert registry.keys() == forms.keys()
+
+
+def test_the_gradient_of_k3_is_exact_to_float32() -> None:
+    """Near the reference and far from it: 1 - exp(-d), and the tangent's slope below the limit, within a few roundings."""
+    d = torch.cat([torch.linspace(-14, 4, 400), torch.logspace(-6, -1, 50), -torch.logspace(-6, -1, 50)]).requires_grad_()
+    KL_ESTIMATORS["k3"](d, torch.zeros_like(d)).sum().backward()
+    expected = -torch.expm1(-d.detach().double().clamp(min=-10.0))
+    assert ((d.grad.double() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 3e-7
