@@ -50,7 +50,8 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
     if not lengths:
         return [[] for _ in range(at_least)]
     order = sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))
-    count = max(at_least, -(-sum(lengths) // budget), 1)
+    # What a longer sample has beyond the budget fits into no row but its own.
+    count = max(at_least, -(-sum(min(length, budget) for length in lengths) // budget), 1)
     while True:
         # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that does not fit.
         heap = [(0, index) for index in range(count)]

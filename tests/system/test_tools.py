@@ -185,6 +185,7 @@ def test_bench_logprobs() -> None:
 
 def test_bench_attention() -> None:
     found = run("bench_attention", "--tokens", "512", "--rounds", "1", "--heads", "2", "--kv-heads", "2", "--width", "16")
-    assert list(found["schedules"]) == ["one rank", "contiguous ring", "zigzag ring", "all-gather, zigzag", "Ulysses"]
+    schedules = ["one rank", "contiguous ring", "zigzag ring", "zigzag lean ring", "all-gather, zigzag", "Ulysses"]
+    assert list(found["schedules"]) == schedules
     assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
     assert "does not divide" in refused("bench_attention", "--heads", "3", "--kv-heads", "2")

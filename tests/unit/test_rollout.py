@@ -203,7 +203,7 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
             assert sorted(i for row in share.micro_batches[part] for i in row) == list(range(len(share.samples[part])))
             assert all(share.mini_batch_of[sample.row] == part for sample in share.samples[part])
     group = made[0]
-    sample = min((s for part in dealt.share(0).samples for s in part), key=lambda s: s.row)
+    sample = next(s for rank in range(3) for part in dealt.share(rank).samples for s in part if s.row == 0)
     rollout = group.rollouts[sample.row]
     assert sample.token_ids == group.prompt.token_ids + rollout.turns[0].token_ids
     assert sum(sample.mask) == rollout.num_tokens and not sample.mask[0]
