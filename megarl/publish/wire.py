@@ -27,8 +27,13 @@ BACKENDS = {"shared_memory": shared_memory.NAME}
 WORKER_EXTENSIONS = {"shared_memory": "megarl.publish.shared_memory.EngineEnd"}
 """Name -> class that vLLM's workers load, and with it the receiving end."""
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
-"""Largest log-prob difference of a probe by engine dtype: rounding, not an error."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Largest log-prob difference of a probe by engine dtype: rounding, not an error.
+
+On random words a trained model amplifies rounding: in float32 transformers' own differs from its float64 by up to 1.1e-4 on the
+quick start's models (docs/results.md), the trainer from it by 2e-6, and another machine's kernels by as much as float64.
+That the weights arrived is what digests prove, to the bit; the probe finds engines that compute with them in another way.
+"""
 
 PROBE_TOKENS = 48
 
