@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         return ONEDNN(x, weight, bias, "none", [], "")
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = product(flat_grad, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -59,4 +59,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """`torch.nn.functional.linear`, by whichever library is faster here."""
     if not serves(x):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
+    return _Linear.apply(x, weight, bias)

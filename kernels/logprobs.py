@@ -142,7 +142,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[override]
+    def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, m, log_s, entropy = ctx.saved_tensors
         shard, needs_hidden, needs_weight = ctx.shard, *ctx.needs_input_grad[:2]
         passes, kind = _passes(hidden), _accumulator(hidden.dtype)
@@ -167,7 +167,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _chunked(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)  # type: ignore[return-value]
+    return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)
 
 
 def _liger(

@@ -35,7 +35,7 @@ def apply(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Liger's operator in our words, on any device: its torch fallback is an oracle on CPU. `ImportError` without it."""
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as operator  # type: ignore[import-not-found]
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as operator  # pyright: ignore[reportMissingImports]
 
     no_target, tiles, with_entropy = -100, 1, True
     loss, entropy = operator.apply(hidden, weight, targets, float(temperature), no_target, tiles, with_entropy)

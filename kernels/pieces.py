@@ -64,7 +64,7 @@ class Piece:
         """With its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (x.to(device) if isinstance(x, torch.Tensor) else x for x in parts)
-        return replace(self, queries=queries, keys=keys, mask=mask, real=real)  # type: ignore[arg-type]
+        return replace(self, queries=queries, keys=keys, mask=mask, real=real)
 
 
 @dataclass(frozen=True)

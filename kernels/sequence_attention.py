@@ -244,7 +244,7 @@ class _OverTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):  # type: ignore[override]
+    def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         grad_q = torch.zeros(q.shape, dtype=_sum_dtype(q.dtype), device=q.device)
         sums = _Backward(grad_out.contiguous(), q, out, lse, grad_q)
@@ -291,7 +291,7 @@ class _ToHeads(torch.autograd.Function):
         return mine.split([max(1, count // size) for count in heads], 1)
 
     @staticmethod
-    def backward(ctx, *grads):  # type: ignore[override]
+    def backward(ctx, *grads):
         size = ctx.call.inner.size
         # Where ranks share a key head its gradient is summed over them, and that not in 16 bit.
         dtype = _sum_dtype(ctx.dtype) if ctx.heads[1] % size else ctx.dtype
@@ -312,7 +312,7 @@ class _ToTokens(torch.autograd.Function):
         return torch.cat(_heads_to_tokens(out, call), 1)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         return _tokens_to_heads(list(grad.chunk(ctx.call.inner.size, 1)), ctx.call), None
 
 
@@ -360,6 +360,6 @@ def sequence_attention(
     _check(q, k, v, plan, inner, outer)
     call = _Call(plan, inner, outer, scale, TRANSPORTS[transport])
     if inner.size == 1:
-        return _OverTokens.apply(q, k, v, call)  # type: ignore[return-value]
-    mine = _OverTokens.apply(*_ToHeads.apply(q, k, v, call), call)  # type: ignore[misc]
-    return _ToTokens.apply(mine, call)  # type: ignore[return-value]
+        return _OverTokens.apply(q, k, v, call)
+    mine = _OverTokens.apply(*_ToHeads.apply(q, k, v, call), call)
+    return _ToTokens.apply(mine, call)

@@ -27,7 +27,7 @@ from megarl.training.autotp import refuse_autotp
 from megarl.training.checkpoint import choose, fingerprint, written_under
 from megarl.training.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.training.model import empty_model, load_model_config, prove_attention, refuse_unsupported
-from megarl.training.sharding import refuse_tensor, shard_model, whole_shapes
+from megarl.training.sharding import kv_heads, refuse_tensor, shard_model, whole_shapes
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention is compiled for; kept equal to its own list by a test."""
@@ -141,10 +141,9 @@ def check_cut(training: TrainingConfig, config: ModelConfig, hf: transformers.Pr
     if training.sequence.block != "auto":
         refuse_block(training, hf)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = {
         "num_attention_heads": text.num_attention_heads // training.layout.tensor,
-        "num_key_value_heads": max(1, kv_heads // training.layout.tensor),
+        "num_key_value_heads": max(1, kv_heads(hf) // training.layout.tensor),
     }
     for name, here in heads.items():
         fits = here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0)
@@ -274,7 +273,7 @@ def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, lon
     import psutil
 
     text, engine = hf.get_text_config(), config.rollout.engine
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = kv_heads(hf)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     require(
         width in CPU_HEAD_WIDTHS,

@@ -9,6 +9,7 @@ Plain ones work in place and know no gradients. Differentiable ones come in thre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,19 +65,25 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-def all_gather_parts(tensor: torch.Tensor, axis: Axis, dim: int, lengths: list[int]) -> torch.Tensor:
+def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Every rank's tensor, in their order, on all; they differ in length (dimension 0) only, which is `lengths`."""
+    if axis.size == 1:
+        return [tensor]
+    longest = max(lengths)
+    # Collectives want equal sizes: short ones travel with a tail of zeros.
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    found = tensor.new_empty((axis.size * longest, *tensor.shape[1:]))
+    if longest:
+        dist.all_gather_single(found, padded, group=axis.group)
+    return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+
+
+def all_gather_parts(tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]) -> torch.Tensor:
     """The ranks' tensors one after the other along `dim`, where rank r's has `lengths[r]`; on every rank of the axis."""
     if axis.size == 1:
         return tensor
-    longest = max(lengths)
-    # Collectives want equal sizes: short ones travel with a tail of anything.
-    front = tensor.movedim(dim, 0)
-    padded = front.new_empty((longest, *front.shape[1:]))
-    padded[: front.shape[0]] = front
-    found = front.new_empty((axis.size * longest, *front.shape[1:]))
-    dist.all_gather_single(found, padded, group=axis.group)
-    parts = [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
-    return torch.cat(parts).movedim(0, dim)
+    return torch.cat(gather_parts(tensor.movedim(dim, 0), axis, lengths)).movedim(0, dim)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -86,7 +93,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 
@@ -96,18 +103,18 @@ class _SumValues(torch.autograd.Function):
         return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         return grad, None
 
 
 def sum_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x`, the same on all ranks; its gradient is the sum of theirs."""
-    return x if axis.size == 1 else _SumGradient.apply(x, axis)  # type: ignore[return-value]
+    return x if axis.size == 1 else _SumGradient.apply(x, axis)
 
 
 def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of the ranks' `x`, from which all go on alike."""
-    return x if axis.size == 1 else _SumValues.apply(x, axis)  # type: ignore[return-value]
+    return x if axis.size == 1 else _SumValues.apply(x, axis)
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.collectives import gather_parts
 from megarl.parallel.mesh import Axis
 
 
@@ -53,15 +54,7 @@ class RingExchange:
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is `lengths`."""
-        if self.size == 1:
-            return [tensor]
-        longest = max(lengths)
-        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        found = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
-        if longest:
-            dist.all_gather_single(found, padded, group=self.axes[0].group)
-        return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+        return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0) only."""

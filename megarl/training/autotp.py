@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
 from megarl.training.compilation import drop_stale_locks
-from megarl.training.sharding import WORD_STYLES, refuse_tensor
+from megarl.training.sharding import WORD_STYLES, kv_heads, refuse_tensor
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
@@ -76,7 +76,7 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
     """Raise `ValueError` where AutoTP cannot cut a model over `tensor` ranks as we need it, with what to set instead."""
     refuse_tensor(config, tensor)
-    heads = config.get_text_config().num_key_value_heads
+    heads = kv_heads(config)
     if heads % tensor:
         raise ValueError(
             f"training.layout.tensor is {tensor}, but the model's num_key_value_heads is {heads}: DeepSpeed AutoTP would leave "

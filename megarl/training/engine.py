@@ -158,12 +158,10 @@ class TrainEngine:
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
-            shard = self.module.shards.get(name)
-            if hasattr(parameter, "ds_status"):
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    assert parameter.ds_status == ZeroParamStatus.AVAILABLE
-                    yield name, shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data
-            else:
+            is_split = hasattr(parameter, "ds_status")
+            with deepspeed.zero.GatheredParameters([parameter], enabled=is_split):
+                assert not is_split or parameter.ds_status == ZeroParamStatus.AVAILABLE
+                shard = self.module.shards.get(name)
                 yield name, shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data
 
     def save(self, folder: str) -> None:

@@ -68,16 +68,14 @@ class LogProbHead(nn.Linear):
     """Which words `weight` is of, where a tensor axis shares them."""
     backend = "chunked"
 
-    def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_logprobs(hidden, self.weight, targets, temperature, self.shard, self.backend)
 
 
 class Linear(nn.Linear):
     """A linear layer on the faster of this machine's libraries; the same parameters under the same names."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 

@@ -62,11 +62,11 @@ class Policy:
         """Log-probs [M] of the masked tokens of `samples` at temperature 1, on every rank; all must call it together."""
         return self.token_statistics(samples)[0]
 
-    def token_statistics(self, samples: Sequence[Sample], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M]) of the masked tokens of `samples`, on every rank; all must call it together."""
+    def token_statistics(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M]) of the masked tokens of `samples` at temperature 1, on every rank; all call it."""
         micro = self._pack(samples)
         with torch.no_grad():
-            mine = self.engine(micro, temperature)
+            mine = self.engine(micro, 1.0)
         if not micro.indices:
             return mine
         # Each rank knows those of its own tokens: put in their places, the sum has them all.

@@ -100,7 +100,7 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     if axis.size == 1:
         return {}
     refuse_tensor(model.config, axis.size)
-    plan, work = model.tp_plan, _Work(axis, _kv_heads(model.config))
+    plan, work = model.tp_plan, _Work(axis, kv_heads(model.config))
     for owner, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
@@ -162,7 +162,8 @@ def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | N
     return next((shards[name] for name in names if name in shards), None)
 
 
-def _kv_heads(config: transformers.PretrainedConfig) -> int:
+def kv_heads(config: transformers.PretrainedConfig) -> int:
+    """Key-value heads of a model; as many as query heads where its configuration does not say."""
     text = config.get_text_config()
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
@@ -190,7 +191,7 @@ def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
             raise ValueError(
                 f"training.layout.tensor is {tensor}, which does not divide the model's {name} = {size}; set it to a divisor"
             )
-    heads = _kv_heads(config)
+    heads = kv_heads(config)
     if heads % tensor and tensor % heads:
         raise ValueError(
             f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}: neither divides the other; "
