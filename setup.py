@@ -26,6 +26,7 @@ setup(
         "tensorboard",
         "tqdm",
         "tyro",
+        "xxhash",
     ],
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.contracts import EngineLost
 from megarl.rollout.engine import Engine
 from megarl.third_party import use_cluster_token
 from megarl.types import Prompt, StepBatch
@@ -24,6 +25,9 @@ Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
+
+ADMIT_TIMEOUT_S = 30.0
+"""Patience with the rollout service when it is told of a fresh engine."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """The same when the run ends by a signal or an error."""
@@ -53,9 +57,13 @@ class Cluster:
     def start_engines(self, count: int, *, num_gpus: int, timeout_s: float, **arguments: Any) -> EngineGroup:
         """`count` engines of `num_gpus` GPUs each, starting side by side; `.wait()` for them before use."""
         actor = ray.remote(Engine).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=100_000)
-        handles = [actor.remote(number=number, **arguments) for number in range(count)]
-        self._owned += handles
-        return EngineGroup(handles, [handle.start.remote() for handle in handles], timeout_s, self._pids)
+
+        def start(number: int) -> ActorHandle:
+            handle = actor.remote(number=number, **arguments)
+            self._owned.append(handle)
+            return handle
+
+        return EngineGroup(count, start, timeout_s, self._pids)
 
     def start_service(self, build: Callable[[], Any], *, timeout_s: float) -> ActorHandle:
         """The rollout service, made by `build` inside an actor of its own that every rank can find by name."""
@@ -96,23 +104,86 @@ class Cluster:
 class EngineGroup:
     """The engines, from rank 0: each call reaches all of them; it raises within its time limit, naming the engine."""
 
-    def __init__(self, handles: list[ActorHandle], starting: list[Any], timeout_s: float, pids: list[int]) -> None:
-        self.handles, self._starting, self._timeout_s, self._pids = handles, starting, timeout_s, pids
+    def __init__(self, count: int, start: Callable[[int], ActorHandle], timeout_s: float, pids: list[int]) -> None:
+        self._start, self._timeout_s, self._pids = start, timeout_s, pids
+        self.handles = [start(number) for number in range(count)]
+        self._starting = {number: handle.start.remote() for number, handle in enumerate(self.handles)}
+        self._own_pids: dict[int, list[int]] = {}
+        self._fresh: list[int] = []
 
     def wait(self) -> float:
-        """Until every engine is ready; returns the slowest one's seconds."""
-        answers = _get(self._starting, self._timeout_s, "starting; raise rollout.engine.start_timeout_s")
-        for answer in answers:
+        """Until every engine that starts is ready; returns the slowest one's seconds."""
+        answers = _get(list(self._starting.values()), self._timeout_s, "starting; raise rollout.engine.start_timeout_s")
+        for number, answer in zip(self._starting, answers, strict=True):
+            self._own_pids[number] = answer["pids"]
             self._pids += answer["pids"]
+        self._starting = {}
         return max(answer["seconds"] for answer in answers)
 
-    def update(self, manifest: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
-        """Every engine loads the manifest's weights."""
-        return _get([h.update.remote(manifest) for h in self.handles], timeout_s, "raise publish.timeout_s")
+    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
+        """Tell every engine, by its number, where its weights come from."""
+        _get([h.connect.remote(info(n)) for n, h in enumerate(self.handles)], timeout_s, "raise publish.timeout_s")
+
+    def update(self, version: int, *, timeout_s: float) -> Answers:
+        """Every engine begins to take in a version."""
+        return Answers([h.update.remote(version, timeout_s) for h in self.handles])
+
+    def replace(self, number: int) -> None:
+        """End what is left of an engine and start another in its place, ready when this returns."""
+        with contextlib.suppress(Exception):
+            ray.kill(self.handles[number])
+        for pid in filter(_alive, self._own_pids.pop(number, [])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.handles[number] = self._start(number)
+        self._starting = {number: self.handles[number].start.remote()}
+        self._fresh.append(number)
+        self.wait()
+
+    def admit(self) -> None:
+        """Fresh engines hold a version now: let the rollout service send them requests."""
+        while self._fresh:
+            number = self._fresh.pop()
+            service = ray.get_actor(SERVICE)
+            _get([service.use_engine.remote(number, self.handles[number])], ADMIT_TIMEOUT_S, "telling the rollout service")
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
         """Every engine's log-probs of `token_ids[1:]`."""
         return _get([h.score.remote(token_ids) for h in self.handles], timeout_s, "raise publish.timeout_s")
+
+
+class Answers:
+    """The engines' answers to one update, on their way."""
+
+    def __init__(self, references: list[Any]) -> None:
+        self._references = references
+
+    def poll(self) -> None:
+        """Raise `EngineLost` where an engine has failed by now."""
+        done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        for reference in done:
+            self._take(reference)
+
+    def result(self, *, timeout_s: float) -> list[Any]:
+        """Every engine's answer; raises `EngineLost` where one has none within `timeout_s`."""
+        ray.wait(self._references, num_returns=len(self._references), timeout=timeout_s)
+        self.poll()
+        return [self._take(reference) for reference in self._references]
+
+    def settle(self, *, timeout_s: float) -> None:
+        """Wait until no engine is at it any more, whatever came of it."""
+        ray.wait(self._references, num_returns=len(self._references), timeout=timeout_s)
+
+    def _take(self, reference: Any) -> Any:
+        number = self._references.index(reference)
+        try:
+            return ray.get(reference, timeout=0)
+        except GetTimeoutError:
+            raise EngineLost(number, "it did not answer in time; raise publish.timeout_s") from None
+        except RayTaskError as error:
+            raise EngineLost(number, str(error.cause)) from error
+        except RayActorError as error:
+            raise EngineLost(number, f"its process died ({str(error).splitlines()[0]})") from error
 
 
 class RemoteEngine:
@@ -122,8 +193,11 @@ class RemoteEngine:
         self._handle = handle
 
     async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Any:
-        """See `Engine.generate`."""
-        return await self._handle.generate.remote(prompt_ids, seed=seed, max_tokens=max_tokens, temperature=temperature)
+        """See `Engine.generate`. Raises `EngineLost` where its process is gone."""
+        try:
+            return await self._handle.generate.remote(prompt_ids, seed=seed, max_tokens=max_tokens, temperature=temperature)
+        except RayActorError as error:
+            raise EngineLost(-1, f"its process died ({str(error).splitlines()[0]})") from error
 
 
 class ServiceActor:
@@ -150,6 +224,9 @@ class ServiceActor:
 
     async def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
         return await self._service.evaluate(prompts, temperature, name)
+
+    async def use_engine(self, number: int, handle: ActorHandle) -> None:
+        self._service.use_engine(number, RemoteEngine(handle))
 
     async def stop(self) -> None:
         await self._service.stop()

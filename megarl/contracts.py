@@ -50,7 +50,15 @@ class Observer(Protocol):
     def step(self, report: StepReport) -> None: ...
 
 
+class EngineLost(RuntimeError):
+    """An engine that died, or is of no more use; another can take its place."""
+
+    def __init__(self, engine: int, reason: str) -> None:
+        super().__init__(reason)
+        self.engine = engine
+
+
 Scorer = Callable[[Prompt, str, int, bool], Awaitable[object]]
 """(prompt, response text, response tokens, truncated) -> Verdict."""
 
-__all__ = ["Group", "Observer", "Policy", "PromptSource", "Rollouts", "Scorer", "Verifier"]
+__all__ = ["EngineLost", "Group", "Observer", "Policy", "PromptSource", "Rollouts", "Scorer", "Verifier"]

@@ -23,7 +23,8 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.preflight import Checked
 from megarl.prompts.source import load_prompts
 from megarl.prompts.tokenizer import load_tokenizer
-from megarl.publish.wire import BACKENDS, WORKER_EXTENSIONS, Publisher
+from megarl.publish.families import parameter_table
+from megarl.publish.wire import Publisher
 from megarl.rollout.service import RolloutService
 from megarl.third_party import engine_environment, own_cluster_token
 from megarl.training.checkpoint import Checkpoints
@@ -114,8 +115,11 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
         deadline = patience_s(config, max(requests, len(checked.held_out or ())))
         publisher = Publisher(
             config.publish,
+            table=parameter_table(checked.hf.to_dict()),
             policy=policy,
             engines=engines,
+            num_engines=config.rollout.num_engines,
+            engine_tensor=config.rollout.engine.tensor,
             mesh=mesh,
             dtype=config.rollout.engine.dtype,
             precision=training.precision,
@@ -159,8 +163,6 @@ def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_c
         stop_token_ids=checked.stop_token_ids,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
-        backend=BACKENDS[config.publish.carrier],
-        worker_extension=WORKER_EXTENSIONS[config.publish.carrier],
         environment=engine_environment(on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib),
     )
 

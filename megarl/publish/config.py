@@ -11,16 +11,24 @@ from megarl.schema import config, require_range
 class PublishConfig:
     """The wire from the trainer to the engines."""
 
-    carrier: Literal["shared_memory"] = "shared_memory"
-    """How bytes travel: a name in megarl.publish.CARRIERS."""
+    carrier: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
+    """How bytes travel: through memory of one host, messages between hosts, memory of shared GPUs, or a folder all can reach."""
+    folder: str = ""
+    """Carrier `disk` only: where versions are written, a folder that trainer and engines see under the same name."""
+    bucket_mib: int = 64
+    """Weights travel in buckets of this size, or of the engine's largest layer; two of them take memory beside the weights."""
     probe_every: int = 1
     """Versions between log-prob probes (a fixed text scored by trainer and engines); 0 turns them off."""
     probe_tolerance: float = 0.0
     """Largest log-prob difference a probe may show before the run stops; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
     timeout_s: float = 120.0
     """A publish that takes longer ends the run with an error that names the engine."""
+    replacements: int = 1
+    """Engines lost while they take in a version are started anew this many times, then the run ends."""
 
     def __post_init__(self) -> None:
+        require_range("publish.bucket_mib", self.bucket_mib, 1)
         require_range("publish.probe_every", self.probe_every, 0)
         require_range("publish.probe_tolerance", self.probe_tolerance, 0.0)
         require_range("publish.timeout_s", self.timeout_s, 0.1)
+        require_range("publish.replacements", self.replacements, 0)

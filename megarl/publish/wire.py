@@ -1,31 +1,28 @@
-"""One version of the weights, from the trainer's ranks to every engine, with proof that it arrived.
+"""One version of the weights, from the trainer's ranks to every engine rank, with proof that it arrived.
 
-policy.weights() on all ranks -> rank 0's carrier -> engines; then digests are compared and a fixed text is scored
+every rank: its own parts --carrier--> each engine rank: its own shard;  digests are compared, and a fixed text is scored
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from megarl.parallel.collectives import broadcast_object
+from megarl.contracts import EngineLost
+from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megarl.parallel.mesh import ProcessMesh
-from megarl.publish import shared_memory
+from megarl.parallel.reshard.table import Row
+from megarl.parallel.tensor import Shard
+from megarl.publish.carrier import Aborted, Watch
+from megarl.publish.carriers import SENDERS
 from megarl.publish.config import PublishConfig
+from megarl.publish.digests import carry
+from megarl.publish.route import DTYPES, Route, RouteSpec, table_fingerprint
 from megarl.types import Sample
-
-CARRIERS: dict[str, Callable[[torch.dtype], Any]] = {"shared_memory": shared_memory.Sender}
-"""Name -> sending end. The receiving end is in the same file."""
-
-BACKENDS = {"shared_memory": shared_memory.NAME}
-"""Name -> vLLM weight-transfer backend that the receiving end registers."""
-
-WORKER_EXTENSIONS = {"shared_memory": "megarl.publish.shared_memory.EngineEnd"}
-"""Name -> class that vLLM's workers load, and with it the receiving end."""
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest log-prob difference of a probe by engine dtype: rounding, not an error.
@@ -37,21 +34,52 @@ That the weights arrived is what digests prove, to the bit; the probe finds engi
 
 PROBE_TOKENS = 48
 
+POLL_S = 0.05
+"""Between two looks at whether the engines are still there."""
+
+SETTLE_S = 8.0
+"""Patience with engines that were told to give a version up."""
+
 
 class SendsWeights(Protocol):
     """What publishing asks of the policy."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    @property
+    def zero_stage(self) -> int: ...
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    @property
+    def shards(self) -> dict[str, Shard]: ...
+
+    def held(self) -> dict[str, torch.Tensor]: ...
 
     def logprobs(self, samples: Sequence[Sample]) -> torch.Tensor: ...
 
 
-class Engines(Protocol):
-    """What publishing asks of the engines, from rank 0: each call reaches all of them and answers within `timeout_s`."""
+class Answer(Protocol):
+    """The engines' answers to one update, on their way."""
 
-    def update(self, manifest: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]: ...
+    def poll(self) -> None: ...
+
+    def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]: ...
+
+    def settle(self, *, timeout_s: float) -> None: ...
+
+
+class Engines(Protocol):
+    """What publishing asks of the engines, from rank 0. Calls raise within `timeout_s`, `EngineLost` where one is lost."""
+
+    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None: ...
+
+    def update(self, version: int, *, timeout_s: float) -> Answer: ...
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]: ...
+
+    def replace(self, number: int) -> None: ...
+
+    def admit(self) -> None: ...
 
 
 class Publisher:
@@ -61,8 +89,11 @@ class Publisher:
         self,
         config: PublishConfig,
         *,
+        table: Sequence[Row],
         policy: SendsWeights,
         engines: Engines | None,
+        num_engines: int,
+        engine_tensor: int,
         mesh: ProcessMesh,
         dtype: str,
         precision: str,
@@ -70,11 +101,30 @@ class Publisher:
         max_tokens: int,
         seed: int,
     ) -> None:
-        """`dtype` is the engines', `precision` the trainer's; the probe stays below the engines' limit of `max_tokens`."""
+        """All ranks make theirs together. `dtype` is the engines', `precision` the trainer's; the probe stays below the engines'
+        limit of `max_tokens`. Raises `ValueError` where the table is not of the policy's model."""
+        refuse_other_model(table, policy.shapes)
         self._tolerance = config.probe_tolerance or max(TOLERANCES[dtype], TOLERANCES[precision])
-        self.config, self.policy, self.engines, self.mesh, self.dtype = config, policy, engines, mesh, dtype
-        self._sender = CARRIERS[config.carrier](shared_memory.DTYPES[dtype]) if mesh.world.rank == 0 else None
-        self._sizes: dict[str, torch.Size] | None = None
+        self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
+        carrier = SENDERS[config.carrier]
+        layout, itemsize = mesh.layout, DTYPES[dtype].itemsize
+        spec = RouteSpec(
+            data=layout.data,
+            sequence=layout.sequence,
+            tensor=layout.tensor,
+            zero_stage=policy.zero_stage,
+            shards={name: [shard.dim, *shard.edges] for name, shard in policy.shards.items()},
+            engines=num_engines,
+            engine_tensor=engine_tensor,
+            shared=carrier.SHARED,
+            dtype=dtype,
+            bucket_bytes=max(config.bucket_mib * 2**20, itemsize),
+            table=table_fingerprint(table),
+        )
+        self.route = Route.of(spec, table)
+        self._place = {name: place for place, name in enumerate(self.route.tensors)}
+        self._sender = carrier(self.route, mesh.world, config.folder)
+        self._connected = False
         draw = torch.Generator().manual_seed(seed)
         length = min(PROBE_TOKENS, max_tokens - 1)
         tokens = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
@@ -83,47 +133,136 @@ class Publisher:
     def publish(self, version: int) -> dict[str, float]:
         """Bring version `version` to every engine; all ranks call it. Returns metrics.
 
-        Raises `RuntimeError`, on every rank, where an engine does not answer in time, holds other bytes than were sent,
-        or scores the probe differently.
+        An engine that is lost on the way is replaced, and the version sent again. Raises `RuntimeError`, on every rank, where an
+        engine does not answer in time, holds other bytes than were sent, or scores the probe differently.
         """
-        begun = time.monotonic()
-        failure, found = "", {}
-        if self._sizes is None:
-            self._sizes = {name: tensor.shape for name, tensor in self.policy.weights()}
-        if self._sender is not None:
-            try:
-                found = self._send(self._sender.write(self.policy.weights(), version, self._sizes))
-            except Exception as error:  # told to every rank below, so that none waits for rank 0
-                failure = f"publishing version {version} failed: {error}"
-        else:
-            for _ in self.policy.weights():
-                pass
-        every = self.config.probe_every
-        if every and version % every == 0:
-            mine = self.policy.logprobs([self._probe]).float().tolist()
-            if self._sender is not None and not failure:
-                try:
-                    found["probe/max_abs"] = self._compare(mine, version)
-                except Exception as error:
-                    failure = f"the probe of version {version} failed: {error}"
-        failure = broadcast_object(failure, self.mesh.world)
+        begun, replaced = time.monotonic(), 0
+        while True:
+            failure, lost, found = self._attempt(version)
+            if not lost or replaced == self.config.replacements:
+                break
+            replaced += 1
+            failure = self._replace(lost, failure)
+            if failure:
+                break
+        if not failure:
+            failure = self._check_probe(version, found)
         if failure:
             raise RuntimeError(failure)
-        return broadcast_object({"time/publish_s": time.monotonic() - begun, **found}, self.mesh.world)
+        if self.engines is not None:
+            self.engines.admit()
+        found |= {"time/publish_s": time.monotonic() - begun, "publish/replaced": float(replaced)}
+        return broadcast_object(found, self.mesh.world)
 
-    def _send(self, manifest: dict[str, Any]) -> dict[str, float]:
-        """Have every engine load the manifest and compare what it holds."""
+    def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
+        """(what went wrong, engines lost by it, metrics), the same on all ranks but for the metrics."""
+        world, route = self.mesh.world, self.route
+        digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
+        problem, lost, found = "", [], {}
+        answers: list[list[dict[str, Any]]] = []
+        try:
+            answers = self._send(version, digests)
+        except Aborted:
+            pass  # whoever gave up says why
+        except EngineLost as error:
+            problem, lost = self._describe(error, version), [error.engine]
+        except Exception as error:  # told to every rank below, so that none waits for this one
+            problem = f"publishing version {version} failed: {error}"
+        told = gather_objects((problem, lost), world)
+        problem = next((said for said, _ in told if said), "")
+        lost = sorted({engine for _, engines in told for engine in engines})
+        if problem:
+            return problem, lost, {}
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        sums = all_reduce(digests.to(device), world).cpu()
+        if self.engines is not None:
+            problem = self._compare(version, sums, answers)
+            kinds = [rank["seconds"] for engine in answers for rank in engine]
+            found = {f"publish/{kind}_s": max(seconds[kind] for seconds in kinds) for kind in ("wait", "digest", "install")}
+            found["publish/bytes"] = float(route.written())
+        return broadcast_object(problem, world), [], found
+
+    def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
+        """This rank's parts of every bucket; on rank 0, also what the engines say they hold."""
+        sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
+        deadline, answer = time.monotonic() + timeout_s, None
+        sender.begin(version)
+        try:
+            if self.engines is not None:
+                self._connect()
+                answer = self.engines.update(version, timeout_s=timeout_s)
+            watch, sources = _watch(deadline, timeout_s, answer), self.policy.held()
+            for bucket in route.buckets:
+                for copy, target in sender.reserve(bucket, watch):
+                    source = copy.taken.view(sources[copy.taken.buffer])
+                    digests[copy.destination, self._place[copy.tensor]] += carry(source, target, copy.taken.box)
+                sender.commit(bucket, watch)
+            sender.end(watch)
+            return answer.result(timeout_s=max(0.0, deadline - time.monotonic())) if answer is not None else []
+        except Exception:
+            sender.abort()
+            if answer is not None:
+                answer.settle(timeout_s=SETTLE_S)
+            raise
+
+    def _connect(self) -> None:
+        """Tell engines where their weights come from, once, and again after one was replaced."""
+        if self._connected:
+            return
         assert self.engines is not None
-        for number, answer in enumerate(self.engines.update(manifest, timeout_s=self.config.timeout_s)):
-            for rank, held in enumerate(answer["held"]):
-                if held != {"version": manifest["version"], "digest": manifest["digest"]}:
-                    raise RuntimeError(
-                        f"engine {number}, rank {rank} holds version {held['version']} with digest {held['digest']}, but "
-                        f"version {manifest['version']} with digest {manifest['digest']} was sent"
-                    )
-        return {"publish/bytes": float(manifest["size"])}
+        told = {"carrier": self.config.carrier, "spec": self.route.spec.plain(), "invitation": self._sender.invitation()}
+        self.engines.connect(lambda number: told | {"engine": number}, timeout_s=self.config.timeout_s)
+        self._connected = True
 
-    def _compare(self, mine: list[float], version: int) -> float:
+    def _describe(self, lost: EngineLost, version: int) -> str:
+        """What is known of an engine that was lost on the way."""
+        number = self._sender.progress(lost.engine)
+        return (
+            f"engine {lost.engine} was lost while it took in version {version}, in bucket {number + 1} of "
+            f"{len(self.route.buckets)}, which begins with {self.route.first_tensor(number)}: {lost}"
+        )
+
+    def _replace(self, lost: Sequence[int], failure: str) -> str:
+        """Fresh engines in the place of lost ones, on rank 0; returns what else went wrong."""
+        if self.engines is not None:
+            print(f"megarl: {failure}; starting a fresh engine", flush=True)
+            try:
+                for number in lost:
+                    self.engines.replace(number)
+                self._connected, failure = False, ""
+            except Exception as error:
+                failure = f"{failure}; and it could not be replaced: {error}"
+        return broadcast_object(failure, self.mesh.world)
+
+    def _compare(self, version: int, sent: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+        """What an engine rank holds other than what was sent to it, or nothing."""
+        for engine, ranks in enumerate(answers):
+            for rank, held in enumerate(ranks):
+                if held["version"] != version:
+                    return f"engine {engine}, rank {rank} holds version {held['version']}, but version {version} was sent"
+                wanted = sent[self.route.spec.image(engine, rank)]
+                differing = (wanted != torch.tensor(held["digests"], dtype=torch.int64)).nonzero().flatten().tolist()
+                if differing:
+                    return (
+                        f"engine {engine}, rank {rank} holds another {self.route.tensors[differing[0]]} than version {version} "
+                        f"of the trainer ({len(differing)} of {len(wanted)} tensors differ; {self.route.spec})"
+                    )
+        return ""
+
+    def _check_probe(self, version: int, found: dict[str, float]) -> str:
+        """Score a fixed text on both sides, if this version is to be probed; what is wrong, on all ranks, or nothing."""
+        every, failure = self.config.probe_every, ""
+        if not every or version % every:
+            return ""
+        mine = self.policy.logprobs([self._probe]).float().tolist()
+        if self.engines is not None:
+            try:
+                found["probe/max_abs"] = self._score(mine, version)
+            except Exception as error:
+                failure = f"the probe of version {version} failed: {error}"
+        return broadcast_object(failure, self.mesh.world)
+
+    def _score(self, mine: list[float], version: int) -> float:
         """Largest difference of the probe's log-probs between trainer and engines; raises where it is too large."""
         assert self.engines is not None
         worst = 0.0
@@ -135,11 +274,37 @@ class Publisher:
                 raise RuntimeError(
                     f"engine {number} scores the probe text differently from the trainer at version {version}: log-probs "
                     f"differ by up to {gap:.2e}, more than {self._tolerance:.0e}; the weights it computes with are not those "
-                    "published (raise publish.probe_tolerance only if you know why)"
+                    f"published ({self.route.spec}; raise publish.probe_tolerance only if you know why)"
                 )
         return worst
 
     def close(self) -> None:
         """Release the carrier."""
-        if self._sender is not None:
-            self._sender.close()
+        self._sender.close()
+
+
+def refuse_other_model(table: Sequence[Row], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ValueError`, with the name, where the parameter table and the policy's model differ."""
+    there = {row.name: row.shape for row in table}
+    for name in sorted(there.keys() | shapes.keys()):
+        if there.get(name) != shapes.get(name):
+            raise ValueError(
+                f"the model and its parameter table differ at {name}: {shapes.get(name)} in the model, {there.get(name)} in the "
+                "table; correct the family's entry in megarl/publish/families.py"
+            )
+
+
+def _watch(deadline: float, timeout_s: float, answer: Answer | None) -> Watch:
+    """Raises when `deadline` has passed, and, where this rank hears from the engines, when one of them fails."""
+    next_look = time.monotonic()
+
+    def watch() -> None:
+        nonlocal next_look
+        now = time.monotonic()
+        if now > deadline:
+            raise RuntimeError(f"the engines did not take it in within {timeout_s:g} s; raise publish.timeout_s")
+        if answer is not None and now >= next_look:
+            answer.poll()
+            next_look = time.monotonic() + POLL_S
+
+    return watch

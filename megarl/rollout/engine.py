@@ -14,6 +14,12 @@ from typing import Any
 from megarl.rollout.config import EngineConfig
 from megarl.types import Turn
 
+BACKEND = "megarl"
+"""vLLM weight-transfer backend through which weights arrive."""
+
+WORKER_EXTENSION = "megarl.publish.engine_end.EngineEnd"
+"""Class that vLLM's workers load, by name; its module registers the backend."""
+
 
 class Engine:
     """One replica. All methods are coroutines of one event loop; any number may be under way."""
@@ -28,8 +34,6 @@ class Engine:
         stop_token_ids: list[int],
         trust_remote_code: bool,
         seed: int,
-        backend: str,
-        worker_extension: str,
         environment: dict[str, str],
         load: bool = False,
     ) -> None:
@@ -55,7 +59,7 @@ class Engine:
             "enable_prefix_caching": True,
             # Log-probs of the law that was sampled from: temperature applied. The default would be raw.
             "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": worker_extension,
+            "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }
         if "VLLM_CPU_KVCACHE_SPACE" in environment:
@@ -63,21 +67,18 @@ class Engine:
             self._arguments["enable_chunked_prefill"] = False
             if config.tensor == 1:
                 self._arguments["distributed_executor_backend"] = "uni"
-        self._backend = backend
 
     async def start(self) -> dict[str, Any]:
         """Load vLLM and allocate its cache; returns {pids, seconds}. Raises what vLLM raises."""
         begun = time.monotonic()
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
-        arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=WeightTransferConfig(backend=self._backend))
+        arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
         self._llm = AsyncLLM.from_engine_args(arguments)
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         return {"pids": [os.getpid(), *_descendants()], "seconds": time.monotonic() - begun}
 
     async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
@@ -116,24 +117,28 @@ class Engine:
         given: Any = final.prompt_logprobs[1:]
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
-    async def update(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Load the weights of `manifest` under running generation; returns this engine's {version, digest} and seconds.
+    async def connect(self, info: dict[str, Any]) -> None:
+        """Tell the engine's ranks where weights come from (`megarl.publish.receive.InitInfo`)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Take in a version under running generation; what each rank holds then (`megarl.publish.engine_end.EngineEnd`).
 
         Requests under way are kept: their cache is computed again with the new weights, and each token's version recorded.
+        After a failure the weights are a mix, and generation stays paused until a version has arrived whole.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        begun = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=manifest))
-            await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
-            held = await self._llm.collective_rpc("megarl_digest")
-            self.version = manifest["version"]
-        finally:
-            await self._llm.resume_generation()
-        return {"held": held, "seconds": time.monotonic() - begun}
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s}))
+        await self._llm.finish_weight_update(weight_version=str(version))
+        held = await self._llm.collective_rpc("megarl_held")
+        self.version = version
+        await self._llm.resume_generation()
+        return held
 
     async def stop(self) -> None:
         """End vLLM's processes."""

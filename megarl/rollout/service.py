@@ -9,12 +9,13 @@ A failure of any part is kept and raised from whatever the trainer asks next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
-from megarl.contracts import PromptSource
+from megarl.contracts import EngineLost, PromptSource
 from megarl.rollout.batch import StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.window import Window
@@ -22,6 +23,10 @@ from megarl.types import Group, Prompt, Rollout, StepBatch, Turn, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 """(metrics, transcripts)"""
+
+
+REPLACEMENT_POLL_S = 0.2
+"""Between two looks at whether another engine is in the place of one that died."""
 
 
 class EngineHandle(Protocol):
@@ -76,6 +81,8 @@ class RolloutService:
         limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
         self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
+        self._waiting = 0
+        """Calls of the trainer that wait for rollouts."""
         self._groups: dict[int, Group] = {}
         self._ready: dict[int, StepGroups] = {}
         self._cursors: dict[int, int] = {first_step: first_ordinal}
@@ -88,6 +95,10 @@ class RolloutService:
 
     # ------------------------------------------------------------------------------------------- asked by the trainer
 
+    def use_engine(self, number: int, engine: EngineHandle) -> None:
+        """A fresh engine takes the place of one that died; requests that waited for it go on."""
+        self.engines[number] = engine
+
     async def start(self) -> None:
         """Begin to dispatch; call once version `first_step` is on the engines."""
         self._closed_at = time.monotonic()
@@ -95,8 +106,9 @@ class RolloutService:
 
     async def take(self, step: int, data_rank: int) -> StepBatch:
         """Wait for step `step` and return the share of `data_rank`. Raises whatever ended collection."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None or step in self._ready)
+        with self._waits():
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._failure is not None or step in self._ready)
         if self._failure is not None:
             raise RuntimeError(f"rollouts stopped: {self._failure}") from self._failure
         ready = self._ready[step]
@@ -122,13 +134,22 @@ class RolloutService:
         if key not in self._evaluations:
             self._evaluations = {known: task for known, task in self._evaluations.items() if known[1] == key[1]}
             self._evaluations[key] = asyncio.ensure_future(self._evaluate(prompts, temperature, name))
-        return await asyncio.shield(self._evaluations[key])
+        with self._waits():
+            return await asyncio.shield(self._evaluations[key])
 
     async def stop(self) -> None:
         """Cancel what is under way."""
         for task in [*self._tasks, *self._evaluations.values()]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._evaluations.values(), return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _waits(self) -> Iterator[None]:
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
         """Seeds depend on the problem alone."""
@@ -239,10 +260,15 @@ class RolloutService:
         deadline = self.config.request_timeout_s
         try:
             async with self._slots[number]:
-                answer = self.engines[number].generate(
-                    prompt.token_ids, seed=seed, max_tokens=self.config.max_new_tokens, temperature=temperature
-                )
-                return await asyncio.wait_for(answer, deadline)
+                while True:
+                    engine = self.engines[number]
+                    answer = engine.generate(
+                        prompt.token_ids, seed=seed, max_tokens=self.config.max_new_tokens, temperature=temperature
+                    )
+                    try:
+                        return await asyncio.wait_for(answer, deadline)
+                    except EngineLost as lost:
+                        await self._replacement(number, engine, lost)
         except TimeoutError:
             raise RuntimeError(
                 f"engine {number} did not answer prompt {prompt.index} within {deadline:g} s; "
@@ -250,3 +276,11 @@ class RolloutService:
             ) from None
         finally:
             self._load[number] -= 1
+
+    async def _replacement(self, number: int, dead: EngineHandle, lost: EngineLost) -> None:
+        """Wait until another engine is in the place of `dead`; its requests are asked again, with their seeds."""
+        # The trainer replaces engines while it publishes; once it waits for rollouts, nobody will.
+        while self.engines[number] is dead:
+            if self._waiting:
+                raise RuntimeError(f"engine {number} was lost: {lost}") from lost
+            await asyncio.sleep(REPLACEMENT_POLL_S)

@@ -164,6 +164,17 @@ class TrainEngine:
                 shard = self.module.shards.get(name)
                 yield name, shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps of every weight, flat and uncopied: its tensor shard, and under ZeRO 3 its slice of that.
+
+        `megarl.parallel.reshard.table.training_held` says which part it is. Nothing is gathered.
+        """
+        found = {}
+        for name, parameter in self.module.model.named_parameters():
+            slice_ = getattr(parameter, "ds_tensor", None)
+            found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
+        return found
+
     def save(self, folder: str) -> None:
         """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError` where it cannot be written.
 

@@ -8,7 +8,7 @@ mini-batch and all ranks, so neither micro-batching nor the layout can change lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -20,10 +20,12 @@ from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.losses import AGGREGATIONS, LOSSES
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.tensor import Shard
 from megarl.training.config import ModelConfig, TrainingConfig
 from megarl.training.engine import TrainEngine
 from megarl.training.model import PolicyModel, load_model
 from megarl.training.packing import SequenceMean, pack_shared
+from megarl.training.sharding import whole_shapes
 from megarl.types import MicroBatch, Sample, StepBatch, StepReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,9 +56,24 @@ class Policy:
             self.reference = frozen.to(device).eval().requires_grad_(False)
         self.step = 0
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight; all ranks must run it to the end."""
-        return self.engine.weights()
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all weights, by Hugging Face name."""
+        return whole_shapes(self.engine.module.model, self.engine.module.shards)
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """How the tensor axis cuts weights; those not named are whole."""
+        return self.engine.module.shards
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage."""
+        return self.engine.config.zero_stage
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """This rank's own part of every weight, flat; see `TrainEngine.held`."""
+        return self.engine.held()
 
     def logprobs(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Log-probs [M] of the masked tokens of `samples` at temperature 1, on every rank; all must call it together."""

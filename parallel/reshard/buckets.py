@@ -32,9 +32,7 @@ class Bucket:
 
     def buffers(self, image: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The flat buffers in an image (bytes [num_bytes] or more), uncopied."""
-        return {
-            name: image[start : start + self.sizes[name] * self.itemsize].view(dtype) for name, start in self.offsets.items()
-        }
+        return {name: image[start : start + self.sizes[name] * self.itemsize].view(dtype) for name, start in self.offsets.items()}
 
 
 def make_buckets(sizes: Mapping[str, int], itemsize: int, limit_bytes: int) -> list[Bucket]:

@@ -1,0 +1,160 @@
+"""The engine's end of the wire: a vLLM weight-transfer engine that rebuilds vLLM's model one module at a time.
+
+vLLM imports this module in its workers, as the home of `worker_extension_cls`, and thereby registers the engine. The trainer
+never imports it: vLLM's CPU worker patches torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+from megarl.publish.carriers import RECEIVERS
+from megarl.publish.families import parameter_table
+from megarl.publish.receive import InitInfo, Intake, UpdateInfo, deadline_watch, wrapped
+from megarl.publish.route import Route, RouteSpec
+
+NAME = "megarl"
+"""The vLLM weight-transfer backend that this file registers."""
+
+
+class EngineEnd:
+    """Mixed into vLLM's worker (`worker_extension_cls`): what a trainer asks a worker about its weights."""
+
+    def megarl_held(self) -> dict[str, Any]:
+        """{version, digests: of each tensor, seconds: of each kind of work} of what this worker took in last."""
+        return self.weight_transfer_engine.held  # type: ignore[attr-defined]
+
+
+class ReshardEngine(WeightTransferEngine):
+    """Takes in one rank's own shard."""
+
+    init_info_cls = InitInfo  # pyright: ignore[reportAssignmentType]
+    update_info_cls = UpdateInfo  # pyright: ignore[reportAssignmentType]
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.held: dict[str, Any] = {"version": -1, "digests": [], "seconds": {}}
+        self._receiver: Any = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Make the route, compare it with the model that is there, and connect."""
+        self.shutdown()
+        spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
+        route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
+        self._compare(route.held(spec.image(init_info.engine, rank)).sizes)
+        self._receiver = RECEIVERS[init_info.carrier](route, init_info.engine, rank, init_info.invitation)
+        self._intake = Intake(route, self._receiver, spec.image(init_info.engine, rank))
+        self._route = route
+
+    def _compare(self, sizes: dict[str, int]) -> None:
+        """The table describes exactly this model's parameters; raises `ValueError` with the first that differs."""
+        there = {}
+        for path, layer in self.model.named_modules():
+            if path != "lm_head" or not self._is_tied():
+                there |= {f"{path}.{leaf}": held.numel() for leaf, held in self._raw(layer).items()}
+        for name in sorted(there.keys() | sizes.keys()):
+            if there.get(name) != sizes.get(name):
+                raise ValueError(
+                    f"the engine's model and its parameter table differ at {name}: {there.get(name)} numbers there, "
+                    f"{sizes.get(name)} in the table; correct the family's entry in megarl/publish/families.py"
+                )
+
+    def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """A layer's parameters as they were before the engine repacked them."""
+        now = {name: held for name, held in layer._parameters.items() if held is not None}
+        return now | {name: held for name, held in get_layerwise_info(layer).restore_metadata[0].items() if name in now}
+
+    def start_weight_update(self) -> None:
+        if self._receiver is None:
+            raise RuntimeError("the engine was not told where its weights come from (init_weight_transfer_engine)")
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        route = self._route
+        seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
+        digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
+        self.held = {"version": -1, "digests": [], "seconds": {}}
+        self._receiver.begin(update_info.version)
+        for bucket in route.buckets:
+            buffers = self._intake.take(bucket, watch, digests, seconds)
+            begun = time.perf_counter()
+            modules: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+            for name, flat in buffers.items():
+                path, _, leaf = name.rpartition(".")
+                modules[path][leaf] = flat
+            for path, values in modules.items():
+                self._install(self.model.get_submodule(path), values)
+            seconds["install"] += time.perf_counter() - begun
+            self._receiver.release(bucket)
+        self.held = {
+            "version": update_info.version,
+            "digests": [wrapped(value) for value in digests],
+            "seconds": seconds,
+        }
+
+    def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+        """Rebuild one module from its raw parameters, which are only read: what runs keeps its addresses.
+
+        On CPU and for some kernels the running weights are a repacked form: they are made again and copied into place.
+        """
+        raw = self._raw(layer)
+        running: Any = get_layer_params_buffers(layer)
+        if all(now.shape == raw[name].shape for name, now in running[0].items()):
+            for name, flat in values.items():
+                running[0][name].data.copy_(flat.view(raw[name].shape))
+            self._repack(layer)
+            return
+        transient = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, get_layerwise_info(layer))
+        for name, flat in values.items():
+            value = flat.view(raw[name].shape)
+            if layer._parameters[name] is running[0].get(name):  # a bias: it is never taken away
+                running[0][name].data.copy_(value)
+                continue
+            made: Any = value.detach()
+            made.__class__ = raw[name].__class__
+            made.__dict__.update(raw[name].__dict__)
+            layer._parameters[name] = made
+        self._repack(layer)
+        for name, old in running[0].items():
+            new: Any = layer._parameters[name]
+            if new is not old:
+                old.data.copy_(new)
+                layer._parameters[name] = old
+        for name, old in running[1].items():
+            new = layer._buffers.get(name)
+            if new is not None and new is not old and not new.is_meta and name not in transient:
+                old.data.copy_(new)
+            layer.register_buffer(name, old, persistent=name not in transient)
+
+    def _repack(self, layer: torch.nn.Module) -> None:
+        method = getattr(layer, "quant_method", None)
+        if method is not None and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(layer)
+
+    def finish_weight_update(self) -> None:
+        if self._is_tied():
+            # The tied head shares the embedding's storage but, on CPU, multiplies with its own packed copy of it.
+            self._repack(self.model.lm_head)  # pyright: ignore[reportArgumentType]
+
+    def _is_tied(self) -> bool:
+        hf = self.model_config.hf_text_config
+        return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+WeightTransferEngineFactory.register_engine(NAME, ReshardEngine)

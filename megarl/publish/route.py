@@ -1,0 +1,120 @@
+"""What both ends of the wire know before a byte travels: the plan, its buckets, and who takes part in which.
+
+A `RouteSpec` is small and plain, and travels; each end makes the same `Route` of it and of its own parameter table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from megarl.parallel.layout import Layout
+from megarl.parallel.reshard.buckets import Bucket, copies_of, make_buckets
+from megarl.parallel.reshard.pieces import ZEROS, Held, Piece
+from megarl.parallel.reshard.plan import Copy, Plan, make_plan
+from megarl.parallel.reshard.table import Row, engine_held, training_held
+from megarl.parallel.tensor import Shard
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """Everything a plan depends on besides the model."""
+
+    data: int
+    sequence: int
+    tensor: int
+    zero_stage: int
+    shards: dict[str, list[int]]
+    """How the training's tensor ranks cut each tensor: [dim, edges...]; whole ones are left out."""
+    engines: int
+    engine_tensor: int
+    shared: bool
+    """Whether engines read the same images, so that each is sent once, not once an engine."""
+    dtype: str
+    bucket_bytes: int
+    table: str
+    """Fingerprint of the parameter table: the same on both ends, or they are of different models."""
+
+    @property
+    def layout(self) -> Layout:
+        """The trainer's."""
+        return Layout(self.data, self.sequence, self.tensor)
+
+    @property
+    def num_images(self) -> int:
+        """Destinations of the plan."""
+        return self.engine_tensor if self.shared else self.engines * self.engine_tensor
+
+    def image(self, engine: int, rank: int) -> int:
+        """The destination that rank `rank` of engine `engine` takes in."""
+        return rank if self.shared else engine * self.engine_tensor + rank
+
+    def plain(self) -> dict[str, Any]:
+        """For a wire that knows numbers, texts, lists and dictionaries."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"training {self.layout}, ZeRO {self.zero_stage} -> {self.engines} engine(s) of tensor {self.engine_tensor}"
+
+
+def table_fingerprint(table: Sequence[Row]) -> str:
+    """What a parameter table says, in 16 letters."""
+    return xxhash.xxh3_64_hexdigest("\n".join(map(str, table)).encode())
+
+
+@dataclass(frozen=True)
+class Route:
+    """A plan in buckets."""
+
+    spec: RouteSpec
+    plan: Plan
+    buckets: list[Bucket]
+    copies: list[list[Copy]]
+    """By bucket."""
+    tensors: list[str]
+    """Names, in the order in which digests are listed."""
+
+    @staticmethod
+    def of(spec: RouteSpec, table: Sequence[Row]) -> Route:
+        """Raises `ValueError` where `table` is of another model than `spec`, or the two layouts do not fit it."""
+        if table_fingerprint(table) != spec.table:
+            raise ValueError("the engine's model is not the trainer's: their parameter tables differ; start both from one model")
+        shards = {name: Shard(cut[0], tuple(cut[1:])) for name, cut in spec.shards.items()}
+        sources = training_held({row.name: row.shape for row in table}, shards, spec.layout, spec.zero_stage)
+        engine = engine_held(table, spec.engine_tensor)
+        plan = make_plan(sources, engine if spec.shared else engine * spec.engines)
+        buckets = make_buckets(engine[0].sizes, DTYPES[spec.dtype].itemsize, spec.bucket_bytes)
+        assert all(held.sizes == engine[0].sizes for held in engine), "ranks of one engine hold alike"
+        return Route(spec, plan, buckets, copies_of(plan, buckets), [row.name for row in table])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What engines hold."""
+        return DTYPES[self.spec.dtype]
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest bucket's image."""
+        return max(bucket.num_bytes for bucket in self.buckets)
+
+    def held(self, image: int) -> Held:
+        """What a destination holds."""
+        return self.plan.destinations[image]
+
+    def padding(self, bucket: Bucket, image: int) -> list[Piece]:
+        """The pieces of a bucket's image that no tensor fills."""
+        return [piece for piece in self.held(image).pieces if piece.tensor == ZEROS and piece.buffer in bucket.sizes]
+
+    def first_tensor(self, number: int) -> str:
+        """The tensor with which bucket `number` begins."""
+        return self.copies[min(number, len(self.copies) - 1)][0].tensor
+
+    def written(self) -> int:
+        """Bytes that trainer ranks write for one version."""
+        return self.plan.moved(self.dtype.itemsize)
