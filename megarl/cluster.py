@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megarl.contracts import EngineLost
+from megarl.placement import Seat
 from megarl.rollout.engine import Engine
 from megarl.third_party import use_cluster_token
 from megarl.types import Prompt, StepBatch
@@ -54,16 +55,18 @@ class Cluster:
             signal.signal(number, handler)
         self.address: str = ray.get_runtime_context().gcs_address
 
-    def start_engines(self, count: int, *, num_gpus: int, timeout_s: float, **arguments: Any) -> EngineGroup:
-        """`count` engines of `num_gpus` GPUs each, starting side by side; `.wait()` for them before use."""
-        actor = ray.remote(Engine).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=100_000)
+    def start_engines(
+        self, seats: Sequence[Seat], *, timeout_s: float, environment: dict[str, str], **arguments: Any
+    ) -> EngineGroup:
+        """An engine on every seat, starting side by side; `.wait()` for them before use."""
 
         def start(number: int) -> ActorHandle:
-            handle = actor.remote(number=number, **arguments)
+            actor = ray.remote(Engine).options(max_concurrency=100_000, **seats[number].options)
+            handle = actor.remote(number=number, environment=environment | seats[number].environment, **arguments)
             self._owned.append(handle)
             return handle
 
-        return EngineGroup(count, start, timeout_s, self._pids)
+        return EngineGroup(len(seats), start, timeout_s, self._pids)
 
     def start_service(self, build: Callable[[], Any], *, timeout_s: float) -> ActorHandle:
         """The rollout service, made by `build` inside an actor of its own that every rank can find by name."""
@@ -127,6 +130,14 @@ class EngineGroup:
     def update(self, version: int, *, timeout_s: float) -> Answers:
         """Every engine begins to take in a version."""
         return Answers([h.update.remote(version, timeout_s) for h in self.handles])
+
+    def sleep(self, *, timeout_s: float) -> None:
+        """Every engine gives its GPUs' memory away; what it computes stops."""
+        _get([h.sleep.remote() for h in self.handles], timeout_s, "raise publish.timeout_s")
+
+    def wake(self, *, timeout_s: float) -> None:
+        """Every engine takes its memory back; weights must be published before it generates."""
+        _get([h.wake.remote() for h in self.handles], timeout_s, "raise publish.timeout_s")
 
     def replace(self, number: int) -> None:
         """End what is left of an engine and start another in its place, ready when this returns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from megarl.config import RunConfig, as_plain, dump, longest_request, patience_s
 from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
+from megarl.placement import RankPlace, own_seats, shared_seats
 from megarl.preflight import Checked
 from megarl.prompts.source import load_prompts
 from megarl.prompts.tokenizer import load_tokenizer
@@ -45,6 +46,32 @@ class Parts:
     observer: Observer | None
     """On rank 0."""
     held_out: list[Prompt] | None
+    engines: EngineGroup | None
+    """On rank 0."""
+
+    def begin_training(self) -> None:
+        """Colocated: the engines sleep, and the optimizer's memory comes back. All ranks call it."""
+        if self.config.rollout.placement == "colocated":
+            self._on_main("putting the engines to sleep", EngineGroup.sleep)
+            self.policy.engine.reload()
+
+    def end_training(self) -> None:
+        """Colocated: the optimizer's memory goes, and the engines wake up, empty until a version is published."""
+        if self.config.rollout.placement == "colocated":
+            self.policy.engine.offload()
+            self._on_main("waking the engines up", EngineGroup.wake)
+
+    def _on_main(self, doing: str, call: Callable[..., None]) -> None:
+        """Rank 0 asks the engines; what goes wrong there is raised on every rank."""
+        failure = ""
+        if self.engines is not None:
+            try:
+                call(self.engines, timeout_s=self.config.publish.timeout_s)
+            except RuntimeError as error:
+                failure = f"{doing} failed: {error}"
+        failure = broadcast_object(failure, self.mesh.world)
+        if failure:
+            raise RuntimeError(failure)
 
     def start_rollouts(self) -> None:
         """Tell the service to begin; once, by rank 0."""
@@ -71,12 +98,13 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
         )
         main = mesh.world.rank == 0
         cluster, engines = None, None
+        places = gather_objects(RankPlace.mine(on_cpu=device.type == "cpu"), mesh.world)
         if main:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "recipe.yaml").write_text(dump(config))
             # Engines take longest to start: they do so while this process builds the policy.
             cluster = stack.enter_context(Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()))
-            engines = start_engines(cluster, config, checked, on_cpu=device.type == "cpu")
+            engines = start_engines(cluster, config, checked, on_cpu=device.type == "cpu", ranks=places)
         policy = Policy(
             model=config.model,
             training=training,
@@ -137,6 +165,7 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             checkpoints=checkpoints,
             observer=observer,
             held_out=list(checked.held_out) if checked.held_out is not None else None,
+            engines=engines,
         )
 
 
@@ -149,14 +178,28 @@ def join_cluster(cluster: Cluster | None, mesh: ProcessMesh, stack: ExitStack) -
         stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
 
-def start_engines(cluster: Cluster, config: RunConfig, checked: Checked, *, on_cpu: bool, load: bool = False) -> EngineGroup:
-    """The recipe's engines, starting; with `load` they read the model's weights instead of waiting for version 0."""
-    engine = config.rollout.engine
+def start_engines(
+    cluster: Cluster,
+    config: RunConfig,
+    checked: Checked,
+    *,
+    on_cpu: bool,
+    ranks: Sequence[RankPlace] = (),
+    load: bool = False,
+) -> EngineGroup:
+    """The recipe's engines, starting: beside the trainer's `ranks` where they are colocated. With `load` they read the model's
+    weights instead of waiting for version 0."""
+    engine, count = config.rollout.engine, config.rollout.num_engines
+    shares = config.rollout.placement == "colocated" and bool(ranks)
+    if shares:
+        seats = shared_seats(count, tensor=engine.tensor, ranks=ranks)
+    else:
+        seats = own_seats(count, tensor=engine.tensor, gpus=not on_cpu, timeout_s=engine.start_timeout_s)
     return cluster.start_engines(
-        config.rollout.num_engines,
-        num_gpus=0 if on_cpu else engine.tensor,
+        seats,
         timeout_s=engine.start_timeout_s,
         load=load,
+        sleeps=shares and not on_cpu,
         model=config.model.path,
         config=engine,
         max_tokens=longest_request(config),

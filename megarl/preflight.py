@@ -22,6 +22,7 @@ from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
 from megarl.prompts.demonstrations import DemonstrationList, load_demonstrations
 from megarl.prompts.source import PromptList, load_prompts
 from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
+from megarl.publish.families import parameter_table, refuse_engine_tensor
 from megarl.schema import as_plain, require
 from megarl.training.autotp import refuse_autotp
 from megarl.training.checkpoint import choose, fingerprint, written_under
@@ -75,7 +76,10 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         f"the longest prompt (max_prompt_tokens of prompts and of evaluation.prompts) + rollout.max_new_tokens is {longest}, "
         f"but the model's max_position_embeddings is {limit}; lower one of them",
     )
-    check_placement(config, shares_gpus=new and not on_cpu)
+    refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
+    if new:
+        parameter_table(hf.to_dict())
+        check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
     data = data_name(config.prompts, len(prompts))
@@ -255,14 +259,39 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list
     return [int(token) for token in found]  # type: ignore[arg-type]
 
 
-def check_placement(config: RunConfig, *, shares_gpus: bool) -> None:
-    """Engines have GPUs that are not the trainer's; `shares_gpus`: both are on this machine's GPUs."""
+def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> None:
+    """Engines have room and weights a way to them; `shares_gpus`: trainer and engines are both on this machine's GPUs."""
+    rollout, carrier = config.rollout, config.publish.carrier
+    colocated, engine_ranks = rollout.placement == "colocated", rollout.num_engines * rollout.engine.tensor
+    if colocated:
+        require(
+            engine_ranks == num_ranks,
+            f"rollout.placement is 'colocated': {rollout.num_engines} engine(s) of rollout.engine.tensor {rollout.engine.tensor} "
+            f"are {engine_ranks} engine ranks, but there are {num_ranks} trainer ranks to share with; set rollout.num_engines so "
+            "that they are as many",
+        )
+        require(
+            rollout.max_staleness == 0,
+            f"rollout.placement is 'colocated', where engines sleep while the trainer works, but rollout.max_staleness is "
+            f"{rollout.max_staleness}; set it to 0, or the placement to 'disaggregated'",
+        )
     require(
-        config.rollout.placement == "disaggregated",
-        "rollout.placement is 'colocated', which this version does not do; set it to 'disaggregated'",
+        carrier != "cuda_ipc" or (colocated and shares_gpus),
+        "publish.carrier is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to 'shared_memory' or "
+        "'point_to_point', or rollout.placement to 'colocated'",
     )
     require(
-        not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
+        (carrier == "disk") == bool(config.publish.folder),
+        f"publish.carrier is {carrier!r} and publish.folder is {config.publish.folder!r}: a folder is for the carrier 'disk', "
+        "which needs one that trainer and engines see under the same name",
+    )
+    hosts = num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    require(
+        hosts == 1 or carrier in ("point_to_point", "disk"),
+        f"publish.carrier is {carrier!r}, which works within one host, but this run has {hosts}; set it to 'point_to_point'",
+    )
+    require(
+        colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
         "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with launch/dapo_14b.sh --recipe, "
         "or start Ray with only the engines' GPUs visible and set RAY_ADDRESS",
     )

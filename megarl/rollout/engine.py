@@ -36,8 +36,10 @@ class Engine:
         seed: int,
         environment: dict[str, str],
         load: bool = False,
+        sleeps: bool = False,
     ) -> None:
-        """`load` reads the model's own weights; otherwise they are random until version 0 is published."""
+        """`load` reads the model's own weights; otherwise they are random until version 0 is published.
+        `sleeps`: the engine can give its memory to the trainer and take it back."""
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version = -1
@@ -60,6 +62,7 @@ class Engine:
             # Log-probs of the law that was sampled from: temperature applied. The default would be raw.
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": WORKER_EXTENSION,
+            "enable_sleep_mode": sleeps,
             "disable_log_stats": True,
         }
         if "VLLM_CPU_KVCACHE_SPACE" in environment:
@@ -139,6 +142,14 @@ class Engine:
         self.version = version
         await self._llm.resume_generation()
         return held
+
+    async def sleep(self) -> None:
+        """Give weights and cache away, in favour of who shares the GPU; on CPU vLLM only stops. Requests stay in the queue."""
+        await self._llm.sleep(level=2, mode="keep")
+
+    async def wake(self) -> None:
+        """Take the memory back, empty: generation stays paused until a version has arrived."""
+        await self._llm.wake_up(tags=["weights", "kv_cache"])
 
     async def stop(self) -> None:
         """End vLLM's processes."""

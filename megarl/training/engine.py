@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from megarl.parallel.collectives import all_reduce
@@ -24,6 +25,15 @@ from megarl.training.config import OptimizerConfig, ScheduleConfig, TrainingConf
 from megarl.training.model import PolicyModel
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+OFFLOADED = (
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_grads,
+    OffloadStateTypeEnum.contiguous_grad_buffer,
+)
+"""What leaves the GPU while engines share it: all but the weights themselves."""
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
@@ -174,6 +184,22 @@ class TrainEngine:
             slice_ = getattr(parameter, "ds_tensor", None)
             found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
         return found
+
+    def offload(self) -> None:
+        """Move optimizer, master weights and gradients to the CPU's memory; the weights stay, to be published.
+
+        Nothing where there is nothing to move: on the CPU, without ZeRO, or where the optimizer lives on the CPU anyway.
+        """
+        if self._can_offload():
+            self._engine.offload_states(include=OFFLOADED)
+
+    def reload(self) -> None:
+        """The counterpart of `offload`; does nothing where nothing was moved."""
+        if self._can_offload():
+            self._engine.reload_states()
+
+    def _can_offload(self) -> bool:
+        return self.device.type == "cuda" and self.config.zero_stage > 0 and not self.config.offload_optimizer
 
     def save(self, folder: str) -> None:
         """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError` where it cannot be written.
