@@ -113,6 +113,8 @@ class EngineGroup:
         self._starting = {number: handle.start.remote() for number, handle in enumerate(self.handles)}
         self._own_pids: dict[int, list[int]] = {}
         self._fresh: list[int] = []
+        self.service: ActorHandle = None
+        """The rollout service, to be told of engines that take another's place."""
 
     def wait(self) -> float:
         """Until every engine that starts is ready; returns the slowest one's seconds."""
@@ -139,6 +141,10 @@ class EngineGroup:
         """Every engine takes its memory back; weights must be published before it generates."""
         _get([h.wake.remote() for h in self.handles], timeout_s, "raise publish.timeout_s")
 
+    def pids(self, number: int) -> list[int]:
+        """Processes of an engine, its actor's first."""
+        return self._own_pids[number]
+
     def replace(self, number: int) -> None:
         """End what is left of an engine and start another in its place, ready when this returns."""
         with contextlib.suppress(Exception):
@@ -155,8 +161,9 @@ class EngineGroup:
         """Fresh engines hold a version now: let the rollout service send them requests."""
         while self._fresh:
             number = self._fresh.pop()
-            service = ray.get_actor(SERVICE)
-            _get([service.use_engine.remote(number, self.handles[number])], ADMIT_TIMEOUT_S, "telling the rollout service")
+            if self.service is not None:
+                told = self.service.use_engine.remote(number, self.handles[number])
+                _get([told], ADMIT_TIMEOUT_S, "telling the rollout service")
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
         """Every engine's log-probs of `token_ids[1:]`."""

@@ -136,7 +136,7 @@ def build(config: RunConfig, checked: Checked) -> Iterator[Parts]:
             assert cluster is not None and engines is not None
             engines.wait()
             builder = service_builder(config, checked, engines, policy.step, first_ordinal)
-            cluster.start_service(builder, timeout_s=config.rollout.engine.start_timeout_s)
+            engines.service = cluster.start_service(builder, timeout_s=config.rollout.engine.start_timeout_s)
         join_cluster(cluster, mesh, stack)
         draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
         requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.samples_per_group)

@@ -26,6 +26,11 @@ class PublishConfig:
     replacements: int = 1
     """Engines lost while they take in a version are started anew this many times, then the run ends."""
 
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mib` in bytes."""
+        return self.bucket_mib * 2**20
+
     def __post_init__(self) -> None:
         require_range("publish.bucket_mib", self.bucket_mib, 1)
         require_range("publish.probe_every", self.probe_every, 0)

@@ -21,7 +21,7 @@ from megarl.publish.carrier import Aborted, Watch
 from megarl.publish.carriers import SENDERS
 from megarl.publish.config import PublishConfig
 from megarl.publish.digests import carry
-from megarl.publish.route import DTYPES, Route, RouteSpec, table_fingerprint
+from megarl.publish.route import Route, RouteSpec, table_fingerprint
 from megarl.types import Sample
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
@@ -107,7 +107,7 @@ class Publisher:
         self._tolerance = config.probe_tolerance or max(TOLERANCES[dtype], TOLERANCES[precision])
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         carrier = SENDERS[config.carrier]
-        layout, itemsize = mesh.layout, DTYPES[dtype].itemsize
+        layout = mesh.layout
         spec = RouteSpec(
             data=layout.data,
             sequence=layout.sequence,
@@ -118,7 +118,7 @@ class Publisher:
             engine_tensor=engine_tensor,
             shared=carrier.SHARED,
             dtype=dtype,
-            bucket_bytes=max(config.bucket_mib * 2**20, itemsize),
+            bucket_bytes=config.bucket_bytes,
             table=table_fingerprint(table),
         )
         self.route = Route.of(spec, table)

@@ -48,7 +48,8 @@ class Box(NamedTuple):
 
     def bands(self, rows: int) -> list[Box]:
         """The same box cut into pieces of at most `rows` rows."""
-        return [self._replace(top=top, bottom=min(top + rows, self.bottom)) for top in range(self.top, self.bottom, rows)]
+        tops = range(self.top, self.bottom, rows)
+        return [Box(top, min(top + rows, self.bottom), self.left, self.right) for top in tops]
 
 
 def matrix(shape: Sequence[int]) -> Box:
@@ -70,10 +71,12 @@ class Piece(NamedTuple):
     def part(self, box: Box) -> Piece:
         """The piece's share that is `box`, which lies within it."""
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
-        return self._replace(box=box, offset=self.offset + skipped)
+        return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The piece in its flat `buffer`, as [rows, columns], uncopied."""
+        last = self.offset + (self.box.rows - 1) * self.stride + self.box.columns
+        assert buffer.dim() == 1 and buffer.is_contiguous() and last <= len(buffer), f"{self} in a buffer {tuple(buffer.shape)}"
         return buffer.as_strided((self.box.rows, self.box.columns), (self.stride, 1), buffer.storage_offset() + self.offset)
 
 

@@ -95,17 +95,25 @@ def make_plan(sources: Sequence[Held], destinations: Sequence[Held], local: Mapp
     the tensor's name. Coverage is counted, not assumed.
     """
     local = local or {}
-    holders = _holders(sources)
-    needs = []
+    holders, grain = _holders(sources), _grain(destinations)
+    needs: list[_Need] = []
+    found: dict[tuple[str, Box, int | None], list[_Region]] = {}  # engines want the same: what makes up a box is found once
     for rank, held in enumerate(destinations):
         broken = fills(held)
         if broken:
             raise ValueError(f"the pieces of {broken} on destination rank {rank} do not fill it exactly once")
         for piece in held.pieces:
             if piece.tensor != ZEROS:
-                needs += _needs(rank, piece, holders.get(piece.tensor, {}), grain=_grain(destinations))
+                key = piece.tensor, piece.box, local.get(rank)
+                if key not in found:
+                    found[key] = _regions(rank, piece, holders.get(piece.tensor, {}), local.get(rank), grain)
+                needs += [_Need(rank, piece, box, candidates) for box, candidates in found[key]]
     copies = _deal(needs, len(sources), local)
     return Plan(copies, sources, destinations, local)
+
+
+_Region = tuple[Box, list[tuple[int, Piece]]]
+"""A box, and who could send it."""
 
 
 class _Need(NamedTuple):
@@ -136,17 +144,20 @@ def _holders(sources: Sequence[Held]) -> dict[str, dict[Box, list[tuple[int, Pie
     return {tensor: dict(sorted(boxes.items())) for tensor, boxes in found.items()}
 
 
-def _needs(rank: int, piece: Piece, boxes: Mapping[Box, list[tuple[int, Piece]]], grain: int) -> list[_Need]:
+def _regions(
+    rank: int, piece: Piece, boxes: Mapping[Box, list[tuple[int, Piece]]], here: int | None, grain: int
+) -> list[_Region]:
     """The regions that make up one destination piece."""
-    made = []
+    made: list[_Region] = []
     for box, candidates in boxes.items():
         region = piece.box.meet(box)
         if region is None:
             continue
-        # Where several could send it, a large region is shared between them.
-        rows = max(1, grain // region.columns) if len(candidates) > 1 else region.rows
-        made += [_Need(rank, piece, band, candidates) for band in region.bands(rows)]
-    if not tiles([need.box for need in made], piece.box):
+        # Where several could send it, a large region is shared between them; from its own memory it comes at once.
+        is_shared = len(candidates) > 1 and all(source != here for source, _ in candidates)
+        rows = max(1, grain // region.columns) if is_shared else region.rows
+        made += [(band, candidates) for band in region.bands(rows)]
+    if not tiles([box for box, _ in made], piece.box):
         raise ValueError(f"no source holds all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that rank {rank} wants")
     return made
 

@@ -90,7 +90,13 @@ def engine_held(table: Sequence[Row], tensor: int) -> list[Held]:
         for row in table:
             box = matrix(row.shape)
             if row.cut == "words":
-                share = -(-row.shape[0] // WORDS_MULTIPLE) * WORDS_MULTIPLE // tensor
+                padded = -(-row.shape[0] // WORDS_MULTIPLE) * WORDS_MULTIPLE
+                if padded % tensor:
+                    raise ValueError(
+                        f"rollout.engine.tensor is {tensor}, which does not divide the {padded} padded words of {row.name}; set "
+                        "it to a divisor"
+                    )
+                share = padded // tensor
                 first = min(rank * share, box.bottom)
                 real = box._replace(top=first, bottom=min(first + share, box.bottom))
                 held.add(row.name, real, row.engine)

@@ -6,7 +6,9 @@ The engine runs in Ray as in a run; the trainer's side is a plain Hugging Face m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,17 @@ import torch
 from tiny import VOCABULARY, write_model
 
 from megarl.cluster import Cluster, EngineGroup
-from megarl.publish.shared_memory import NAME, Sender
-from megarl.publish.wire import WORKER_EXTENSIONS
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.placement import own_seats
+from megarl.publish import wire
+from megarl.publish.config import PublishConfig
+from megarl.publish.families import parameter_table
+from megarl.publish.wire import Publisher
 from megarl.rollout.config import EngineConfig
 from megarl.third_party import engine_environment, own_cluster_token, prepare_environment
+from megarl.types import Sample
 
 BOUND = 1e-4
 KINDS = {
@@ -28,14 +37,55 @@ KINDS = {
 }
 
 
-class Side:
-    """Trainer's side of one engine."""
+class PlainPolicy:
+    """A Hugging Face model on one rank, whose weights we change at will."""
 
-    def __init__(self, folder: Path, group: EngineGroup) -> None:
+    zero_stage, shards = 0, {}
+
+    def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.engines, self.sender, self.version = group, Sender(torch.float32), -1
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+
+    def held(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data.view(-1) for name, parameter in self.model.named_parameters()}
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> torch.Tensor:
+        (sample,) = samples
+        with torch.no_grad():
+            logits = self.model(torch.tensor([sample.token_ids])).logits[0, :-1].double() / temperature
+        return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+
+
+class Side:
+    """Trainer's side of one engine."""
+
+    def __init__(self, folder: Path, group: EngineGroup, mesh: ProcessMesh) -> None:
+        self.policy, self.engines, self.version, self._mesh = PlainPolicy(folder), group, -1, mesh
+        self.model = self.policy.model
+        self.publisher = self.make_publisher()
+
+    def make_publisher(self, **settings: Any) -> Publisher:
+        """Its buckets hold one module each: the small model travels in as many steps as a large one."""
+        publisher = Publisher(
+            PublishConfig(probe_tolerance=BOUND, **settings),
+            table=parameter_table(self.model.config.to_dict()),
+            policy=self.policy,
+            engines=self.engines,
+            num_engines=1,
+            engine_tensor=1,
+            mesh=self._mesh,
+            dtype="float32",
+            precision="float32",
+            vocabulary=VOCABULARY,
+            max_tokens=96,
+            seed=0,
+        )
+        return publisher
 
     def shake(self, seed: int) -> None:
         """Other weights, every one of them."""
@@ -44,21 +94,13 @@ class Side:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
 
-    def manifest(self) -> dict[str, Any]:
+    def publish(self) -> dict[str, float]:
         self.version += 1
-        named = list(self.model.named_parameters())
-        return self.sender.write(named, self.version, {name: p.shape for name, p in named})
-
-    def publish(self) -> dict[str, Any]:
-        manifest = self.manifest()
-        (answer,) = self.engines.update(manifest, timeout_s=60)
-        assert answer["held"] == [{"version": self.version, "digest": manifest["digest"]}]
-        return manifest
+        return self.publisher.publish(self.version)
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        with torch.no_grad():
-            logits = self.model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
-        return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        sample = Sample(0, tokens, [False] + [True] * (len(tokens) - 1), [0.0] * len(tokens))
+        return self.policy.logprobs([sample], temperature).tolist()
 
     def start(self, prompt: list[int], seed: int, *, max_tokens: int = 24, temperature: float = 1.0) -> Any:
         (handle,) = self.engines.handles
@@ -69,10 +111,13 @@ class Side:
 def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
     prepare_environment(1)
     folder = write_model(tmp_path_factory.mktemp("engine"), **KINDS[request.param])
-    with Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster:
+    mesh_module.initialise(timeout_s=120)
+    with (
+        ProcessMesh(Layout(), timeout_s=120) as mesh,
+        Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster,
+    ):
         group = cluster.start_engines(
-            1,
-            num_gpus=0,
+            own_seats(1, tensor=1, gpus=False, timeout_s=60),
             timeout_s=120,
             model=str(folder),
             config=EngineConfig(),
@@ -80,14 +125,13 @@ def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             stop_token_ids=[1],
             trust_remote_code=False,
             seed=0,
-            backend=NAME,
-            worker_extension=WORKER_EXTENSIONS["shared_memory"],
             environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
         )
         group.wait()
-        made = Side(folder, group)
+        made = Side(folder, group, mesh)
         yield made
-        made.sender.close()
+        made.publisher.close()
+    mesh_module.finalise()
 
 
 def gap(one: list[float], other: list[float]) -> float:
@@ -160,26 +204,76 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
     assert switched, "no request was under way while weights changed: this test would prove nothing"
 
 
-def test_damage_on_the_way_is_refused_and_named(side: Side) -> None:
-    side.publish()
-    before = side.logprobs(list(range(2, 30)))
+def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = "model.layers.1.self_attn.k_proj.weight"
+
+    def damaging(source: torch.Tensor, target: torch.Tensor, box: Any) -> int:
+        digest = carry(source, target, box)
+        if source.data_ptr() == side.policy.held()[victim].data_ptr():
+            target[3, 5] += 1e-6
+        return digest
+
+    carry = wire.carry
+    monkeypatch.setattr(wire, "carry", damaging)
     side.shake(7)
-    manifest = side.manifest()
-    name = manifest["entries"][3]["name"]
-    manifest["entries"][3]["digest"] = "0" * 32
-    with pytest.raises(RuntimeError, match="arrived damaged") as refused:
-        side.engines.update(manifest, timeout_s=60)
-    assert name in str(refused.value)
+    with pytest.raises(RuntimeError, match="holds another") as refused:
+        side.publish()
+    assert victim in str(refused.value) and "1 of " in str(refused.value)
+    assert "data 1 x sequence 1 x tensor 1, ZeRO 0 -> 1 engine(s) of tensor 1" in str(refused.value)
+    monkeypatch.undo()
     tokens = list(range(2, 30))
-    (still,) = side.engines.score(tokens, timeout_s=60)
-    assert gap(still, before) < BOUND, "the weights held before a refused version are no longer there"
     side.publish()
     assert gap(side.engines.score(tokens, timeout_s=60)[0], side.logprobs(tokens)) < BOUND
 
 
-def test_a_missing_weight_is_refused_and_named(side: Side) -> None:
-    """Part of a fused weight; the engine is of no use afterwards, and the run ends: this test is the last."""
-    manifest = side.manifest()
-    left_out = next(entry for entry in manifest["entries"] if "q_proj.weight" in entry["name"])
-    with pytest.raises(RuntimeError, match="qkv_proj"):
-        side.engines.update(manifest | {"entries": [e for e in manifest["entries"] if e is not left_out]}, timeout_s=60)
+def test_a_model_that_is_not_the_tables_is_refused_and_named(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = side.policy.shapes
+    left_out = next(name for name in shapes if "q_proj.weight" in name)
+    monkeypatch.setattr(PlainPolicy, "shapes", {name: shape for name, shape in shapes.items() if name != left_out})
+    with pytest.raises(ValueError, match=left_out):
+        side.make_publisher()
+
+
+class KillsAt:
+    """A carrier's sending end whose first attempt at bucket `number` ends an engine before it is handed over."""
+
+    def __init__(self, sender: Any, number: int, side: Side) -> None:
+        self._sender, self._number, self._side, self.killed_at = sender, number, side, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    def commit(self, bucket: Any, watch: Any) -> None:
+        if bucket.number == self._number and not self.killed_at:
+            os.kill(self._side.engines.pids(0)[0], signal.SIGKILL)
+            self.killed_at = time.monotonic()
+        self._sender.commit(bucket, watch)
+
+
+def test_an_engine_killed_in_the_middle_of_a_publish_is_named_replaced_and_brought_up_to_date(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PublishConfig, "bucket_bytes", 2**12)
+    side.publisher = side.make_publisher(replacements=0)
+    side.publish()
+    assert len(side.publisher.route.buckets) > 6
+    doomed = KillsAt(side.publisher._sender, 3, side)
+    side.publisher._sender = doomed
+    side.shake(8)
+    with pytest.raises(RuntimeError, match="engine 0 was lost") as told:
+        side.publish()
+    assert time.monotonic() - doomed.killed_at < 10
+    assert f"version {side.version}" in str(told.value)
+    assert any(name in str(told.value) for name in side.publisher.route.tensors)
+
+    side.publisher = side.make_publisher(replacements=1)
+    side.engines.replace(0)
+    side.publish()
+    side.publisher._sender = KillsAt(side.publisher._sender, 3, side)
+    side.shake(9)
+    metrics = side.publish()
+    assert metrics["publish/replaced"] == 1
+    tokens = list(range(2, 30))
+    assert gap(side.engines.score(tokens, timeout_s=60)[0], side.logprobs(tokens)) < BOUND
+    turn = ray.get(side.start([5, 6, 7], 0), timeout=60)
+    assert {version for version, _ in turn.versions} == {side.version}
