@@ -68,8 +68,9 @@ class Engine:
         if "VLLM_CPU_KVCACHE_SPACE" in environment:
             # Half a prompt in one step would need a seeded generator to go back, which CPU generators cannot.
             self._arguments["enable_chunked_prefill"] = False
-            if config.tensor == 1:
-                self._arguments["distributed_executor_backend"] = "uni"
+        if config.tensor > 1 or "VLLM_CPU_KVCACHE_SPACE" in environment:
+            # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
+            self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
 
     async def start(self) -> dict[str, Any]:
         """Load vLLM and allocate its cache; returns {pids, seconds}. Raises what vLLM raises."""
