@@ -62,8 +62,9 @@ def finish(process: subprocess.Popen[str], mark: str, timeout_s: float) -> Done:
             left.kill()
         out, err = process.communicate()
         raise AssertionError(f"{process.args} took longer than {timeout_s} s:\n{out[-1500:]}\n{err[-4000:]}") from None
-    _, alive = psutil.wait_procs(marked(mark), timeout=3)
-    survivors = [" ".join(left.cmdline())[:200] for left in alive if left.is_running()]
+    psutil.wait_procs(marked(mark), timeout=3)
+    alive = marked(mark)  # anew: where nobody reaps orphans, those that ended stay as zombies
+    survivors = [f"{left.pid} {left.name()}" for left in alive]
     for left in alive:
         left.kill()
     return Done(process.returncode, out, err, survivors)

@@ -113,7 +113,7 @@ class Route:
 
     def first_tensor(self, number: int) -> str:
         """The tensor with which bucket `number` begins."""
-        return self.copies[min(number, len(self.copies) - 1)][0].tensor
+        return self.copies[number][0].tensor
 
     def written(self) -> int:
         """Bytes that trainer ranks write for one version."""

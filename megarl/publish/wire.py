@@ -6,6 +6,7 @@ every rank: its own parts --carrier--> each engine rank: its own shard;  digests
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -216,7 +217,7 @@ class Publisher:
 
     def _describe(self, lost: EngineLost, version: int) -> str:
         """What is known of an engine that was lost on the way."""
-        number = self._sender.progress(lost.engine)
+        number = min(self._sender.progress(lost.engine), len(self.route.buckets) - 1)
         return (
             f"engine {lost.engine} was lost while it took in version {version}, in bucket {number + 1} of "
             f"{len(self.route.buckets)}, which begins with {self.route.first_tensor(number)}: {lost}"
@@ -225,7 +226,7 @@ class Publisher:
     def _replace(self, lost: Sequence[int], failure: str) -> str:
         """Fresh engines in the place of lost ones, on rank 0; returns what else went wrong."""
         if self.engines is not None:
-            print(f"megarl: {failure}; starting a fresh engine", flush=True)
+            print(f"megarl: {failure}; starting a fresh engine", file=sys.stderr, flush=True)
             try:
                 for number in lost:
                     self.engines.replace(number)

@@ -91,7 +91,7 @@ def _foreign(progress: Progress, *, layout: str, model: str, seed: int, data: st
     if progress.model != model:
         return "it is of another model (names or shapes of the weights differ)"
     if progress.layout != layout:
-        return f"it was written under {progress.layout}, this run is {layout}"
+        return f"it was written under {progress.layout}, this run is {layout} (tools/reshard.py checkpoint converts it)"
     if progress.seed != seed:
         return f"it is of a run with seed {progress.seed}, this one has {seed}"
     if progress.data != data:

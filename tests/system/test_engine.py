@@ -245,7 +245,8 @@ class KillsAt:
 
     def commit(self, bucket: Any, watch: Any) -> None:
         if bucket.number == self._number and not self.killed_at:
-            os.kill(self._side.engines.pids(0)[0], signal.SIGKILL)
+            for pid in reversed(self._side.engines.pids(0)):
+                os.kill(pid, signal.SIGKILL)
             self.killed_at = time.monotonic()
         self._sender.commit(bucket, watch)
 

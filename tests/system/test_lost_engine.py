@@ -1,0 +1,62 @@
+"""A whole run whose engine is killed in the middle of a publish: it goes on with a fresh one, and no prompt is lost."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from commands import finish, records, start, tiny_run, write_recipe
+from tiny import write_model
+
+KILLER = """
+import os, sys
+import psutil
+from megarl.publish import shared_memory
+from megarl.publish.config import PublishConfig
+
+mark, plain, begin = os.environ["MEGARL_TEST_RUN"], shared_memory.Sender.commit, shared_memory.Sender.begin
+PublishConfig.bucket_bytes = 2**13
+state = {"version": -1, "killed": False}
+
+def engines():
+    for process in psutil.process_iter():
+        try:
+            title = process.cmdline()[:1]
+            if title and title[0].startswith("ray::Engine") and process.environ().get("MEGARL_TEST_RUN") == mark:
+                yield process
+        except psutil.Error:
+            continue
+
+def begins(self, version):
+    state["version"] = version
+    begin(self, version)
+
+def commit(self, bucket, watch):
+    if state["version"] == 2 and bucket.number == 3 and not state["killed"]:
+        state["killed"] = True
+        victim = min(engines(), key=lambda process: process.pid)
+        for process in [*victim.children(recursive=True), victim]:
+            process.kill()
+    plain(self, bucket, watch)
+
+shared_memory.Sender.begin, shared_memory.Sender.commit = begins, commit
+from megarl.cli import main
+sys.exit(main())
+"""
+
+
+def test_the_run_goes_on_with_a_fresh_engine(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tree = tiny_run(tmp_path, model, steps=4)
+    tree["rollout"] |= {"num_engines": 2, "max_staleness": 1}
+    process, mark = start([sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)])
+    done = finish(process, mark, 240)
+    assert done.code == 0, done.err[-3000:]
+    assert done.survivors == []
+    assert re.search(r"engine \d was lost while it took in version 2, in bucket \d+ of \d+, which begins with model\.", done.err)
+    rows = records(tmp_path / "run" / "metrics.jsonl")
+    steps = [row for row in rows if "publish/replaced" in row]
+    assert [row["publish/replaced"] for row in steps] == [0, 1, 0, 0], "version 2 is what step 1 leaves"
+    assert all(row["probe/max_abs"] < 1e-4 for row in steps)
+    assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]
