@@ -1,0 +1,399 @@
+"""Weights from one layout to another: how much moves (before there are any), and the moving, bit by bit.
+
+    python tools/reshard.py plan CONFIG.json --source "data 8 tensor 8 zero 3" --engines 8 --engine-tensor 8
+    python tools/reshard.py plan CONFIG.json --source "data 8 zero 3" --target "data 2 tensor 4 zero 3"
+    python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2 zero 3"
+    python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
+    python tools/reshard.py join SHARDED OUT
+    python tools/reshard.py checkpoint RUN/checkpoints/step_000010 NEW_RUN/checkpoints/step_000010 --layout "tensor 2 zero 1"
+
+plan     dry run from a config.json: no weights, no network. What every rank holds on either side, the copies between them,
+         each element counted, and the time a link of --link-gb-s would take where every rank sends and receives at once.
+         `naive` is what a plan is for: all weights gathered on one source rank, and sent whole to every destination rank.
+         A layout is of training (data, sequence, tensor, zero; what is not named is 1, zero 0); engines are vLLM's.
+split    a Hugging Face folder (safetensors, one file or several) to what the ranks of a layout hold: a sharded checkpoint
+convert  one of these to one of another layout
+join     one of these to a Hugging Face folder that `from_pretrained` loads
+checkpoint   a run's checkpoint (weights, optimizer, random states, prompt cursor) to one that a run of another layout and ZeRO
+         stage resumes, in the same precision; its weights are a Hugging Face folder already, `model/`
+
+Tensors are read where they lie; in memory is one buffer at a time, which is a tensor or a rank's part of it (of a run's
+checkpoint, one file at a time). Dtypes stay.
+A sharded checkpoint is checked against its digests before it is read. What is written is whole or absent: written aside,
+digested, synced, renamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from megarl.parallel.layout import Layout
+from megarl.parallel.reshard import files
+from megarl.parallel.reshard.buckets import make_buckets
+from megarl.parallel.reshard.pieces import ZEROS, Held
+from megarl.parallel.reshard.plan import Plan, make_plan
+from megarl.parallel.reshard.table import Row, engine_held, training_held, training_shards, whole_held
+from megarl.publish.families import parameter_table, refuse_engine_tensor
+from megarl.training.checkpoint import DIGESTS, damage, fingerprint, read_progress, seal
+from megarl.training.sharding import refuse_tensor
+
+HEAD = "lm_head.weight"
+RECOMPUTED = ".rotary_emb.inv_freq"
+"""A buffer that old Llama checkpoints carry, and every model makes anew from its config."""
+
+
+def gb(count: int) -> str:
+    return f"{count / 1e9:,.3f} GB"
+
+
+class Degrees(NamedTuple):
+    """A training layout with its ZeRO stage."""
+
+    layout: Layout
+    zero_stage: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a config.json says of a model."""
+
+    config: dict[str, Any]
+    table: list[Row]
+    settings: transformers.PretrainedConfig
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {row.name: row.shape for row in self.table}
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(row.shape).numel() for row in self.table)
+
+    def held(self, degrees: Degrees) -> list[Held]:
+        """What each rank of a training layout holds; raises `ValueError` where it cannot be cut so."""
+        refuse_tensor(self.settings, degrees.layout.tensor)
+        shards = training_shards(self.table, degrees.layout.tensor)
+        return training_held(self.shapes, shards, degrees.layout, degrees.zero_stage)
+
+    def engine(self, tensor: int) -> list[Held]:
+        """What each rank of an engine holds; raises `ValueError` where it cannot be cut so."""
+        refuse_engine_tensor(self.config, tensor)
+        return engine_held(self.table, tensor)
+
+
+def load_model(path: Path) -> Model:
+    """From a config.json, or the folder it is in."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return as_model(json.loads(path.read_text()), path)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); name a model's config.json or its folder") from None
+
+
+def as_model(config: Any, path: Path) -> Model:
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{path} does not say model_type, so it is no model's config.json; name one that is")
+    try:
+        return Model(config, parameter_table(config), transformers.AutoConfig.for_model(**config))
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"{path} contradicts itself: {str(error).splitlines()[-1].strip()}; fetch it again") from None
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The dry run."""
+    model, itemsize = load_model(args.model), getattr(torch, args.dtype).itemsize
+    sources = model.held(args.source)
+    if args.target is not None:
+        destinations, target = model.held(args.target), "{}, ZeRO {}".format(*args.target)
+    else:
+        destinations = model.engine(args.engine_tensor) * args.engines
+        target = f"{args.engines} engines x tensor {args.engine_tensor}"
+    local = {rank: rank for rank in range(min(len(sources), len(destinations)))} if args.colocated else {}
+    started, whole = time.perf_counter(), model.parameters
+    plan = make_plan(sources, destinations, local)
+    planned_s = time.perf_counter() - started
+    return {
+        "model": {"type": model.config["model_type"], "tensors": len(model.table), "parameters": whole},
+        "dtype": args.dtype,
+        "source": {"layout": "{}, ZeRO {}".format(*args.source), **held_bytes(sources, itemsize)},
+        "target": {"layout": target, **held_bytes(destinations, itemsize)},
+        "planned_s": planned_s,
+        "link_gb_s": args.link_gb_s,
+        **traffic(plan, itemsize, args.link_gb_s * 1e9),
+        "coverage": coverage(plan),
+        "naive_bytes": naive(sources, len(destinations), whole) * itemsize,
+        "buckets": buckets_of(destinations, itemsize, int(args.bucket_mib * 2**20)),
+    }
+
+
+def held_bytes(held: list[Held], itemsize: int) -> dict[str, int]:
+    """Bytes that ranks hold; padding is counted as the weights it lies among."""
+    each = [sum(one.sizes.values()) * itemsize for one in held]
+    return {"ranks": len(held), "smallest_rank_bytes": min(each), "largest_rank_bytes": max(each), "bytes": sum(each)}
+
+
+def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
+    """What goes from where to where."""
+    links, sent, received = plan.links(itemsize), Counter[int](), Counter[int]()
+    for (source, destination), count in links.items():
+        sent[source] += count
+        received[destination] += count
+    busiest = max(links, key=links.__getitem__, default=None)
+    return {
+        "copies": len(plan.copies),
+        "local_copies": sum(plan.is_local(copy) for copy in plan.copies),
+        "moved_bytes": links.total(),
+        "minimum_bytes": plan.minimum(itemsize),
+        "links": len(links),
+        "largest_link": {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]} if busiest else None,
+        "most_sent_bytes": max(sent.values(), default=0),
+        "most_received_bytes": max(received.values(), default=0),
+        "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
+    }
+
+
+def coverage(plan: Plan) -> dict[str, int]:
+    """Elements that destinations want, that copies write, and padding that nothing fills; unequal is an error of ours."""
+    pieces = [piece for held in plan.destinations for piece in held.pieces]
+    wanted = sum(piece.box.area for piece in pieces if piece.tensor != ZEROS)
+    written = sum(copy.area for copy in plan.copies)
+    assert wanted == written, (wanted, written)
+    padding = sum(piece.box.area for piece in pieces if piece.tensor == ZEROS)
+    return {"wanted_elements": wanted, "written_elements": written, "padding_elements": padding}
+
+
+def naive(sources: list[Held], destinations: int, whole: int) -> int:
+    """Elements sent where rank 0 gathers what it lacks, and sends all of it to every destination rank."""
+    return whole - sum(piece.box.area for piece in sources[0].pieces) + whole * destinations
+
+
+def buckets_of(destinations: list[Held], itemsize: int, limit_bytes: int) -> dict[str, int]:
+    """Of the destination rank with most."""
+    made = [make_buckets(held.sizes, itemsize, limit_bytes) for held in files.distinct(destinations)[0]]
+    most = max(made, key=len)
+    return {"rank_buckets": len(most), "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets)}
+
+
+# ----------------------------------------------------------------------------------------------------- moving weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that are there: their model, who holds what, and the files it lies in."""
+
+    model: Model
+    folder: Path
+    held: list[Held]
+    stores: list[files.Store]
+    left_out: list[str]
+    """Tensors of the files that are no weights of their own."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {row.name: self.stores[0].dtypes[row.name] for row in self.model.table}
+
+
+def open_hugging_face(folder: Path) -> Source:
+    """A Hugging Face folder, its weights held against what its config says."""
+    model, store = load_model(folder), files.open_whole(folder)
+    wanted = model.shapes
+    left_out = [name for name in store.shapes if name.endswith(RECOMPUTED)]
+    if HEAD in store.shapes and HEAD not in wanted:
+        files.refuse_untied(store, folder, HEAD, embedding=next(iter(wanted)))
+        left_out.append(HEAD)
+    files.refuse_others(store, folder, wanted, left_out)
+    return Source(model, folder, whole_held(wanted), [store], left_out)
+
+
+def refuse_damaged(folder: Path) -> None:
+    if wrong := damage(folder):
+        raise ValueError(f"{folder}: {wrong}; fetch or write the checkpoint again")
+
+
+def open_sharded(folder: Path) -> Source:
+    """A sharded checkpoint, all of it read once to check its digests."""
+    described = files.read_description(folder)
+    refuse_damaged(folder)
+    model = as_model(described.config, folder / files.LAYOUT)
+    if fingerprint(model.shapes) != described.fingerprint:
+        raise ValueError(f"{folder}: the names and shapes it was written for are not those that its config gives; write it again")
+    degrees = Degrees(described.degrees, described.zero_stage)
+    held, stores = files.open_ranks(folder, model.held(degrees), described.files)
+    return Source(model, folder, held, stores, [])
+
+
+def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
+    """Into an empty folder; returns bytes."""
+    held, names, rank_names = files.rank_files(source.model.held(degrees))
+    outputs = [files.Output(folder / name, one, {}) for one, name in zip(held, names, strict=True)]
+    shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
+    about = (source.model.config, fingerprint(source.model.shapes))
+    files.Description(files.FORMAT, shape, degrees.zero_stage, *about, rank_names).write(folder)
+    return files.write_outputs(source.held, source.stores, outputs, source.dtypes)
+
+
+def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
+    """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
+    started = time.perf_counter()
+    with files.written_aside(out, finish=seal) as aside:
+        written, copied = fill(aside), files.copy_along(source.folder, aside, leave=(DIGESTS,))
+    return {
+        "out": str(out),
+        "parameters": source.model.parameters,
+        "tensors": len(source.model.table),
+        "dtypes": sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}),
+        "files": sorted(path.name for path in out.glob("*.safetensors")),
+        "bytes": written,
+        "copied": copied,
+        "left_out": source.left_out,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]:
+    """A run's checkpoint, optimizer and all."""
+    started = time.perf_counter()
+    model = load_model(folder / "model")
+    model.held(degrees)
+    refuse_damaged(folder)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
+        from megarl.training.zero_files import reshard_checkpoint
+    with files.written_aside(out, finish=seal) as aside:
+        reshard_checkpoint(folder, aside, model.table, *degrees)
+        size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
+    progress = read_progress(out)
+    made = {"out": str(out), "layout": progress.layout, "step": progress.step, "parameters": model.parameters}
+    return {**made, "bytes": size, "seconds": time.perf_counter() - started}
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One command, without what goes wrong."""
+    if args.command == "plan":
+        return plan_of(args)
+    if os.path.lexists(args.out):  # what can be refused is, before all of the source is read
+        raise ValueError(f"{args.out} is there already; name a folder that is not")
+    if args.command == "checkpoint":
+        return move_checkpoint(args.folder, args.out, args.layout)
+    if args.command != "join":
+        load_model(args.folder).held(args.layout)
+    source = open_hugging_face(args.folder) if args.command == "split" else open_sharded(args.folder)
+    if args.command == "join":
+        given, limit = (source.model.shapes, source.dtypes), int(args.file_gb * 1e9)
+        return move(source, args.out, lambda folder: files.write_whole(source.held, source.stores, folder, *given, limit))
+    return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
+
+
+def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A dry run as rows of a table."""
+    model, cover, link = found["model"], found["coverage"], found["largest_link"]
+    yield "model", f"{model['type']}, {model['parameters']:,} parameters in {model['tensors']:,} tensors, {found['dtype']}"
+    for name in ("source", "target"):
+        side = found[name]
+        each = f"{gb(side['smallest_rank_bytes'])} to {gb(side['largest_rank_bytes'])} each"
+        yield name, f"{side['layout']}: {side['ranks']} ranks, {each}, {gb(side['bytes'])} in all"
+    yield "copies", f"{found['copies']:,}, {found['local_copies']:,} within a memory; planned in {found['planned_s']:.1f} s"
+    written = f"{cover['written_elements']:,} of {cover['wanted_elements']:,} elements, each once"
+    yield "coverage", f"{written}; {cover['padding_elements']:,} of padding"
+    yield "moved", f"{gb(found['moved_bytes'])}; the minimum is {gb(found['minimum_bytes'])}"
+    yield "naive", f"{gb(found['naive_bytes'])}: gathered on one rank, sent whole to every target rank"
+    yield "a rank", f"sends {gb(found['most_sent_bytes'])} at most, receives {gb(found['most_received_bytes'])}"
+    if link is not None:
+        ends = f"{gb(link['bytes'])}, source rank {link['source']} to target rank {link['destination']}"
+        yield "links", f"{found['links']:,}, the largest {ends}"
+    yield "predicted", f"{found['predicted_s']:.3f} s at {found['link_gb_s']:g} GB/s a rank, each way"
+    buckets = found["buckets"]
+    yield "buckets", f"{buckets['rank_buckets']} a rank, the largest {buckets['largest_bytes'] / 2**20:,.1f} MiB"
+
+
+def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What was written, as rows."""
+    for name, value in found.items():
+        if isinstance(value, list):
+            value = ", ".join(value) or "none"
+        elif not isinstance(value, str):
+            value = gb(value) if name == "bytes" else f"{value:,.1f}" if name == "seconds" else f"{value:,}"
+        yield name.replace("_", " "), value
+
+
+def parse_degrees(text: str) -> Degrees:
+    """data 8 tensor 8 zero 3 -> Layout(data=8, tensor=8) under ZeRO 3."""
+    words = text.split()
+    found = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    if not found or len(found) * 2 != len(words) or not set(found) <= {*Layout.AXES, "zero"}:
+        raise ValueError(text)
+    stage = found.pop("zero", 0)
+    if stage not in range(4) or min(found.values(), default=1) < 1:
+        raise ValueError(text)
+    return Degrees(Layout(**found), stage)
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="dry run from a config.json")
+    plan.add_argument("model", type=Path, help="a config.json, or its folder")
+    plan.add_argument("--source", type=parse_degrees, required=True, help='training layout, as "data 8 tensor 8 zero 3"')
+    target = plan.add_mutually_exclusive_group(required=True)
+    target.add_argument("--target", type=parse_degrees, help="another training layout")
+    target.add_argument("--engines", type=int, help="number of engines")
+    plan.add_argument("--engine-tensor", type=int, default=1, help="tensor ranks of each engine")
+    plan.add_argument("--colocated", action="store_true", help="source rank n and target rank n share a memory")
+    plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    plan.add_argument("--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way")
+    plan.add_argument("--bucket-mib", type=float, default=256.0, help="size of what is sent together")
+    for name, folder, what in (
+        ("split", "a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
+        ("convert", "a sharded checkpoint", "sharded checkpoint to one of another layout"),
+        ("join", "a sharded checkpoint", "sharded checkpoint to Hugging Face folder"),
+        ("checkpoint", "RUN/checkpoints/step_...", "a run's checkpoint to one of another layout"),
+    ):
+        one = commands.add_parser(name, help=what)
+        one.add_argument("folder", type=Path, help=folder)
+        one.add_argument("out", type=Path, help="folder to be made")
+        if name == "join":
+            one.add_argument("--file-gb", type=float, default=5.0, help="largest file, in GB, if no tensor is larger")
+        else:
+            one.add_argument("--layout", type=parse_degrees, required=True, help='as "data 2 tensor 2 zero 3"')
+    for one in commands.choices.values():
+        one.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    args = parser.parse_args(argv)
+    for name in ("engines", "engine_tensor", "link_gb_s", "bucket_mib", "file_gb"):
+        value = getattr(args, name, None)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; set it to more than 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    args = arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        found = run(args)
+    except ValueError as error:
+        print(f"reshard: {error}", file=sys.stderr)
+        return 1
+    show = show_plan if args.command == "plan" else show_moved
+    print(json.dumps(found) if args.json else "\n".join(f"{name:10} {text}" for name, text in show(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
