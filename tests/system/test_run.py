@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import PROBE_BOUND, Done, megarl, records, tiny_run, write_recipe
+from commands import PROBE_BOUND, ROOT, Done, megarl, records, tiny_run, write_recipe
 from tiny import write_model
 
 STEPS = 4
@@ -99,6 +101,36 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
     files = [folder / "checkpoints/step_000004/model/model.safetensors" for folder in (place / "run", again)]
     one, other = map(load_file, files)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Path) -> None:
+    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(place / "turns"), "--rollout.placement", "colocated")
+    assert finished.code == 0, finished.err[-4000:]
+    rows = [records(place / name / "metrics.jsonl") for name in ("run", "turns")]
+    for one, other in zip(*rows, strict=True):
+        mine, theirs = ({k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other))
+        assert mine == theirs
+
+
+def test_a_checkpoint_moves_to_another_layout_and_the_run_goes_on(done: Done, place: Path) -> None:
+    """One rank's step 2, for two tensor ranks under ZeRO 1: steps 3 and 4 are what one rank made of them."""
+    moved = place / "moved" / "checkpoints"
+    moved.mkdir(parents=True)
+    source = place / "run" / "checkpoints" / "step_000002"
+    tool = [sys.executable, str(ROOT / "tools/reshard.py"), "checkpoint", str(source), str(moved / source.name)]
+    converted = subprocess.run([*tool, "--layout", "tensor 2 zero 1"], capture_output=True, text=True, timeout=120)
+    assert converted.returncode == 0, converted.stderr[-2000:]
+    layout = ["--training.layout.tensor", "2", "--training.zero_stage", "1"]
+    refused = megarl("train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True")
+    assert refused.code == 2 and "tools/reshard.py checkpoint converts it" in refused.err
+    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True", *layout, ranks=2)
+    assert finished.code == 0, finished.err[-4000:]
+    before, after = records(place / "run" / "metrics.jsonl")[2:], records(moved.parent / "metrics.jsonl")
+    assert [row["step"] for row in after] == [2, 3]
+    for one, other in zip(before, after, strict=True):
+        assert one["tokens/trained"] == other["tokens/trained"]
+        for name in ("loss", "grad_norm", "entropy", "reward/mean"):
+            assert abs(one[name] - other[name]) < 1e-4 * max(1.0, abs(one[name])), name
 
 
 def test_resuming_another_model_is_refused_with_the_reason(done: Done, place: Path) -> None:

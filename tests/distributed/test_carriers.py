@@ -1,0 +1,303 @@
+"""Every carrier between gloo trainer ranks and engine ranks that are processes of their own: what arrives, and what is said if it
+does not.
+
+One launch a layout brings versions across through every carrier in turn, then kills a receiver, gives up, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from engine_ranks import DEADLINE_S, Case, Engines, spec_of, table, weights
+from ranks import run_ranks
+
+NEVER_S = 1.0
+"""Patience with a receiver that does not come."""
+
+DIE_AT, STOP_AT = 5, 4
+"""Buckets in the middle of a version."""
+
+
+SHARDED, CUT, ALONE = Case(2, 1, 3, 2, 1), Case(1, 2, 1, 1, 2), Case(1, 1, 2, 2, 2)
+CARRIERS = ("shared_memory", "point_to_point", "disk")
+
+
+def attempt(
+    sender: Any,
+    engines: Engines | None,
+    axis: Any,
+    carrier: str,
+    version: int,
+    *,
+    timeout_s: float = DEADLINE_S,
+    stop_at: int = -1,
+    die_at: int = -1,
+    without: int = -1,
+) -> dict[str, Any]:
+    """One try at a version, as a publisher does it, the same on all ranks: what went wrong on each, and what was found."""
+    import torch
+
+    from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
+    from megarl.parallel.reshard.pieces import scatter
+    from megarl.publish.digests import carry
+
+    route, begun, problem, answers = sender._route, time.monotonic(), "", []
+    sources = scatter(route.plan.sources[axis.rank], weights(version))
+    digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
+    place = {name: number for number, name in enumerate(route.tensors)}
+
+    def watch() -> None:
+        if time.monotonic() > begun + timeout_s:
+            raise RuntimeError("the deadline has passed")
+        if engines is not None and carrier != "point_to_point":  # which notices by itself
+            engines.poll()
+
+    sender.begin(version)
+    try:
+        if engines is not None:
+            engines.connect(carrier, route.spec, sender.invitation() if engines.connected != carrier else {})
+            engines.update(version, without, die_at)
+        for bucket in route.buckets:
+            for copy, target in sender.reserve(bucket, watch):
+                source = copy.taken.view(sources[copy.taken.buffer])
+                digests[copy.destination, place[copy.tensor]] += carry(source, target, copy.taken.box)
+            if bucket.number == stop_at and axis.rank == axis.size - 1:
+                raise ValueError("stopped on purpose")
+            sender.commit(bucket, watch)
+        sender.end(watch)
+        if engines is not None:
+            answers = engines.answers(timeout_s)
+            if without >= 0 or any("error" in answer for answer in answers):
+                raise RuntimeError("the deadline has passed" if without >= 0 else f"engines failed: {answers}")
+    except Exception as error:
+        problem, seconds = f"{type(error).__name__}: {error}", time.monotonic() - begun
+        sender.abort()
+        progress = sender.progress(0) if axis.rank == 0 else 0
+        if engines is not None:
+            answers = answers or engines.answers(3.0)
+        found = {"seconds": seconds, "progress": progress}
+    else:
+        found = {"seconds": time.monotonic() - begun, "progress": len(route.buckets)}
+    problems = gather_objects(problem, axis)
+    sent = Counter(getattr(sender, "sent", {}))
+    found |= {"sent": sum(gather_objects(sent, axis), Counter()), "digests": all_reduce(digests, axis).tolist()}
+    found = broadcast_object(found | {"answers": answers}, axis)
+    return found | {"problems": problems}
+
+
+def through(carrier: str, case: Case, axis: Any, engines: Engines | None, faults: bool, folder: str) -> dict[str, Any]:
+    """What one carrier did: the attempts by name, and what was planned."""
+    from megarl.parallel.collectives import barrier
+    from megarl.publish.carriers import SENDERS
+    from megarl.publish.route import Route
+
+    route = Route.of(spec_of(case, carrier), table())
+    sender = SENDERS[carrier](route, axis, folder)
+    found: dict[str, Any] = {}
+
+    def bring(what: str, version: int, **options: Any) -> None:
+        found[what] = attempt(sender, engines, axis, carrier, version, **options)
+
+    for version in range(3):
+        bring(f"version {version}", version)
+    if faults:
+        bring("killed", 3, die_at=DIE_AT)
+        if engines is not None:
+            engines.replace()
+        bring("version 3", 3)
+        bring("stopped", 4, stop_at=STOP_AT)
+        bring("version 4", 4)
+        bring("never", 5, without=case.engines * case.engine_tensor - 1, timeout_s=NEVER_S)
+        bring("version 5", 5)
+    images = [route.spec.image(engine, rank) for engine in range(case.engines) for rank in range(case.engine_tensor)]
+    found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written()}
+    found |= {"buckets": len(route.buckets), "images": images}
+    barrier(axis)
+    sender.close()
+    return found
+
+
+def drive(sizes: tuple[int, ...], carriers: tuple[str, ...], faults: bool, folder: str) -> dict[str, dict[str, Any]]:
+    """What each carrier did, on one trainer rank."""
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.collectives import barrier, gather_objects
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    case = Case(*sizes)
+    mesh_module.initialise(timeout_s=60)
+    found: dict[str, dict[str, Any]] = {}
+    with ProcessMesh(Layout(case.data, 1, case.tensor), timeout_s=60) as mesh:
+        axis = mesh.world
+        engines = Engines(case, len(carriers) if faults else 0) if axis.rank == 0 else None
+        barrier(axis)
+        try:
+            for carrier in carriers:
+                found[carrier] = through(carrier, case, axis, engines, faults, folder)
+        finally:
+            if engines is not None:
+                engines.close()
+        gather_objects(None, axis)
+    mesh_module.finalise()
+    return found
+
+
+@cache
+def outcome(case: Case, carriers: tuple[str, ...], faults: bool, folder: str, gpu: bool = False) -> dict[str, dict[str, Any]]:
+    """What `drive` found on rank 0."""
+    with patch.dict(os.environ, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}):
+        return run_ranks(case.num_ranks, __file__, "drive", astuple(case), carriers, faults, folder, timeout_s=120)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("weights"))
+
+
+def check_version(found: dict[str, Any], images: list[int]) -> None:
+    assert not any(found["problems"]), found["problems"]
+    for image, answer in zip(images, found["answers"], strict=True):
+        assert answer["wrong"] == []
+        assert answer["digests"] == found["digests"][image]
+
+
+def check_versions(here: dict[str, Any], carrier: str) -> None:
+    assert here["buckets"] > 10
+    assert here["written"] == here["links"].total()
+    versions = [name for name in here if name.startswith("version")]
+    for name in versions:
+        check_version(here[name], here["images"])
+        if carrier == "point_to_point":
+            assert here[name]["sent"] == here["links"]
+    assert len({str(here[name]["digests"]) for name in versions}) == len(versions)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("case", [SHARDED, CUT, ALONE], ids=str)
+def test_every_version_arrives_whole(case: Case, carrier: str, folder: str) -> None:
+    check_versions(outcome(case, CARRIERS, case == SHARDED, folder)[carrier], carrier)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(carrier: str, folder: str) -> None:
+    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+    killed = here["killed"]
+    assert killed["seconds"] < 5, killed
+    said = "rank 0 of engine 0 is gone" if carrier == "point_to_point" else "died"
+    assert any(said in problem for problem in killed["problems"]), killed
+    assert killed["answers"][0] == {"error": "died"}
+    assert killed["progress"] == DIE_AT
+    check_version(here["version 3"], here["images"])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_receivers_of_a_version_given_up_are_told(carrier: str, folder: str) -> None:
+    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+    stopped = here["stopped"]
+    assert stopped["problems"][1] == "ValueError: stopped on purpose"
+    assert stopped["problems"][0].startswith("Aborted"), stopped
+    assert [answer["error"].split(":")[0] for answer in stopped["answers"]] == ["Aborted", "Aborted"]
+    assert stopped["seconds"] < 3
+    check_version(here["version 4"], here["images"])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(carrier: str, folder: str) -> None:
+    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+    never = here["never"]
+    assert any("the deadline has passed" in problem for problem in never["problems"])
+    assert all(problem.startswith(("RuntimeError: the deadline has", "Aborted")) for problem in never["problems"] if problem)
+    assert never["seconds"] < NEVER_S + 3
+    assert never["seconds"] > 0.9 * NEVER_S or carrier == "disk"  # whose senders wait for nobody
+    check_version(here["version 5"], here["images"])
+
+
+@pytest.mark.gpu
+def test_memory_of_gpus(folder: str) -> None:
+    check_versions(outcome(ALONE, ("cuda_ipc",), False, folder, gpu=True)["cuda_ipc"], "cuda_ipc")
+
+
+# ---- what one process can find out
+
+
+def alone(carrier: str, folder: str) -> Any:
+    """The only trainer rank's sender."""
+    from megarl.parallel.mesh import Axis
+    from megarl.publish.carriers import SENDERS
+    from megarl.publish.route import Route
+
+    return SENDERS[carrier](Route.of(spec_of(ALONE, carrier), table()), Axis("world", 1, 0, (0,), None), folder)
+
+
+def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"publish\.folder"):
+        alone("disk", "")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        alone("disk", str(tmp_path / "file"))
+    sender = alone("disk", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 0))
+    with pytest.raises(RuntimeError, match=rf"no room for version 0 in {tmp_path}.* 0\.0 MiB are left"):
+        sender.begin(0)
+    monkeypatch.undo()
+    sender.begin(1)
+    bucket = sender._route.buckets[0]
+    sender.reserve(bucket, lambda: None)
+    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr("megarl.publish.disk.open", lambda *_: full, raising=False)
+    with pytest.raises(RuntimeError, match=f"no room for version 1 in {tmp_path}"):
+        sender.commit(bucket, lambda: None)
+    sender.abort()
+    sender.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
+    sender = alone("disk", str(tmp_path))
+    for version in (7, 8):
+        sender.begin(version)
+        for bucket in sender._route.buckets:
+            sender.reserve(bucket, lambda: None)
+            sender.commit(bucket, lambda: None)
+        sender.end(lambda: None)
+        (newest,) = next(tmp_path.iterdir()).glob("version-*")
+        assert newest.name == f"version-{version}.{version - 6}"
+        assert sum(file.stat().st_size for file in newest.iterdir()) == sender._route.written()
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
+    from megarl.publish.carriers import RECEIVERS
+
+    sender = alone("disk", str(tmp_path))
+    sender.close()
+    with pytest.raises(ValueError, match=r"is not there on .*publish\.folder"):
+        RECEIVERS["disk"](sender._route, 0, 0, sender.invitation())
+
+
+def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megarl.publish.carriers import RECEIVERS
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs GPUs"):
+        alone("cuda_ipc", "")
+    with pytest.raises(ValueError, match="needs GPUs"):
+        RECEIVERS["cuda_ipc"](None, 0, 0, {})
