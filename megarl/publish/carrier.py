@@ -1,7 +1,7 @@
 """What a carrier owes: to move images of buckets from trainer ranks to engine ranks, and to stop when it is told to.
 
-To add one, write both ends in one file and add it to `CARRIERS` in `megarl.publish.carriers`. Plans, digests and the engine's own
-weights are none of its business.
+To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of `megarl.publish.carriers`. Plans, digests and
+the engine's own weights are none of its business.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class Sender(Protocol):
         ...
 
     def begin(self, version: int) -> None:
-        """Make ready for a version, whatever became of the one before; all ranks, who go on only when all have."""
+        """Make ready for a version, whatever became of the one before; all ranks, who go on only when all have.
+
+        What goes wrong here is raised on every rank.
+        """
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:

@@ -66,8 +66,8 @@ def _on_device(view: torch.Tensor, seed: int) -> int:
     """Sum over 64-bit words of word x odd weight, whose weights are a mix of the word's number and the seed."""
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     total, rest = _signed(seed), flat.numel() % 8
-    if rest:
-        flat = torch.cat([flat, flat.new_zeros(8 - rest)])
+    if rest or flat.storage_offset() % 8:  # words begin where memory does
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
     words = flat.view(torch.int64)
     for first in range(0, len(words), WORDS):
         part = words[first : first + WORDS]

@@ -2,8 +2,8 @@
 
     trainer ranks: their regions -> image of a bucket, one for each engine rank's place       engine rank: reads its own image
 
-Two buckets are on their way at once: while engines read one, trainer ranks write the next. Engines read the same images
-(rank r of each wants the same), so what is written does not grow with their number.
+Two buckets are on their way at once: while engines read one, trainer ranks write the next. Engines that want the same (tensor
+rank r of each) read the same image, so what is written does not grow with their number.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ SLOTS = 2
 """Buckets in memory at once."""
 
 
-class _Memory:
-    """What both ends know of the memory: image i of the bucket in slot s is bytes [(i * SLOTS + s) * largest, ...)."""
+def image_bytes(route: Route) -> int:
+    """Memory of one image's slots: bucket b's is bytes [(b % SLOTS) * largest, ...)."""
+    return SLOTS * route.largest_bytes
 
-    def __init__(self, route: Route, senders: int, path: str = "") -> None:
-        spec, self.largest = route.spec, route.largest_bytes
-        self.board = Board(senders, spec.engines * spec.engine_tensor, spec.num_images * SLOTS * self.largest, path)
-        self._bytes = self.board.memory()
 
-    def image(self, image: int, bucket: Bucket) -> torch.Tensor:
-        """Bytes [bucket.num_bytes]."""
-        first = (image * SLOTS + bucket.number % SLOTS) * self.largest
-        return self._bytes[first : first + bucket.num_bytes]
+def image_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
+    """A bucket's image in its slots' memory: bytes [bucket.num_bytes]."""
+    first = bucket.number % SLOTS * route.largest_bytes
+    return memory[first : first + bucket.num_bytes]
+
+
+def open_board(route: Route, senders: int, num_bytes: int, path: str = "") -> Board:
+    """The counters of everybody on a route, and memory behind them; another process's at `path`."""
+    return Board(senders, route.spec.engines * route.spec.engine_tensor, num_bytes, path)
 
 
 class Sender:
@@ -47,10 +49,11 @@ class Sender:
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """All ranks of `axis`, the trainer's world, make theirs together; `folder` is for carriers that write files."""
         self._route, self._axis = route, axis
-        mine = _Memory(route, axis.size) if axis.rank == 0 else None
-        path = broadcast_object(mine.board.path if mine else "", axis)
-        self._memory = mine or _Memory(route, axis.size, path)
-        self._board = self._memory.board
+        num_bytes = self._host_bytes()
+        mine = open_board(route, axis.size, num_bytes) if axis.rank == 0 else None
+        path = broadcast_object(mine.path if mine else "", axis)
+        self._board = mine or open_board(route, axis.size, num_bytes, path)
+        self._images = self._open()
 
     def invitation(self) -> dict[str, Any]:
         return {"path": self._board.path, "senders": self._axis.size}
@@ -62,9 +65,7 @@ class Sender:
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
         self._board.until(lambda: self._board.all_read() > bucket.number - SLOTS, watch)
-        images = [
-            bucket.buffers(self._memory.image(image, bucket), self._route.dtype) for image in range(self._route.spec.num_images)
-        ]
+        images = [bucket.buffers(image_of(memory, self._route, bucket), self._route.dtype) for memory in self._images]
         mine = [copy for copy in self._route.copies[bucket.number] if copy.source == self._axis.rank]
         return [(copy, copy.put.view(images[copy.destination][copy.put.buffer])) for copy in mine]
 
@@ -84,25 +85,41 @@ class Sender:
     def close(self) -> None:
         self._board.close()
 
+    def _host_bytes(self) -> int:
+        """Memory behind the counters."""
+        return self._route.spec.num_images * image_bytes(self._route)
+
+    def _open(self) -> list[torch.Tensor]:
+        """Each image's slots."""
+        return list(self._board.memory().split(image_bytes(self._route)))
+
 
 class Receiver:
     """An engine rank's end."""
 
     def __init__(self, route: Route, engine: int, rank: int, invitation: dict[str, Any]) -> None:
-        self._memory = _Memory(route, invitation["senders"], invitation["path"])
-        self._image = route.spec.image(engine, rank)
+        self._route, self._image = route, route.spec.image(engine, rank)
+        self._board = open_board(route, invitation["senders"], self._host_bytes(), invitation["path"])
         self._number = engine * route.spec.engine_tensor + rank
+        self._slots = self._open(invitation)
 
     def begin(self, version: int) -> None:
         """The counters are the sender's to clear."""
 
     def wait(self, bucket: Bucket, watch: Watch) -> torch.Tensor:
-        board = self._memory.board
-        board.until(lambda: board.written() > bucket.number, watch)
-        return self._memory.image(self._image, bucket)
+        self._board.until(lambda: self._board.written() > bucket.number, watch)
+        return image_of(self._slots, self._route, bucket)
 
     def release(self, bucket: Bucket) -> None:
-        self._memory.board.read(self._number, bucket.number + 1)
+        self._board.read(self._number, bucket.number + 1)
 
     def close(self) -> None:
-        self._memory.board.close()
+        self._board.close()
+
+    def _host_bytes(self) -> int:
+        """Memory behind the counters."""
+        return self._route.spec.num_images * image_bytes(self._route)
+
+    def _open(self, invitation: dict[str, Any]) -> torch.Tensor:
+        """This rank's image's slots."""
+        return self._board.memory().split(image_bytes(self._route))[self._image]

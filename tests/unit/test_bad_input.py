@@ -136,6 +136,35 @@ CASES = {
         {"training.layout.tensor": 2, "training.tensor_backend": "autotp"},
         environment=RANKS,
     ),
+    "engine ranks do not divide heads": Case(
+        ["rollout.engine.tensor is 4", "num_attention_heads = 2", "set it to a divisor"], {"rollout.engine.tensor": 4}
+    ),
+    "a family that engines have no table for": Case(
+        ["model type gemma has no parameter table", "add an entry to FAMILIES in megarl/publish/families.py", "qwen2"],
+        prepare=config_change(model_type="gemma", architectures=["GemmaForCausalLM"], head_dim=32),
+    ),
+    "weights that engines would take for others": Case(
+        ["attention_bias is true", "no bias on o_proj", "model.path"],
+        prepare=config_change(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=32, attention_bias=True),
+    ),
+    "colocated engines are not as many as ranks": Case(
+        ["2 engine(s)", "2 engine ranks", "1 trainer ranks", "set rollout.num_engines"],
+        {"rollout.placement": "colocated", "rollout.num_engines": 2},
+    ),
+    "colocated engines cannot run ahead": Case(
+        ["'colocated'", "rollout.max_staleness is 1", "set it to 0"],
+        {"rollout.placement": "colocated", "rollout.max_staleness": 1},
+    ),
+    "GPU memory without GPUs": Case(["publish.carrier is 'cuda_ipc'", "'shared_memory'"], {"publish.carrier": "cuda_ipc"}),
+    "a folder of weights without a carrier for it": Case(
+        ["publish.carrier is 'shared_memory'", "publish.folder"], {"publish.folder": "{folder}/weights"}
+    ),
+    "a carrier that needs a folder": Case(["publish.carrier is 'disk'", "publish.folder is ''"], {"publish.carrier": "disk"}),
+    "shared memory over two hosts": Case(
+        ["publish.carrier is 'shared_memory'", "one host, but this run has 2", "'point_to_point'"],
+        {"training.layout.data": 2},
+        environment=RANKS | {"LOCAL_WORLD_SIZE": "1"},
+    ),
     "attention sinks": Case(["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")),
     "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
     "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),
