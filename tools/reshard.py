@@ -186,7 +186,7 @@ def naive(sources: list[Held], destinations: int, whole: int) -> int:
 
 def buckets_of(destinations: list[Held], itemsize: int, limit_bytes: int) -> dict[str, int]:
     """Of the destination rank with most."""
-    made = [make_buckets(held.sizes, itemsize, limit_bytes) for held in files.distinct(destinations)[0]]
+    made = [make_buckets(held, itemsize, limit_bytes) for held in files.distinct(destinations)[0]]
     most = max(made, key=len)
     return {"rank_buckets": len(most), "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets)}
 

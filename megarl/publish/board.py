@@ -20,7 +20,7 @@ from megarl.publish.carrier import Aborted, Watch
 LINE = 8
 """Counters (int64) of which one is used: 64 bytes, so that two writers never share a cache line."""
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
 
 
 def wait_until(

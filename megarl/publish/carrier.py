@@ -1,7 +1,7 @@
 """What a carrier owes: to move images of buckets from trainer ranks to engine ranks, and to stop when it is told to.
 
-To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of `megarl.publish.carriers`. Plans, digests and
-the engine's own weights are none of its business.
+To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of `megarl.publish.carriers`. Plans, digests
+and the engine's own weights are none of its business.
 """
 
 from __future__ import annotations

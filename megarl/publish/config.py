@@ -15,8 +15,9 @@ class PublishConfig:
     """How bytes travel: through memory of one host, messages between hosts, memory of shared GPUs, or a folder all can reach."""
     folder: str = ""
     """Carrier `disk` only: where versions are written, a folder that trainer and engines see under the same name."""
-    bucket_mib: int = 64
-    """Weights travel in buckets of this size, or of the engine's largest layer; two of them take memory beside the weights."""
+    bucket_mib: int = 8
+    """Weights travel in buckets of this size, of which two take memory beside the weights. Small ones stay in a CPU's cache; on a
+    network of high latency, larger ones are faster."""
     probe_every: int = 1
     """Versions between log-prob probes (a fixed text scored by trainer and engines); 0 turns them off."""
     probe_tolerance: float = 0.0

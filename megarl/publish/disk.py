@@ -112,7 +112,7 @@ class Sender:
                     old.unlink()
                 attempt.aside.mkdir()
                 _write(attempt.root / "now", json.dumps([version, attempt.number]))
-                needed, room = self._route.written(), shutil.disk_usage(attempt.root).free
+                needed, room = self._route.written, shutil.disk_usage(attempt.root).free
                 problem = self._full() if room < needed else ""
             except OSError as error:
                 problem = f"version {version} cannot be written to {attempt.root}: {error}"
@@ -187,7 +187,7 @@ class Sender:
         return RuntimeError(f"version {self._attempt.version} cannot be written to {self._attempt.root}: {error}")
 
     def _full(self) -> str:
-        needed, room = self._route.written(), shutil.disk_usage(self._attempt.root).free
+        needed, room = self._route.written, shutil.disk_usage(self._attempt.root).free
         return (
             f"no room for version {self._attempt.version} in {self._attempt.root}: it takes {needed / 2**20:.1f} MiB, and "
             f"{room / 2**20:.1f} MiB are left; make room or set publish.folder to another folder"

@@ -7,7 +7,6 @@ never imports it: vLLM's CPU worker patches torch.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.publish.carriers import RECEIVERS
 from megarl.publish.families import parameter_table
-from megarl.publish.receive import InitInfo, Intake, UpdateInfo, deadline_watch, wrapped
+from megarl.publish.receive import InitInfo, Intake, Modules, UpdateInfo, deadline_watch, wrapped
 from megarl.publish.route import Route, RouteSpec
 
 NAME = "megarl"
@@ -85,14 +84,11 @@ class ReshardEngine(WeightTransferEngine):
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
         self.held = {"version": -1, "digests": [], "seconds": {}}
         self._receiver.begin(update_info.version)
+        modules = Modules(self._intake.held.sizes)
         for bucket in route.buckets:
             buffers = self._intake.take(bucket, watch, digests, seconds)
             begun = time.perf_counter()
-            modules: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-            for name, flat in buffers.items():
-                path, _, leaf = name.rpartition(".")
-                modules[path][leaf] = flat
-            for path, values in modules.items():
+            for path, values in modules.complete(buffers, bucket):
                 self._install(self.model.get_submodule(path), values)
             seconds["install"] += time.perf_counter() - begun
             self._receiver.release(bucket)

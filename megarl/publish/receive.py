@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,7 @@ class Intake:
     """One engine rank's share of a route: receives, digests, and hands over the buffers of each bucket."""
 
     def __init__(self, route: Route, receiver: Any, image: int) -> None:
-        self.route, self.receiver, self.image = route, receiver, image
+        self.route, self.receiver, self.held = route, receiver, route.held(image)
         self._number = {name: number for number, name in enumerate(route.tensors)}
         self._copies: list[list[Copy]] = [[c for c in copies if c.destination == image] for copies in route.copies]
         self._padding = [route.padding(bucket, image) for bucket in route.buckets]
@@ -58,6 +60,41 @@ class Intake:
         seconds["wait"] += waited - begun
         seconds["digest"] += time.perf_counter() - waited
         return buffers
+
+
+class Modules:
+    """Puts parts of buffers together until a module has all of its own: an engine rebuilds whole modules.
+
+    Only what is larger than a bucket is copied, and let go when its module is complete.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        """`sizes`: elements of each buffer (`layer.weight`)."""
+        self._sizes, self._parts, self._filled = sizes, {}, defaultdict(int)
+        self._members: dict[str, list[str]] = defaultdict(list)
+        for name in sizes:
+            self._members[name.rpartition(".")[0]].append(name)
+
+    def complete(self, buffers: Mapping[str, torch.Tensor], bucket: Bucket) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """(module, its flat parameters by their own names) of each that a bucket completes; valid until the next bucket."""
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in buffers):
+            members, here = self._members[path], {}
+            if all(name in buffers and len(buffers[name]) == self._sizes[name] for name in members):
+                here = {name: buffers[name] for name in members}
+            else:
+                for name in members:
+                    self._keep(name, buffers, bucket)
+                if all(self._filled[name] == self._sizes[name] for name in members):
+                    here = {name: self._parts.pop(name) for name in members}
+            if here:
+                yield path, {name.rpartition(".")[2]: flat for name, flat in here.items()}
+
+    def _keep(self, name: str, buffers: Mapping[str, torch.Tensor], bucket: Bucket) -> None:
+        if name in buffers:
+            flat, start = buffers[name], bucket.starts[name]
+            whole = self._parts.setdefault(name, flat.new_empty(self._sizes[name]))
+            whole[start : start + len(flat)] = flat
+            self._filled[name] += len(flat)
 
 
 def deadline_watch(timeout_s: float) -> Any:

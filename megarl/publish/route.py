@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Route:
         sources = training_held({row.name: row.shape for row in table}, shards, spec.layout, spec.zero_stage)
         engine = engine_held(table, spec.engine_tensor)
         plan = make_plan(sources, engine if spec.shared else engine * spec.engines)
-        buckets = make_buckets(engine[0].sizes, DTYPES[spec.dtype].itemsize, spec.bucket_bytes)
+        buckets = make_buckets(engine[0], DTYPES[spec.dtype].itemsize, spec.bucket_bytes)
         assert all(held.sizes == engine[0].sizes for held in engine), "ranks of one engine hold alike"
         return Route(spec, plan, buckets, copies_of(plan, buckets), [row.name for row in table])
 
@@ -109,12 +110,14 @@ class Route:
 
     def padding(self, bucket: Bucket, image: int) -> list[Piece]:
         """The pieces of a bucket's image that no tensor fills."""
-        return [piece for piece in self.held(image).pieces if piece.tensor == ZEROS and piece.buffer in bucket.sizes]
+        zeros = [piece for piece in self.held(image).pieces if piece.tensor == ZEROS and piece.buffer in bucket.sizes]
+        return [part for piece in zeros if (part := bucket.part(piece)) is not None]
 
     def first_tensor(self, number: int) -> str:
         """The tensor with which bucket `number` begins."""
-        return self.copies[number][0].tensor
+        return next((copies[0].tensor for copies in self.copies[number:] if copies), self.tensors[-1])
 
+    @cached_property
     def written(self) -> int:
         """Bytes that trainer ranks write for one version."""
         return self.plan.moved(self.dtype.itemsize)

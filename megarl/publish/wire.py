@@ -180,7 +180,7 @@ class Publisher:
             problem = self._compare(version, sums, answers)
             kinds = [rank["seconds"] for engine in answers for rank in engine]
             found = {f"publish/{kind}_s": max(seconds[kind] for seconds in kinds) for kind in ("wait", "digest", "install")}
-            found["publish/bytes"] = float(route.written())
+            found["publish/bytes"] = float(route.written)
         return broadcast_object(problem, world), [], found
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:

@@ -68,6 +68,11 @@ class Piece(NamedTuple):
     offset: int
     stride: int
 
+    @property
+    def end(self) -> int:
+        """Elements of the buffer up to the piece's last."""
+        return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
+
     def part(self, box: Box) -> Piece:
         """The piece's share that is `box`, which lies within it."""
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
@@ -75,8 +80,9 @@ class Piece(NamedTuple):
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The piece in its flat `buffer`, as [rows, columns], uncopied."""
-        last = self.offset + (self.box.rows - 1) * self.stride + self.box.columns
-        assert buffer.dim() == 1 and buffer.is_contiguous() and last <= len(buffer), f"{self} in a buffer {tuple(buffer.shape)}"
+        assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
+            f"{self} in a buffer {tuple(buffer.shape)}"
+        )
         return buffer.as_strided((self.box.rows, self.box.columns), (self.stride, 1), buffer.storage_offset() + self.offset)
 
 

@@ -125,7 +125,7 @@ def through(carrier: str, case: Case, axis: Any, engines: Engines | None, faults
         bring("never", 5, without=case.engines * case.engine_tensor - 1, timeout_s=NEVER_S)
         bring("version 5", 5)
     images = [route.spec.image(engine, rank) for engine in range(case.engines) for rank in range(case.engine_tensor)]
-    found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written()}
+    found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written}
     found |= {"buckets": len(route.buckets), "images": images}
     barrier(axis)
     sender.close()
@@ -277,7 +277,7 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
         sender.end(lambda: None)
         (newest,) = next(tmp_path.iterdir()).glob("version-*")
         assert newest.name == f"version-{version}.{version - 6}"
-        assert sum(file.stat().st_size for file in newest.iterdir()) == sender._route.written()
+        assert sum(file.stat().st_size for file in newest.iterdir()) == sender._route.written
     sender.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -257,44 +257,59 @@ def test_both_ends_make_the_same_plan() -> None:
 def test_buckets_hold_modules_in_order(data: st.DataObject, limit: int, itemsize: int, neighbours: bool) -> None:
     names = [f"{module}.{kind}" for module in data.draw(st.permutations(["a", "ab", "c.0", "c.1", "d"])) for kind in "wbs"]
     names = names if neighbours else data.draw(st.permutations(names))
-    sizes = {name: data.draw(st.integers(0, 200)) for name in names[: data.draw(st.integers(0, len(names)))]}
-    buckets = make_buckets(sizes, itemsize, limit)
-    order = [name for bucket in buckets for name in bucket.sizes]
+    held = Held()
+    for name in names[: data.draw(st.integers(0, len(names)))]:
+        width = data.draw(st.integers(1, 8))
+        for _ in range(data.draw(st.integers(0, 2))):
+            held.add("t", Box(0, data.draw(st.integers(0, 30)), 0, width), name)
+        held.sizes.setdefault(name, 0)
+    sizes, widths = held.sizes, {piece.buffer: piece.stride for piece in held.pieces}
+    buckets = make_buckets(held, itemsize, limit)
+    order = list(dict.fromkeys(name for bucket in buckets for name in bucket.sizes))
     first = [name.rpartition(".")[0] for name in sizes]
     assert order == sorted(sizes, key=lambda name: first.index(name.rpartition(".")[0]))
     assert order == list(sizes) or not neighbours
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
 
-    modules = [{name.rpartition(".")[0] for name in bucket.sizes} for bucket in buckets]
-    assert sum(map(len, modules)) == len(set().union(*modules)), "a module in two buckets"
+    reached = dict.fromkeys(sizes, 0)
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
-    for number, bucket in enumerate(buckets):
-        assert bucket.num_bytes <= limit or len(modules[number]) == 1
+    for bucket in buckets:
+        rows = [size // widths.get(name, 1) for name, size in bucket.sizes.items()]
+        assert bucket.num_bytes <= limit or len(rows) == 1 or bucket.num_bytes - limit < ALIGN * len(rows)
+        assert len(rows) > 1 or rows[0] <= 1 or sum(bucket.sizes.values()) * itemsize <= limit, "larger than need be"
         image = torch.full((bucket.num_bytes + 8,), 255, dtype=torch.uint8)
         found = bucket.buffers(image, dtype)
         for place, (name, flat) in enumerate(found.items()):
-            assert len(flat) == sizes[name] and bucket.offsets[name] % ALIGN == 0
+            assert bucket.starts[name] == reached[name] and bucket.offsets[name] % ALIGN == 0
+            assert len(flat) % widths.get(name, 1) == 0, "a row is cut"
+            reached[name] += len(flat)
             flat.fill_(place)
         assert all((flat == place).all() for place, flat in enumerate(found.values())), "images overlap"
         assert (image[bucket.num_bytes :] == 255).all()
-    for bucket, after in zip(buckets, buckets[1:], strict=False):
-        mates = [name for name in after.sizes if name.rpartition(".")[0] == next(iter(after.sizes)).rpartition(".")[0]]
-        more = sum(-(-sizes[name] * itemsize // ALIGN) * ALIGN for name in mates)
-        assert bucket.num_bytes + more > limit, "the next module would have fitted"
+    assert reached == sizes, "each element of each buffer in one bucket"
+    for path in set(first):
+        mates = [name for name in sizes if name.rpartition(".")[0] == path]
+        if sum(-(-sizes[name] * itemsize // ALIGN) * ALIGN for name in mates) <= limit:
+            assert sum(bool(set(mates) & set(bucket.sizes)) for bucket in buckets) == 1, "a module that fits is cut"
 
 
 @FEW
 @given(found=sides(), limit=st.integers(1, 20_000))
-def test_buckets_share_out_the_copies(found: list[Side], limit: int) -> None:
+def test_what_travels_in_buckets_is_what_the_plan_copies(found: list[Side], limit: int) -> None:
+    """Each bucket's copies, made into images of their own; parts put together are what `apply` makes."""
     source, _, destination, _ = found
     plan = planned(source, destination, 5)
-    buckets = make_buckets(destination.held[0].sizes, ITEMSIZE, limit)
-    shares = copies_of(plan, buckets)
-    for share, bucket in zip(shares, buckets, strict=True):
-        assert {copy.put.buffer for copy in share} <= set(bucket.sizes)
-    place = {copy: number for number, copy in enumerate(plan.copies)}
-    assert sorted(place[copy] for share in shares for copy in share) == list(range(len(plan.copies)))
-    assert all(share == sorted(share, key=place.__getitem__) for share in shares)
+    for rank, held in enumerate(destination.held):
+        buckets = make_buckets(held, 8, limit)
+        mine = replace(plan, copies=[copy for copy in plan.copies if copy.destination == rank])
+        for bucket, copies in zip(buckets, copies_of(mine, buckets), strict=True):
+            parts = bucket.buffers(torch.zeros(bucket.num_bytes, dtype=torch.uint8), torch.int64)
+            for copy in copies:
+                assert copy.taken.box == copy.put.box
+                copy.put.view(parts[copy.put.buffer]).copy_(copy.taken.view(source.by_hand[copy.source][copy.taken.buffer]))
+            for name, flat in parts.items():
+                start = bucket.starts[name]
+                assert torch.equal(flat, destination.by_hand[rank][name][start : start + len(flat)])
 
 
 @st.composite
