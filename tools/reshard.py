@@ -358,7 +358,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     plan.add_argument("--colocated", action="store_true", help="source rank n and target rank n share a memory")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way")
-    plan.add_argument("--bucket-mib", type=float, default=256.0, help="size of what is sent together")
+    plan.add_argument("--bucket-mib", type=float, default=8.0, help="size of what is sent together")
     for name, folder, what in (
         ("split", "a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
         ("convert", "a sharded checkpoint", "sharded checkpoint to one of another layout"),

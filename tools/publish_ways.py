@@ -1,0 +1,405 @@
+"""The ways of bringing weights to engine ranks that tools/bench_publish.py compares: what each process does in its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peak_memory
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import Axis, finalise, initialise, rank
+from megarl.parallel.reshard.pieces import ZEROS, empty_buffers, matrix
+from megarl.parallel.reshard.table import engine_held, training_held, training_shards
+from megarl.publish import receive, wire
+from megarl.publish.board import Board, wait_until
+from megarl.publish.carriers import RECEIVERS
+from megarl.publish.config import PublishConfig
+from megarl.publish.families import parameter_table, refuse_engine_tensor
+from megarl.publish.route import Route, RouteSpec
+from megarl.rollout.config import EngineConfig
+from megarl.rollout.engine import Engine
+from megarl.third_party import engine_environment
+
+DTYPE, ITEMSIZE = torch.bfloat16, 2
+LONGEST_PAUSE_S = 5e-5
+"""Between two looks of the naive way, which waits for every parameter."""
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DIGESTS = {
+    "on": (wire.carry, receive.digest),
+    "off": (lambda source, target, box: 0 * len(target.copy_(source)), lambda held, box: 0),
+}
+"""What trainer ranks and engine ranks do with each region."""
+
+
+# ---------------------------------------------------------------------------------------------------- all processes of a case
+
+
+class Case:
+    """Who is who: trainer ranks first, then readers, one for each engine rank, or for each engine where they are real."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task, self.rank, self.layout = task, rank(), Layout(task["data"], task["sequence"], task["tensor"])
+        config = json.loads((Path(task["model"]) / "config.json").read_text())
+        refuse_engine_tensor(config, task["engine_tensor"])
+        self.table, size = parameter_table(config), self.layout.size
+        self.shapes, self.shards = {row.name: row.shape for row in self.table}, training_shards(self.table, task["tensor"])
+        self.held = training_held(self.shapes, self.shards, self.layout, task["zero"])
+        self.engine = engine_held(self.table, task["engine_tensor"])
+        self.engine_bytes = sum(sum(held.sizes.values()) for held in self.engine) * ITEMSIZE
+        # Collectives pad shares to equal ones.
+        self.largest = max(math.prod(shape) + size * max(shape) for shape in self.shapes.values())
+        everybody = tuple(range(dist.get_world_size()))
+        self.everybody, self.trainers = self._axis([everybody]), self._axis([everybody[:size]])
+        self.replicas = self._axis(self.layout.groups("data", "sequence"))
+        self.tensor, self.wire = self._axis(self.layout.groups("tensor")), self._axis([(0, *everybody[size:])])
+        self.is_sliced = task["zero"] == 3 and size > task["tensor"]
+
+    def _axis(self, groups: list[tuple[int, ...]]) -> Any:
+        """This process's axis among `groups`, which all make together; None where it is in none."""
+        made: dict[Any, Any] = {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups}
+        mine = next((ranks for ranks in groups if self.rank in ranks), None)
+        return Axis("", len(mine), mine.index(self.rank), mine, made[mine]) if mine else None
+
+    def rounds(self, do: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+        """What this process did in each turn, by rounds: one for memory and contents, one to make what is kept, those timed."""
+        found: list[dict[str, Any]] = [{"spans": [], "told": []} for _ in self.task["turns"]]
+        for number in range(-2, self.task["rounds"]):
+            for turn, kept in zip(self.task["turns"], found, strict=True):
+                wire.carry, receive.digest = DIGESTS[turn["digest"]]
+                peak_memory.return_freed_memory(number == -2)
+                barrier(self.everybody)
+                if number == -2:
+                    peak, kept["first"] = peak_memory.peak_of(partial(do, turn, is_first=True))
+                    kept |= {"allocated": peak.allocated, "resident": peak.resident}
+                    continue
+                begun = time.monotonic()
+                told = do(turn, is_first=False)
+                if number >= 0:
+                    kept["spans"].append((begun, time.monotonic()))
+                    kept["told"].append(told)
+        return found
+
+
+class Gloo:
+    """A broadcast of each parameter from rank 0, and a word from each reader when it is used."""
+
+    def __init__(self, case: Case) -> None:
+        self.axis, self.whole, self.word = case.wire, torch.zeros(case.largest, dtype=DTYPE), torch.zeros(1)
+
+    def send(self, whole: torch.Tensor) -> None:
+        dist.broadcast(whole, 0, group=self.axis.group)
+        for reader in self.axis.ranks[1:]:
+            dist.recv(self.word, reader, group=self.axis.group)
+
+    def receive(self, numel: int) -> torch.Tensor:
+        dist.broadcast(self.whole[:numel], 0, group=self.axis.group)
+        return self.whole[:numel]
+
+    def used(self) -> None:
+        dist.send(self.word, 0, group=self.axis.group)
+
+
+class Shared:
+    """Memory for one whole parameter, which every reader sees."""
+
+    def __init__(self, case: Case) -> None:
+        readers, self.number, self.count = case.wire.size - 1, case.wire.rank - 1, 0
+        mine = Board(1, readers, case.largest * ITEMSIZE) if case.rank == 0 else None
+        path = broadcast_object(mine.path if mine else "", case.wire)
+        self.board = mine or Board(1, readers, case.largest * ITEMSIZE, path)
+        self.whole = self.board.memory().view(DTYPE)
+
+    def send(self, whole: torch.Tensor) -> None:
+        if whole.data_ptr() != self.whole.data_ptr():
+            self.whole[: whole.numel()].copy_(whole)
+        self.count += 1
+        self.board.write(0, self.count)
+        self._until(lambda: self.board.all_read() >= self.count)
+
+    def receive(self, numel: int) -> torch.Tensor:
+        self.count += 1
+        self._until(lambda: self.board.written() >= self.count)
+        return self.whole[:numel]
+
+    def used(self) -> None:
+        self.board.read(self.number, self.count)
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        wait_until(ready, lambda: False, lambda: None, longest_pause_s=LONGEST_PAUSE_S)
+        self.board.until(ready, lambda: None)
+
+
+def gather(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
+    """Every rank's part, straight into its place: gloo's own all-gather makes room for all of it again, each time."""
+    places = whole.view(axis.size, -1)
+    others = [(place, other) for place, other in enumerate(axis.ranks) if place != axis.rank]
+    work = [dist.irecv(places[place], other, group=axis.group) for place, other in others]
+    work += [dist.isend(part, other, group=axis.group) for _, other in others]
+    places[axis.rank].copy_(part)
+    for one in work:
+        assert one is not None
+        one.wait()
+
+
+THROUGH = {"gloo": Gloo, "shared memory": Shared}
+
+# --------------------------------------------------------------------------------------------------------- a trainer rank
+
+
+class Readers:
+    """Rank 0's engines, as `Publisher` knows them, and their answer: processes of this tool, asked over gloo."""
+
+    def __init__(self, case: Case) -> None:
+        self.axis, self.engines, self.tensor = case.wire, case.task["engines"], case.task["engine_tensor"]
+
+    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
+        broadcast_object([info(number) for number in range(self.engines)], self.axis)
+
+    def update(self, version: int, *, timeout_s: float) -> Any:
+        broadcast_object(version, self.axis)
+        return self
+
+    def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]:
+        ranks = [held for told in gather_objects([], self.axis) for held in told]
+        return [ranks[first : first + self.tensor] for first in range(0, len(ranks), self.tensor)]
+
+    def _nothing(self, **_: Any) -> None:
+        pass
+
+    poll = settle = admit = _nothing
+
+
+class Trainer:
+    """Its weights, and every way to send them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.version, self.publishers, self.naive = case, 0, {}, {}
+        held = case.held[case.rank]
+        # Room for the longest share of any rank: collectives want equal ones.
+        self.weights = {name: torch.zeros(max(each.sizes[name] for each in case.held), dtype=DTYPE) for name in held.sizes}
+        for seed, (name, shape) in enumerate(case.shapes.items()):
+            draw, size = torch.Generator().manual_seed(seed), matrix(shape)
+            bits = torch.randint(-(2**15), 2**15, (size.rows, size.columns), generator=draw, dtype=torch.int16)
+            for piece in (piece for piece in held.pieces if piece.tensor == name):
+                top, bottom, left, right = piece.box
+                piece.view(self.weights[name]).copy_(bits[top:bottom, left:right].view(DTYPE))
+        share = case.engine_bytes if case.rank == 0 else case.engine_bytes // case.layout.size
+        self.pair = [torch.zeros(share, dtype=torch.uint8) + value for value in (1, 2)]
+
+    def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+        if turn["way"] == "memcpy":
+            share = self.case.engine_bytes // turn["processes"] if self.case.rank < turn["processes"] else 0
+            self.pair[1][:share].copy_(self.pair[0][:share])
+            return {}
+        if turn["way"] != "per parameter":
+            return self._publish(turn, is_first)
+        self._per_parameter(turn["through"])
+        if is_first:
+            self.naive.clear()
+        return {}
+
+    def _publish(self, turn: dict[str, Any], is_first: bool) -> dict[str, Any]:
+        mib, self.version, written, carry = turn["bucket_mib"], self.version + 1, 0, wire.carry
+
+        def counted(source: torch.Tensor, target: torch.Tensor, box: Any) -> int:
+            nonlocal written
+            written += target.nbytes
+            return carry(source, target, box)
+
+        if mib not in self.publishers:
+            self.publishers[mib] = self._publisher(mib)
+        if is_first:
+            wire.carry = counted
+        found = self.publishers[mib].publish(self.version)
+        route = self.publishers[mib].route
+        if is_first:
+            self.publishers.pop(mib).close()
+        return found | {"written": written, "planned": route.written, "buckets": len(route.buckets)}
+
+    def _publisher(self, bucket_mib: int) -> wire.Publisher:
+        case, task = self.case, self.case.task
+        policy = {"zero_stage": task["zero"], "shapes": case.shapes, "shards": case.shards, "held": lambda: self.weights}
+        settings: Any = {
+            "table": case.table,
+            "policy": SimpleNamespace(**policy),
+            "engines": Readers(case) if case.rank == 0 else None,
+            "num_engines": task["engines"],
+            "engine_tensor": task["engine_tensor"],
+            "mesh": SimpleNamespace(layout=case.layout, world=case.trainers),
+            "dtype": "bfloat16",
+            "precision": "bfloat16",
+            "vocabulary": 2,
+            "max_tokens": 2,
+            "seed": 0,
+        }
+        publish = PublishConfig(bucket_mib=bucket_mib, probe_every=0, replacements=0, timeout_s=task["deadline"])
+        return wire.Publisher(publish, **settings)
+
+    def _per_parameter(self, through: str) -> None:
+        case = self.case
+        if through not in self.naive:
+            post = THROUGH[through](case) if case.rank == 0 else None
+            needed = (post is None, case.is_sliced and case.shards, case.shards)
+            made = [torch.zeros(case.largest if need else 0, dtype=DTYPE) for need in needed]
+            self.naive[through] = post, post.whole if post else made[0], made[1], made[2]
+        post, *room = self.naive[through]
+        for name, shape in case.shapes.items():
+            whole = self._gather(name, shape, *room)
+            if post is not None:
+                post.send(whole)
+
+    def _gather(self, name: str, shape: tuple[int, ...], last: Any, slices: Any, parts: Any) -> torch.Tensor:
+        """A parameter from all ranks' shares, flat; in `last`, if anything was to be gathered."""
+        case, held, shard = self.case, self.weights[name], self.case.shards.get(name)
+        if case.is_sliced:
+            length = max(case.held[rank].sizes[name] for rank in case.replicas.ranks)
+            found = last if shard is None else slices
+            gather(found[: length * case.replicas.size], held[:length], case.replicas)
+            held = found
+        if shard is None:
+            return held[: math.prod(shape)]
+        length = max(shard.lengths) * math.prod(shape) // shard.whole
+        even_rows = shard.dim == 0 and len(set(shard.lengths)) == 1
+        found = (last if even_rows else parts)[: length * case.tensor.size]
+        gather(found, held[:length], case.tensor)
+        whole = last[: math.prod(shape)]
+        for number, count in enumerate(shard.lengths if not even_rows else ()):
+            target = whole.view(shape).narrow(shard.dim, shard.edges[number], count)
+            target.copy_(found[number * length :][: target.numel()].view(target.shape))
+        return whole
+
+
+# -------------------------------------------------------------------------------------------------------- an engine rank
+
+
+class Reader:
+    """A process in the place of an engine rank, with buffers in the place of its weights."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.ends, self.naive = case, {}, {}
+        self.engine, self.part = divmod(case.wire.rank - 1, case.task["engine_tensor"])
+        self.held = case.engine[self.part]
+        self.buffers = empty_buffers(self.held, DTYPE)
+        self.padding = sum(piece.box.area for piece in self.held.pieces if piece.tensor == ZEROS) * ITEMSIZE
+
+    def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+        if turn["way"] == "memcpy":
+            return {}
+        for buffer in self.buffers.values() if is_first else ():
+            buffer.zero_()
+        if turn["way"] == "per parameter":
+            told: dict[str, Any] = {"received": self._per_parameter(turn["through"])}
+        else:
+            told = self._publish(turn)
+        if is_first:
+            self.ends.clear()
+            self.naive.clear()
+        if is_first and turn["way"] != "publish":
+            told["content"] = [DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape)) for buffer in self.buffers.values()]
+        return told
+
+    def _publish(self, turn: dict[str, Any]) -> dict[str, Any]:
+        mib, received = turn["bucket_mib"], -self.padding
+        if mib not in self.ends:
+            info = broadcast_object([], self.case.wire)[self.engine]
+            spec = RouteSpec(**info["spec"])
+            route, image = Route.of(spec, self.case.table), spec.image(self.engine, self.part)
+            receiver = RECEIVERS[info["carrier"]](route, self.engine, self.part, info["invitation"])
+            self.ends[mib] = receiver, receive.Intake(route, receiver, image)
+        receiver, intake = self.ends[mib]
+        digests, seconds = [0] * len(intake.route.tensors), {"wait": 0.0, "digest": 0.0, "install": 0.0}
+        version, watch = broadcast_object(0, self.case.wire), receive.deadline_watch(self.case.task["deadline"])
+        receiver.begin(version)
+        for bucket in intake.route.buckets:
+            buffers, begun = intake.take(bucket, watch, digests, seconds), time.perf_counter()
+            received += sum(buffer.nbytes for buffer in buffers.values())
+            for name, buffer in buffers.items() if turn["way"] == "publish + copy" else ():
+                start = bucket.starts[name]
+                self.buffers[name][start : start + len(buffer)] = buffer
+            seconds["install"] += time.perf_counter() - begun
+            receiver.release(bucket)
+        held = {"version": version, "digests": [receive.wrapped(value) for value in digests], "seconds": seconds}
+        gather_objects([held], self.case.wire)
+        return {"received": received}
+
+    def _per_parameter(self, through: str) -> int:
+        if through not in self.naive:
+            self.naive[through] = THROUGH[through](self.case)
+        post, received, pieces = self.naive[through], 0, iter(self.held.pieces)
+        wanted: dict[str, list[Any]] = {}
+        for piece in pieces:
+            wanted.setdefault(piece.tensor, []).append(piece)
+        for name, shape in self.case.shapes.items():
+            whole, size = post.receive(math.prod(shape)), matrix(shape)
+            received += whole.nbytes
+            for piece in wanted.get(name, ()):
+                top, bottom, left, right = piece.box
+                part = whole.view(size.rows, size.columns)[top:bottom, left:right]
+                piece.view(self.buffers[piece.buffer]).copy_(part)
+            post.used()
+        return received
+
+
+class RealEngine:
+    """A process with a vLLM engine, of random weights at first."""
+
+    def __init__(self, case: Case) -> None:
+        for name in LAUNCHER:  # vLLM launches its own
+            os.environ.pop(name)
+        task = case.task
+        self.case, self.is_connected, self.number = case, False, case.wire.rank - 1
+        self.engine = Engine(
+            number=self.number,
+            model=task["model"],
+            config=EngineConfig(tensor=task["engine_tensor"], dtype="bfloat16"),
+            max_tokens=64,
+            stop_token_ids=[],
+            trust_remote_code=False,
+            seed=0,
+            environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
+        )
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self.engine.start())
+
+    def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+        if turn["way"] == "memcpy":
+            return {}
+        if not self.is_connected:
+            info = broadcast_object([], self.case.wire)[self.number]
+            self.loop.run_until_complete(self.engine.connect(info))
+        self.is_connected = not is_first  # the trainer begins anew after the first round
+        version = broadcast_object(0, self.case.wire)
+        held = self.loop.run_until_complete(self.engine.update(version, self.case.task["deadline"]))
+        gather_objects(held, self.case.wire)
+        return {}
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.engine.stop())
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """One process of a case."""
+    torch.set_num_threads(1)
+    initialise(timeout_s=task["deadline"])
+    peak_memory.return_freed_memory(True)
+    peak_memory.check()
+    case = Case(task)
+    role = Trainer(case) if case.trainers else RealEngine(case) if task["with_engine"] else Reader(case)
+    found = {"turns": case.rounds(role.do), "engine_bytes": case.engine_bytes, "is_trainer": bool(case.trainers)}
+    found |= {"parameters": sum(map(math.prod, case.shapes.values())), "rank_bytes": [sum(h.sizes.values()) for h in case.engine]}
+    if isinstance(role, RealEngine):
+        role.close()
+    finalise()
+    return found
