@@ -126,8 +126,13 @@ class EngineGroup:
         return max(answer["seconds"] for answer in answers)
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Tell every engine, by its number, where its weights come from."""
-        _get([h.connect.remote(info(n)) for n, h in enumerate(self.handles)], timeout_s, "raise publish.timeout_s")
+        """Tell every engine, by its number, where its weights come from. Raises `EngineLost` where one is dead."""
+        try:
+            Answers([h.connect.remote(info(n)) for n, h in enumerate(self.handles)]).result(timeout_s=timeout_s)
+        except EngineLost as lost:
+            if isinstance(lost.__cause__, RayTaskError):  # it lives, and another would say the same
+                raise RuntimeError(f"engine {lost.engine} cannot take these weights in: {lost}") from lost
+            raise
 
     def update(self, version: int, *, timeout_s: float) -> Answers:
         """Every engine begins to take in a version."""

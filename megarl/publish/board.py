@@ -46,7 +46,13 @@ class Board:
         self._head = -(-head // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._head + num_bytes
         if path:
-            self._fd = os.open(path, os.O_RDWR)
+            try:
+                self._fd = os.open(path, os.O_RDWR)
+            except OSError as error:
+                raise RuntimeError(
+                    f"the trainer's memory at {path} is not to be seen here ({error.strerror}): this process is on another "
+                    "host or in another container; set publish.carrier to 'point_to_point'"
+                ) from error
         else:
             self._fd = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, size)

@@ -18,6 +18,9 @@ from megarl.parallel.reshard.pieces import Box
 CHUNK_BYTES = 2**18
 """Copied and digested together, so that the digest reads from the processor's cache."""
 
+DEVICE_CHUNK_BYTES = 2**26
+"""The same from a GPU to the CPU, where each copy costs a wait."""
+
 WORDS = 2**22
 """64-bit words that a GPU digests at once."""
 
@@ -29,7 +32,7 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
         return _on_device(target, _seed(box))
     hasher = xxhash.xxh3_64(seed=_seed(box))
     if source.dtype != target.dtype or source.device != target.device:
-        for first, last in _chunks(target):
+        for first, last in _chunks(target, CHUNK_BYTES if source.device == target.device else DEVICE_CHUNK_BYTES):
             part = source[first:last].to(target.device, target.dtype).contiguous()
             target[first:last].copy_(part)
             hasher.update(_bytes_of(part))
@@ -56,8 +59,8 @@ def digest(held: torch.Tensor, box: Box) -> int:
     return _signed(hasher.intdigest())
 
 
-def _chunks(view: torch.Tensor) -> list[tuple[int, int]]:
-    rows = max(1, CHUNK_BYTES // (view.shape[1] * view.dtype.itemsize))
+def _chunks(view: torch.Tensor, num_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
+    rows = max(1, num_bytes // (view.shape[1] * view.dtype.itemsize))
     return [(first, min(first + rows, view.shape[0])) for first in range(0, view.shape[0], rows)]
 
 

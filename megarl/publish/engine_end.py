@@ -113,7 +113,7 @@ class ReshardEngine(WeightTransferEngine):
         transient = set(layer._non_persistent_buffers_set)
         restore_layer_on_meta(layer, get_layerwise_info(layer))
         for name, flat in values.items():
-            value = flat.view(raw[name].shape)
+            value = flat.view(raw[name].shape).to(self.device)
             if layer._parameters[name] is running[0].get(name):  # a bias: it is never taken away
                 running[0][name].data.copy_(value)
                 continue
