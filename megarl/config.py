@@ -77,6 +77,12 @@ class RunConfig:
             f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may take "
             f"rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
         )
+        needed_s = 2 * self.publish.timeout_s + 30  # connecting, taking in, giving up
+        require(
+            wait_s >= needed_s,
+            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that may take {needed_s:g} s; raise "
+            "it to that, or lower publish.timeout_s",
+        )
         groups, parts = self.rollout.groups_per_step, self.training.mini_batches
         require(
             groups % parts == 0,

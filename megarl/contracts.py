@@ -51,11 +51,11 @@ class Observer(Protocol):
 
 
 class EngineLost(RuntimeError):
-    """An engine that died, or is of no more use; another can take its place."""
+    """Engines that died, or are of no more use; others can take their places."""
 
-    def __init__(self, engine: int, reason: str) -> None:
+    def __init__(self, reason: str, engines: tuple[int, ...] = ()) -> None:
         super().__init__(reason)
-        self.engine = engine
+        self.engines = engines
 
 
 Scorer = Callable[[Prompt, str, int, bool], Awaitable[object]]

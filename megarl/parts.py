@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from megarl.cluster import Cluster, EngineGroup, RemoteEngine, RolloutClient
+from megarl.cluster import Cluster, RolloutClient
 from megarl.config import RunConfig, as_plain, dump, longest_request, patience_s
+from megarl.engine_group import EngineGroup, RemoteEngine
 from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module

@@ -276,6 +276,11 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
             f"{rollout.max_staleness}; set it to 0, or the placement to 'disaggregated'",
         )
     require(
+        not (colocated and shares_gpus) or config.training.zero_stage > 0 or config.training.offload_optimizer,
+        "rollout.placement is 'colocated' and training.zero_stage 0, under which DeepSpeed cannot give the optimizer's memory "
+        "to the engines; set training.zero_stage to 1 or more",
+    )
+    require(
         carrier != "cuda_ipc" or (colocated and shares_gpus),
         "publish.carrier is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to 'shared_memory' or "
         "'point_to_point', or rollout.placement to 'colocated'",
@@ -309,16 +314,17 @@ def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, lon
         f"the model's attention heads are {width} wide, which vLLM does not have on CPU; choose a model with one of "
         f"{', '.join(map(str, CPU_HEAD_WIDTHS))}",
     )
-    per_token = 2 * text.num_hidden_layers * heads * width * (4 if engine.dtype == "float32" else 2)
+    per_token = 2 * text.num_hidden_layers * max(1, heads // engine.tensor) * width * (4 if engine.dtype == "float32" else 2)
     need = longest * per_token / 2**30
     require(
         need <= engine.kv_cache_gib,
         f"rollout.engine.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest} tokens needs {need:.2f} GiB; "
         "raise it or lower rollout.max_new_tokens",
     )
-    total, free = engine.kv_cache_gib * config.rollout.num_engines, psutil.virtual_memory().available / 2**30
+    total, free = engine.kv_cache_gib * engine.tensor * config.rollout.num_engines, psutil.virtual_memory().available / 2**30
     require(
         total <= free,
-        f"{config.rollout.num_engines} engine(s) x rollout.engine.kv_cache_gib = {total:g} GiB of cache, but this machine has "
-        f"{free:.1f} GiB of memory available; lower rollout.engine.kv_cache_gib or rollout.num_engines",
+        f"{config.rollout.num_engines} engine(s) x {engine.tensor} rank(s) x rollout.engine.kv_cache_gib = {total:g} GiB of "
+        f"cache, but this machine has {free:.1f} GiB of memory available; lower rollout.engine.kv_cache_gib or "
+        "rollout.num_engines",
     )

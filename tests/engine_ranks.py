@@ -123,7 +123,8 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     expected = scatter(intake.held, {name: whole.bfloat16() for name, whole in weights(version).items()})
     intake.receiver.begin(version)
     for bucket in route.buckets:
-        found = intake.take(bucket, watch, digests, seconds)
+        found = intake.take(bucket, watch, seconds)
+        intake.digest(bucket, found, digests, seconds)
         if bucket.number == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         for name, flat in found.items():

@@ -323,7 +323,9 @@ class Reader:
         version, watch = broadcast_object(0, self.case.wire), receive.deadline_watch(self.case.task["deadline"])
         receiver.begin(version)
         for bucket in intake.route.buckets:
-            buffers, begun = intake.take(bucket, watch, digests, seconds), time.perf_counter()
+            buffers = intake.take(bucket, watch, seconds)
+            intake.digest(bucket, buffers, digests, seconds)
+            begun = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())
             for name, buffer in buffers.items() if turn["way"] == "publish + copy" else ():
                 start = bucket.starts[name]

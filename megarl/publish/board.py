@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megarl.publish.carrier import Aborted, Watch
+from megarl.publish.carrier import GIVEN_UP, Aborted, Watch
 
 LINE = 8
 """Counters (int64) of which one is used: 64 bytes, so that two writers never share a cache line."""
+
+NOT_HERE = (
+    "is not the trainer's memory, or not on this host or in this container; set publish.carrier to 'point_to_point' where "
+    "engines run elsewhere"
+)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
 
@@ -30,7 +36,7 @@ def wait_until(
     pause = FIRST_PAUSE_S
     while not ready():
         if aborted():
-            raise Aborted("another process gave this version up")
+            raise Aborted(GIVEN_UP)
         watch()
         time.sleep(pause)
         pause = min(pause * 1.5, longest_pause_s)
@@ -40,24 +46,25 @@ class Board:
     """`senders` + `receivers` counters and `num_bytes` of memory behind them."""
 
     def __init__(self, senders: int, receivers: int, num_bytes: int, path: str = "") -> None:
-        """Make one, or open another process's at `path`."""
+        """Make one, or open another process's at `path`. Raises `RuntimeError` where something else lies there."""
         self._senders, self._receivers = senders, receivers
         head = (1 + senders + receivers) * LINE * 8
         self._head = -(-head // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._head + num_bytes
-        if path:
-            try:
-                self._fd = os.open(path, os.O_RDWR)
-            except OSError as error:
-                raise RuntimeError(
-                    f"the trainer's memory at {path} is not to be seen here ({error.strerror}): this process is on another "
-                    "host or in another container; set publish.carrier to 'point_to_point'"
-                ) from error
-        else:
-            self._fd = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
+        place, _, key = path.partition("#")
+        self._fd = _open(place, size) if path else os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
+        if not path:
             os.ftruncate(self._fd, size)
-        self.path = path or f"/proc/{os.getpid()}/fd/{self._fd}"
+            place, key = f"/proc/{os.getpid()}/fd/{self._fd}", str(secrets.randbits(62))
         self._map = mmap.mmap(self._fd, size)
+        first_line = np.frombuffer(self._map, dtype=np.int64, count=LINE)
+        if not path:
+            first_line[1] = int(key)
+        elif first_line[1] != int(key):
+            self.close()
+            raise RuntimeError(f"what lies at {place} {NOT_HERE}")
+        self.path = f"{place}#{key}"
+        """Where others open it: a process's file, and a number by which they know that it is this one."""
         self._counters = np.frombuffer(self._map, dtype=np.int64, count=head // 8)[::LINE]
         self._fence = threading.Lock()
 
@@ -112,3 +119,14 @@ class Board:
         """What was written before is seen before what is written after: a lock's two instructions are barriers everywhere."""
         with self._fence:
             pass
+
+
+def _open(place: str, size: int) -> int:
+    try:
+        found = os.open(place, os.O_RDWR)
+    except OSError as error:
+        raise RuntimeError(f"the trainer's memory at {place} cannot be opened ({error.strerror}): it {NOT_HERE}") from error
+    if os.fstat(found).st_size != size:
+        os.close(found)
+        raise RuntimeError(f"what lies at {place} {NOT_HERE}")
+    return found

@@ -1,7 +1,7 @@
 """What a carrier owes: to move images of buckets from trainer ranks to engine ranks, and to stop when it is told to.
 
-To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of `megarl.publish.carriers`. Plans, digests
-and the engine's own weights are none of its business.
+To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of `megarl.publish.carriers`, and in
+`PublishConfig.carrier`. Plans, digests and the engine's own weights are none of its business.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ Watch = Callable[[], None]
 """Called in every wait; raises when there is nothing left to wait for: a deadline, a lost engine, another rank's failure."""
 
 
+GIVEN_UP = "another process gave this version up"
+
+
 class Sender(Protocol):
     """A trainer rank's end. For each version, on every rank: begin, then reserve and commit of every bucket in turn, end."""
+
+    SHARED: bool
+    """Whether engines read the same images, so that each is sent once, not once an engine."""
 
     def invitation(self) -> dict[str, Any]:
         """What receivers must be told to find this end; rank 0's is used. Plain numbers and texts."""

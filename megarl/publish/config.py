@@ -12,7 +12,8 @@ class PublishConfig:
     """The wire from the trainer to the engines."""
 
     carrier: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
-    """How bytes travel: through memory of one host, messages between hosts, memory of shared GPUs, or a folder all can reach."""
+    """How bytes travel, one of `megarl.publish.carriers`: through memory of one host, messages between hosts, memory of shared
+    GPUs, or a folder that all can reach."""
     folder: str = ""
     """Carrier `disk` only: where versions are written, a folder that trainer and engines see under the same name."""
     bucket_mib: int = 8
@@ -25,7 +26,7 @@ class PublishConfig:
     timeout_s: float = 120.0
     """A publish that takes longer ends the run with an error that names the engine."""
     replacements: int = 1
-    """Engines lost while they take in a version are started anew this many times, then the run ends."""
+    """A version in which engines were lost is sent again, with others in their places, this many times; then the run ends."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -17,6 +17,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from megarl.parallel.reshard.buckets import Bucket
+from megarl.publish.carrier import GIVEN_UP, Aborted
 from megarl.publish.carriers import RECEIVERS
 from megarl.publish.families import parameter_table
 from megarl.publish.receive import InitInfo, Intake, Modules, UpdateInfo, deadline_watch, wrapped
@@ -26,11 +28,16 @@ NAME = "megarl"
 """The vLLM weight-transfer backend that this file registers."""
 
 
+def nothing(problem: str) -> dict[str, Any]:
+    """What a worker answers that holds no version: why, if it should."""
+    return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
+
+
 class EngineEnd:
     """Mixed into vLLM's worker (`worker_extension_cls`): what a trainer asks a worker about its weights."""
 
     def megarl_held(self) -> dict[str, Any]:
-        """{version, digests: of each tensor, seconds: of each kind of work} of what this worker took in last."""
+        """{version, digests: of each tensor, seconds: of each kind of work, problem} of what this worker was told to do last."""
         return self.weight_transfer_engine.held  # type: ignore[attr-defined]
 
 
@@ -43,11 +50,19 @@ class ReshardEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.held: dict[str, Any] = {"version": -1, "digests": [], "seconds": {}}
+        self.held = nothing("")
         self._receiver: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Make the route, compare it with the model that is there, and connect."""
+        """Make the route, compare it with the model that is there, and connect. What goes wrong is in `held`."""
+        # Nothing is raised here and below: vLLM's executor would leave the other ranks' answers for the next call.
+        try:
+            self._connect(init_info)
+            self.held = nothing("")
+        except Exception as error:
+            self.held = nothing(str(error))
+
+    def _connect(self, init_info: InitInfo) -> None:
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
@@ -55,6 +70,7 @@ class ReshardEngine(WeightTransferEngine):
         self._receiver = RECEIVERS[init_info.carrier](route, init_info.engine, rank, init_info.invitation)
         self._intake = Intake(route, self._receiver, spec.image(init_info.engine, rank))
         self._route = route
+        self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
         """The table describes exactly this model's parameters; raises `ValueError` with the first that differs."""
@@ -79,37 +95,70 @@ class ReshardEngine(WeightTransferEngine):
             raise RuntimeError("the engine was not told where its weights come from (init_weight_transfer_engine)")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take in a version; what goes wrong is in `held`."""
+        self.held = nothing("the version was not taken in to the end")
+        try:
+            self._receive(update_info)
+        except Aborted:
+            self.held = nothing(GIVEN_UP)
+        except Exception as error:
+            self.held = nothing(f"{type(error).__name__}: {error}")
+
+    def _receive(self, update_info: UpdateInfo) -> None:
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
-        self.held = {"version": -1, "digests": [], "seconds": {}}
         self._receiver.begin(update_info.version)
         modules = Modules(self._intake.held.sizes)
         for bucket in route.buckets:
-            buffers = self._intake.take(bucket, watch, digests, seconds)
+            buffers = self._intake.take(bucket, watch, seconds)
             begun = time.perf_counter()
-            for path, values in modules.complete(buffers, bucket):
+            for path, values in modules.complete(self._write(buffers, bucket), bucket):
                 self._install(self.model.get_submodule(path), values)
             seconds["install"] += time.perf_counter() - begun
+            self._intake.digest(bucket, self._written(buffers, bucket), digests, seconds)
             self._receiver.release(bucket)
-        self.held = {
+        begun = time.perf_counter()
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in self._plain):
+            self._repack(self.model.get_submodule(path))
+        seconds["install"] += time.perf_counter() - begun
+        self.held = nothing("") | {
             "version": update_info.version,
             "digests": [wrapped(value) for value in digests],
             "seconds": seconds,
         }
 
-    def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-        """Rebuild one module from its raw parameters, which are only read: what runs keeps its addresses.
+    def _write(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Copy what runs as it is received into what runs; returns the rest."""
+        for name, flat in buffers.items():
+            if name in self._plain:
+                self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)] = flat
+        return {name: flat for name, flat in buffers.items() if name not in self._plain}
 
-        On CPU and for some kernels the running weights are a repacked form: they are made again and copied into place.
-        """
+    def _written(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
+        """What the engine holds of a bucket: of layers that run repacked what it received, of others the running parameters."""
+        return {
+            name: self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)] if name in self._plain else flat
+            for name, flat in buffers.items()
+        }
+
+    def _find_plain(self) -> dict[str, torch.Tensor]:
+        """Parameters that run as they are received, flat: those of modules of which none is repacked."""
+        found = {}
+        for path, layer in self.model.named_modules():
+            raw, running = self._raw(layer), {name: held for name, held in layer._parameters.items() if held is not None}
+            alike = all(
+                held.shape == raw[name].shape and held.dtype == self._route.dtype and held.is_contiguous()
+                for name, held in running.items()
+            )
+            if alike and (path != "lm_head" or not self._is_tied()):
+                found |= {f"{path}.{name}": held.data.view(-1) for name, held in running.items()}
+        return found
+
+    def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+        """Rebuild one module that runs repacked from its raw parameters, which are only read: what runs keeps its addresses."""
         raw = self._raw(layer)
         running: Any = get_layer_params_buffers(layer)
-        if all(now.shape == raw[name].shape for name, now in running[0].items()):
-            for name, flat in values.items():
-                running[0][name].data.copy_(flat.view(raw[name].shape))
-            self._repack(layer)
-            return
         transient = set(layer._non_persistent_buffers_set)
         restore_layer_on_meta(layer, get_layerwise_info(layer))
         for name, flat in values.items():

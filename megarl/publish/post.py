@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.publish.board import wait_until
-from megarl.publish.carrier import Aborted, Watch
+from megarl.publish.carrier import GIVEN_UP, Aborted, Watch
 from megarl.publish.route import Route
 
 MEET_S, FOREVER_S, CUT_S = 20.0, 86400.0, 0.2
@@ -213,7 +213,7 @@ class Post:
     def _refuse_aborted(self, error: RuntimeError) -> None:
         """Whoever gives up ends the messages of others: then that is what happened, not `error`."""
         if self._aborted():
-            raise Aborted("another process gave this version up") from error
+            raise Aborted(GIVEN_UP) from error
 
     def _fly(self, start: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> Flight:
         works: dict[int, dist.Work] = {}

@@ -46,20 +46,22 @@ class Intake:
         self._copies: list[list[Copy]] = [[c for c in copies if c.destination == image] for copies in route.copies]
         self._padding = [route.padding(bucket, image) for bucket in route.buckets]
 
-    def take(self, bucket: Bucket, watch: Any, digests: list[int], seconds: dict[str, float]) -> dict[str, torch.Tensor]:
-        """The bucket's flat buffers, complete, with padding zeroed; their digests are added to `digests`."""
+    def take(self, bucket: Bucket, watch: Any, seconds: dict[str, float]) -> dict[str, torch.Tensor]:
+        """The bucket's flat buffers, complete, with padding zeroed; valid until the receiver releases the bucket."""
         begun = time.perf_counter()
         image = self.receiver.wait(bucket, watch)
-        waited = time.perf_counter()
+        seconds["wait"] += time.perf_counter() - begun
         buffers = bucket.buffers(image, self.route.dtype)
         for piece in self._padding[bucket.number]:
             piece.view(buffers[piece.buffer]).zero_()
-        for copy in self._copies[bucket.number]:
-            view = copy.put.view(buffers[copy.put.buffer])
-            digests[self._number[copy.tensor]] += digest(view, copy.put.box)
-        seconds["wait"] += waited - begun
-        seconds["digest"] += time.perf_counter() - waited
         return buffers
+
+    def digest(self, bucket: Bucket, held: Mapping[str, torch.Tensor], digests: list[int], seconds: dict[str, float]) -> None:
+        """Add the digests of what is held of a bucket's buffers to those of their tensors."""
+        begun = time.perf_counter()
+        for copy in self._copies[bucket.number]:
+            digests[self._number[copy.tensor]] += digest(copy.put.view(held[copy.put.buffer]), copy.put.box)
+        seconds["digest"] += time.perf_counter() - begun
 
 
 class Modules:

@@ -66,7 +66,7 @@ class Answer(Protocol):
 
     def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]: ...
 
-    def settle(self, *, timeout_s: float) -> None: ...
+    def settle(self, *, timeout_s: float) -> list[int]: ...
 
 
 class Engines(Protocol):
@@ -78,7 +78,7 @@ class Engines(Protocol):
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]: ...
 
-    def replace(self, number: int) -> None: ...
+    def replace(self, numbers: Sequence[int]) -> None: ...
 
     def admit(self) -> None: ...
 
@@ -126,6 +126,8 @@ class Publisher:
         self._place = {name: place for place, name in enumerate(self.route.tensors)}
         self._sender = carrier(self.route, mesh.world, config.folder)
         self._connected = False
+        self._unsettled: list[int] = []
+        """Engines that had failed, or were still at a version, some time after it was given up."""
         draw = torch.Generator().manual_seed(seed)
         length = min(PROBE_TOKENS, max_tokens - 1)
         tokens = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
@@ -134,7 +136,7 @@ class Publisher:
     def publish(self, version: int) -> dict[str, float]:
         """Bring version `version` to every engine; all ranks call it. Returns metrics.
 
-        An engine that is lost on the way is replaced, and the version sent again. Raises `RuntimeError`, on every rank, where an
+        Engines that are lost on the way are replaced, and the version sent again. Raises `RuntimeError`, on every rank, where an
         engine does not answer in time, holds other bytes than were sent, or scores the probe differently.
         """
         begun, replaced = time.monotonic(), 0
@@ -146,53 +148,65 @@ class Publisher:
             failure = self._replace(lost, failure)
             if failure:
                 break
-        if not failure:
-            failure = self._check_probe(version, found)
+        failure = failure or self._check_probe(version, found)
+        failure = failure or self._on_main("telling of fresh engines", lambda engines: engines.admit())
         if failure:
             raise RuntimeError(failure)
-        if self.engines is not None:
-            self.engines.admit()
         found |= {"time/publish_s": time.monotonic() - begun, "publish/replaced": float(replaced)}
         return broadcast_object(found, self.mesh.world)
 
+    def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
+        """Have rank 0 do something with the engines; what goes wrong there is returned on every rank, or nothing."""
+        failure = ""
+        if self.engines is not None:
+            try:
+                work(self.engines)
+            except Exception as error:  # told to every rank, so that none waits for this one
+                failure = f"{doing} failed: {error}"
+        return broadcast_object(failure, self.mesh.world)
+
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
         """(what went wrong, engines lost by it, metrics), the same on all ranks but for the metrics."""
-        world, route = self.mesh.world, self.route
+        world, route, found = self.mesh.world, self.route, {}
         digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
-        problem, lost, found = "", [], {}
-        answers: list[list[dict[str, Any]]] = []
+        problem, lost, answers = "", [], []
         try:
             answers = self._send(version, digests)
         except Aborted:
             pass  # whoever gave up says why
         except EngineLost as error:
-            problem, lost = self._describe(error, version), [error.engine]
+            problem, lost = self._describe(error, version), sorted({*error.engines, *self._unsettled})
         except Exception as error:  # told to every rank below, so that none waits for this one
-            problem = f"publishing version {version} failed: {error}"
+            problem, lost = f"publishing version {version} failed on rank {world.rank}: {error}", []
         told = gather_objects((problem, lost), world)
-        problem = next((said for said, _ in told if said), "")
-        lost = sorted({engine for _, engines in told for engine in engines})
-        if problem:
-            return problem, lost, {}
+        # What went wrong on a rank comes first: engines that gave up with it are not lost.
+        for said, engines in sorted(told, key=lambda one: bool(one[1])):
+            if said:
+                return said, engines, {}
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         sums = all_reduce(digests.to(device), world).cpu()
-        if self.engines is not None:
-            problem = self._compare(version, sums, answers)
+
+        def compare(engines: Engines) -> None:
+            self._compare(version, sums, answers)
             kinds = [rank["seconds"] for engine in answers for rank in engine]
-            found = {f"publish/{kind}_s": max(seconds[kind] for seconds in kinds) for kind in ("wait", "digest", "install")}
+            found.update({f"publish/{kind}_s": max(seconds[kind] for seconds in kinds) for kind in ("wait", "digest", "install")})
             found["publish/bytes"] = float(route.written)
-        return broadcast_object(problem, world), [], found
+
+        return self._on_main(f"publishing version {version}", compare), [], found
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
         """This rank's parts of every bucket; on rank 0, also what the engines say they hold."""
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
-        deadline, answer = time.monotonic() + timeout_s, None
+        answer: Answer | None = None
+        self._unsettled = []
         sender.begin(version)
         try:
+            sources = self.policy.held()
             if self.engines is not None:
                 self._connect()
                 answer = self.engines.update(version, timeout_s=timeout_s)
-            watch, sources = _watch(deadline, timeout_s, answer), self.policy.held()
+            deadline = time.monotonic() + timeout_s
+            watch = self._watch(deadline, answer)
             for bucket in route.buckets:
                 for copy, target in sender.reserve(bucket, watch):
                     source = copy.taken.view(sources[copy.taken.buffer])
@@ -203,8 +217,33 @@ class Publisher:
         except Exception:
             sender.abort()
             if answer is not None:
-                answer.settle(timeout_s=SETTLE_S)
+                self._unsettled = answer.settle(timeout_s=SETTLE_S)
             raise
+
+    def _watch(self, deadline: float, answer: Answer | None) -> Watch:
+        """Raises when `deadline` has passed, and, where this rank hears from the engines, when some of them fail.
+
+        Other ranks wait longer, for rank 0 knows which engine is late, and may have had to connect them first.
+        """
+        timeout_s = self.config.timeout_s
+        next_look = time.monotonic()
+
+        def watch() -> None:
+            nonlocal next_look
+            now = time.monotonic()
+            if answer is None:
+                if now > deadline + timeout_s + 2 * SETTLE_S:
+                    raise RuntimeError(f"the engines did not take it in within {timeout_s:g} s; raise publish.timeout_s")
+                return
+            if now > deadline:
+                reached = [self._sender.progress(engine) for engine in range(self.route.spec.engines)]
+                late = tuple(engine for engine, number in enumerate(reached) if number == min(reached))
+                raise EngineLost(f"it was not done within {timeout_s:g} s; raise publish.timeout_s if it only was slow", late)
+            if now >= next_look:
+                answer.poll()
+                next_look = time.monotonic() + POLL_S
+
+        return watch
 
     def _connect(self) -> None:
         """Tell engines where their weights come from, once, and again after one was replaced."""
@@ -216,58 +255,56 @@ class Publisher:
         self._connected = True
 
     def _describe(self, lost: EngineLost, version: int) -> str:
-        """What is known of an engine that was lost on the way."""
-        number = min(self._sender.progress(lost.engine), len(self.route.buckets) - 1)
-        return (
-            f"engine {lost.engine} was lost while it took in version {version}, in bucket {number + 1} of "
-            f"{len(self.route.buckets)}, which begins with {self.route.first_tensor(number)}: {lost}"
-        )
+        """What is known of engines that were lost on the way."""
+        said = []
+        for engine in lost.engines:
+            number = min(self._sender.progress(engine), len(self.route.buckets) - 1)
+            said.append(
+                f"engine {engine} was lost while it took in version {version}, in bucket {number + 1} of "
+                f"{len(self.route.buckets)}, which begins with {self.route.first_tensor(number)}"
+            )
+        return f"{'; '.join(said)}: {lost}"
 
     def _replace(self, lost: Sequence[int], failure: str) -> str:
-        """Fresh engines in the place of lost ones, on rank 0; returns what else went wrong."""
-        if self.engines is not None:
-            print(f"megarl: {failure}; starting a fresh engine", file=sys.stderr, flush=True)
-            try:
-                for number in lost:
-                    self.engines.replace(number)
-                self._connected, failure = False, ""
-            except Exception as error:
-                failure = f"{failure}; and it could not be replaced: {error}"
-        return broadcast_object(failure, self.mesh.world)
+        """Fresh engines in the place of lost ones, on rank 0; returns what else went wrong, on all ranks."""
 
-    def _compare(self, version: int, sent: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-        """What an engine rank holds other than what was sent to it, or nothing."""
+        def replace(engines: Engines) -> None:
+            print(f"megarl: {failure}; starting anew", file=sys.stderr, flush=True)
+            self._connected = False
+            engines.replace(lost)
+
+        return self._on_main(f"{failure}; and replacing it", replace)
+
+    def _compare(self, version: int, sent: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Raise `RuntimeError` where an engine rank holds other than what was sent to it."""
         for engine, ranks in enumerate(answers):
             for rank, held in enumerate(ranks):
                 if held["version"] != version:
-                    return f"engine {engine}, rank {rank} holds version {held['version']}, but version {version} was sent"
+                    raise RuntimeError(f"engine {engine}, rank {rank} holds version {held['version']}")
                 wanted = sent[self.route.spec.image(engine, rank)]
                 differing = (wanted != torch.tensor(held["digests"], dtype=torch.int64)).nonzero().flatten().tolist()
                 if differing:
-                    return (
-                        f"engine {engine}, rank {rank} holds another {self.route.tensors[differing[0]]} than version {version} "
-                        f"of the trainer ({len(differing)} of {len(wanted)} tensors differ; {self.route.spec})"
+                    raise RuntimeError(
+                        f"engine {engine}, rank {rank} holds another {self.route.tensors[differing[0]]} than the trainer "
+                        f"({len(differing)} of {len(wanted)} tensors differ; {self.route.spec})"
                     )
-        return ""
 
     def _check_probe(self, version: int, found: dict[str, float]) -> str:
         """Score a fixed text on both sides, if this version is to be probed; what is wrong, on all ranks, or nothing."""
-        every, failure = self.config.probe_every, ""
+        every = self.config.probe_every
         if not every or version % every:
             return ""
         mine = self.policy.logprobs([self._probe]).float().tolist()
-        if self.engines is not None:
-            try:
-                found["probe/max_abs"] = self._score(mine, version)
-            except Exception as error:
-                failure = f"the probe of version {version} failed: {error}"
-        return broadcast_object(failure, self.mesh.world)
 
-    def _score(self, mine: list[float], version: int) -> float:
+        def score(engines: Engines) -> None:
+            found["probe/max_abs"] = self._score(engines, mine, version)
+
+        return self._on_main(f"the probe of version {version}", score)
+
+    def _score(self, engines: Engines, mine: list[float], version: int) -> float:
         """Largest difference of the probe's log-probs between trainer and engines; raises where it is too large."""
-        assert self.engines is not None
         worst = 0.0
-        for number, theirs in enumerate(self.engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)):
+        for number, theirs in enumerate(engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)):
             gaps = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
             gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
             worst = max(worst, gap)
@@ -293,19 +330,3 @@ def refuse_other_model(table: Sequence[Row], shapes: Mapping[str, tuple[int, ...
                 f"the model and its parameter table differ at {name}: {shapes.get(name)} in the model, {there.get(name)} in the "
                 "table; correct the family's entry in megarl/publish/families.py"
             )
-
-
-def _watch(deadline: float, timeout_s: float, answer: Answer | None) -> Watch:
-    """Raises when `deadline` has passed, and, where this rank hears from the engines, when one of them fails."""
-    next_look = time.monotonic()
-
-    def watch() -> None:
-        nonlocal next_look
-        now = time.monotonic()
-        if now > deadline:
-            raise RuntimeError(f"the engines did not take it in within {timeout_s:g} s; raise publish.timeout_s")
-        if answer is not None and now >= next_look:
-            answer.poll()
-            next_look = time.monotonic() + POLL_S
-
-    return watch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from typing import Any
 
@@ -43,7 +44,7 @@ class Engine:
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version = -1
-        self._requests = 0
+        self._requests, self._asleep = 0, False
         self._arguments: dict[str, Any] = {
             "model": model,
             "trust_remote_code": trust_remote_code,
@@ -73,7 +74,7 @@ class Engine:
             self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
 
     async def start(self) -> dict[str, Any]:
-        """Load vLLM and allocate its cache; returns {pids, seconds}. Raises what vLLM raises."""
+        """Load vLLM and allocate its cache; returns {processes, seconds}. Raises what vLLM raises."""
         begun = time.monotonic()
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
@@ -83,7 +84,7 @@ class Engine:
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
         self._llm = AsyncLLM.from_engine_args(arguments)
-        return {"pids": [os.getpid(), *_descendants()], "seconds": time.monotonic() - begun}
+        return {"processes": _own_processes(), "seconds": time.monotonic() - begun}
 
     async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
         """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence token is part of it."""
@@ -126,6 +127,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._refuse_problem(await self._llm.collective_rpc("megarl_held"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
         """Take in a version under running generation; what each rank holds then (`megarl.publish.engine_end.EngineEnd`).
@@ -138,19 +140,31 @@ class Engine:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s}))
-        await self._llm.finish_weight_update(weight_version=str(version))
         held = await self._llm.collective_rpc("megarl_held")
+        is_whole = not any(rank["problem"] for rank in held)
+        await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
+        self._refuse_problem(held)
         self.version = version
+        if self._asleep:
+            await self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         await self._llm.resume_generation()
         return held
+
+    def _refuse_problem(self, held: list[dict[str, Any]]) -> None:
+        """Raise what an engine rank could not do; each answers for itself, since one that raised would confuse the others."""
+        for rank, answer in enumerate(held):
+            if answer["problem"]:
+                raise RuntimeError(f"rank {rank}: {answer['problem']}" if len(held) > 1 else answer["problem"])
 
     async def sleep(self) -> None:
         """Give weights and cache away, in favour of who shares the GPU; on CPU vLLM only stops. Requests stay in the queue."""
         await self._llm.sleep(level=2, mode="keep")
+        self._asleep = True
 
     async def wake(self) -> None:
-        """Take the memory back, empty: generation stays paused until a version has arrived."""
-        await self._llm.wake_up(tags=["weights", "kv_cache"])
+        """Take the weights' memory back, empty. The cache's follows with a version: vLLM generates once it has both."""
+        await self._llm.wake_up(tags=["weights"])
 
     async def stop(self) -> None:
         """End vLLM's processes."""
@@ -170,8 +184,9 @@ class Engine:
         return final.outputs[0]
 
 
-def _descendants() -> list[int]:
-    """Process ids below this one: vLLM's engine core and workers."""
+def _own_processes() -> list[tuple[str, int, float]]:
+    """(host, process id, time of birth) of this process and of vLLM's below it: numbers alone may be others' one day."""
     import psutil
 
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+    own = psutil.Process()
+    return [(socket.gethostname(), process.pid, process.create_time()) for process in (own, *own.children(recursive=True))]

@@ -17,7 +17,8 @@ import ray
 import torch
 from tiny import VOCABULARY, write_model
 
-from megarl.cluster import Cluster, EngineGroup
+from megarl.cluster import Cluster
+from megarl.engine_group import EngineGroup
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
@@ -268,7 +269,7 @@ def test_an_engine_killed_in_the_middle_of_a_publish_is_named_replaced_and_broug
     assert any(name in str(told.value) for name in side.publisher.route.tensors)
 
     side.publisher = side.make_publisher(replacements=1)
-    side.engines.replace(0)
+    side.engines.replace([0])
     side.publish()
     side.publisher._sender = KillsAt(side.publisher._sender, 3, side)
     side.shake(9)

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from commands import finish, records, start, tiny_run, write_recipe
 from tiny import write_model
 
@@ -19,11 +20,11 @@ mark, plain, begin = os.environ["MEGARL_TEST_RUN"], shared_memory.Sender.commit,
 PublishConfig.bucket_bytes = 2**13
 state = {"version": -1, "killed": False}
 
-def engines():
+def called(title):
     for process in psutil.process_iter():
         try:
-            title = process.cmdline()[:1]
-            if title and title[0].startswith("ray::Engine") and process.environ().get("MEGARL_TEST_RUN") == mark:
+            words = process.cmdline()[:1]
+            if words and words[0].startswith(title) and process.environ().get("MEGARL_TEST_RUN") == mark:
                 yield process
         except psutil.Error:
             continue
@@ -35,7 +36,7 @@ def begins(self, version):
 def commit(self, bucket, watch):
     if state["version"] == 2 and bucket.number == 3 and not state["killed"]:
         state["killed"] = True
-        victim = min(engines(), key=lambda process: process.pid)
+        victim = min(called(os.environ["VICTIM"]), key=lambda process: process.pid)
         for process in [*victim.children(recursive=True), victim]:
             process.kill()
     plain(self, bucket, watch)
@@ -46,12 +47,15 @@ sys.exit(main())
 """
 
 
-def test_the_run_goes_on_with_a_fresh_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "tensor"), [("ray::Engine", 1), ("VLLM::Worker_TP1", 2)])
+def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path: Path) -> None:
+    """Two engines, one of which loses its actor, or one rank of two; requests are under way."""
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=4)
-    tree["rollout"] |= {"num_engines": 2, "max_staleness": 1}
-    process, mark = start([sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)])
-    done = finish(process, mark, 240)
+    tree["rollout"] |= {"num_engines": 2, "max_staleness": 1, "engine": {"tensor": tensor}}
+    command = [sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    process, mark = start(command, VICTIM=victim)
+    done = finish(process, mark, 300)
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
     assert re.search(r"engine \d was lost while it took in version 2, in bucket \d+ of \d+, which begins with model\.", done.err)

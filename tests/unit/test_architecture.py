@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "publish": NOUNS | {"parallel"},
     "training": NOUNS | {"algorithms", "parallel", "kernels"},
 }
-CONDUCTORS = {"cli", "placement", "__main__", "runs", "loop", "sft", "parts", "preflight", "cluster", "doctor"}
+CONDUCTORS = {"cli", "engine_group", "placement", "__main__", "runs", "loop", "sft", "parts", "preflight", "cluster", "doctor"}
 MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "publish"}
 
 

@@ -1,0 +1,210 @@
+"""What goes wrong on one rank while two publish is told on both, for what it is, and the next version arrives.
+
+Engines are threads of rank 0 with the real receiving end; tests/system has the real engines.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from engine_ranks import table, weights
+from ranks import run_ranks
+
+DEADLINE_S = 20.0
+
+
+class Engine:
+    """One engine of one rank, taking versions in."""
+
+    def __init__(self) -> None:
+        self.dies_at = -1
+
+    def connect(self, info: dict[str, Any]) -> None:
+        from megarl.publish.carriers import RECEIVERS
+        from megarl.publish.receive import Intake
+        from megarl.publish.route import Route, RouteSpec
+
+        self.route = Route.of(RouteSpec(**info["spec"]), table())
+        self.receiver = RECEIVERS[info["carrier"]](self.route, info["engine"], 0, info["invitation"])
+        self.intake = Intake(self.route, self.receiver, self.route.spec.image(info["engine"], 0))
+
+    def take(self, version: int) -> list[dict[str, Any]]:
+        from megarl.publish.receive import deadline_watch, wrapped
+
+        digests, seconds = [0] * len(self.route.tensors), dict.fromkeys(("wait", "digest", "install"), 0.0)
+        self.receiver.begin(version)
+        for bucket in self.route.buckets:
+            if bucket.number == self.dies_at:
+                raise OSError("the engine is gone")
+            held = self.intake.take(bucket, deadline_watch(DEADLINE_S), seconds)
+            self.intake.digest(bucket, held, digests, seconds)
+            self.receiver.release(bucket)
+        return [{"version": version, "digests": [wrapped(value) for value in digests], "seconds": seconds}]
+
+
+class Answer:
+    def __init__(self, engines: Sequence[Engine], version: int) -> None:
+        self.outcomes: dict[int, Any] = {}
+        self.threads = [threading.Thread(target=self._take, args=(n, e, version)) for n, e in enumerate(engines)]
+        for thread in self.threads:
+            thread.start()
+
+    def _take(self, number: int, engine: Engine, version: int) -> None:
+        try:
+            self.outcomes[number] = engine.take(version)
+        except Exception as error:
+            self.outcomes[number] = error
+
+    def poll(self) -> None:
+        from megarl.contracts import EngineLost
+        from megarl.publish.carrier import Aborted
+
+        gone = {n: o for n, o in list(self.outcomes.items()) if isinstance(o, OSError)}
+        if gone:
+            raise EngineLost(str(next(iter(gone.values()))), tuple(gone))
+        for outcome in list(self.outcomes.values()):
+            if isinstance(outcome, Exception):
+                raise Aborted(str(outcome)) if isinstance(outcome, Aborted) else outcome
+
+    def result(self, *, timeout_s: float) -> list[Any]:
+        for thread in self.threads:
+            thread.join(timeout_s)
+        self.poll()
+        return [self.outcomes[number] for number in range(len(self.threads))]
+
+    def settle(self, *, timeout_s: float) -> list[int]:
+        for thread in self.threads:
+            thread.join(timeout_s)
+        return [number for number, outcome in self.outcomes.items() if isinstance(outcome, OSError)]
+
+
+class Engines:
+    """What `Publisher` asks of engines."""
+
+    def __init__(self, count: int) -> None:
+        self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
+
+    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
+        for number, engine in enumerate(self.engines):
+            engine.connect(info(number))
+
+    def update(self, version: int, *, timeout_s: float) -> Answer:
+        return Answer(self.engines, version)
+
+    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
+        return [[0.0] * (len(token_ids) - 1) for _ in self.engines]
+
+    def replace(self, numbers: Sequence[int]) -> None:
+        self.replaced += numbers
+        for number in numbers:
+            self.engines[number] = Engine()
+
+    def admit(self) -> None:
+        if self.admit_fails:
+            raise RuntimeError("nobody home")
+
+
+class Policy:
+    """Weights of a version, cut as ZeRO 3 over two ranks cuts them."""
+
+    zero_stage, shards = 3, {}
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.version, self.fails, self.damages = rank, 0, False, False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {row.name: row.shape for row in table()}
+
+    def held(self) -> dict[str, Any]:
+        from megarl.parallel.layout import Layout
+        from megarl.parallel.reshard.pieces import scatter
+        from megarl.parallel.reshard.table import training_held
+
+        if self.fails:
+            raise RuntimeError("out of memory, say")
+        return scatter(training_held(self.shapes, {}, Layout(data=2), 3)[self.rank], weights(self.version))
+
+    def logprobs(self, samples: Sequence[Any]) -> Any:
+        import torch
+
+        return torch.zeros(len(samples[0].token_ids) - 1)
+
+
+def publishes(case: str) -> list[str]:
+    """What each of three publishes came to on this rank; the second is the one in which something goes wrong."""
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.publish import wire
+    from megarl.publish.config import PublishConfig
+
+    PublishConfig.bucket_bytes = 2**20 if "one bucket" in case else 2**10  # type: ignore[assignment]
+    mesh_module.initialise(timeout_s=60)
+    found = []
+    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh:
+        engines = Engines(2) if mesh.rank == 0 else None
+        policy = Policy(mesh.rank)
+        publisher = wire.Publisher(
+            PublishConfig(timeout_s=DEADLINE_S),
+            table=table(),
+            policy=policy,
+            engines=engines,
+            num_engines=2,
+            engine_tensor=1,
+            mesh=mesh,
+            dtype="float32",
+            precision="float32",
+            vocabulary=100,
+            max_tokens=16,
+            seed=0,
+        )
+        plain = wire.carry
+        for version in range(3):
+            policy.version, wrong = version, version == 1
+            policy.fails = wrong and mesh.rank == 1 and "rank fails" in case
+            if wrong and "damage" in case and mesh.rank == 1:
+                wire.carry = lambda source, target, box: plain(source, target, box) + 1
+            if engines is not None:
+                engines.admit_fails = wrong and "admit" in case
+                engines.engines[0].dies_at = 2 if wrong and ("engine dies" in case or "both" in case) else -1
+                engines.engines[1].dies_at = 3 if wrong and "both" in case else -1
+            try:
+                metrics = publisher.publish(version)
+                found.append(f"replaced {metrics['publish/replaced']:.0f}")
+            except RuntimeError as error:
+                found.append(str(error))
+            wire.carry = plain
+        found.append(f"replaced engines {engines.replaced if engines else []}")
+        publisher.close()
+    mesh_module.finalise()
+    return found
+
+
+CASES = {
+    "a rank fails": ("publishing version 1 failed on rank 1: out of memory, say", []),
+    "a rank fails, one bucket": ("publishing version 1 failed on rank 1: out of memory, say", []),
+    "an engine dies": ("replaced 1", [0]),
+    "both engines die": ("replaced 1", [0, 1]),
+    "damage": ("engine 0, rank 0 holds another", []),
+    "admit fails": ("telling of fresh engines failed: nobody home", []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_ranks_hear_what_went_wrong(case: str) -> None:
+    says, replaced = CASES[case]
+    for rank, (first, second, third, engines) in enumerate(run_ranks(2, __file__, "publishes", case, timeout_s=90)):
+        assert first == third == "replaced 0", (first, third)
+        assert says in second, second
+        if rank == 0:
+            assert engines == f"replaced engines {replaced}"
