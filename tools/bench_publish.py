@@ -38,6 +38,8 @@ from typing import Any
 from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, rank_task, spread
 from publish_ways import DIGESTS, THROUGH, work
 
+from megarl.publish.config import PublishConfig
+
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
     ("data 2 tensor 1 zero 3", 1, 1),
@@ -187,7 +189,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layout", type=layout, help='the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases')
     parser.add_argument("--engines", type=int, default=1, help="with --layout")
     parser.add_argument("--engine-tensor", type=int, default=1, help="tensor ranks of an engine, with --layout")
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[64], help="publish.bucket_mib; several are compared")
+    parser.add_argument(
+        "--bucket-mib", type=int, nargs="+", default=[PublishConfig().bucket_mib], help="publish.bucket_mib; several are compared"
+    )
     parser.add_argument("--digest", choices=tuple(DIGESTS), nargs="+", default=["on"], help="both show what digests cost")
     parser.add_argument("--with-engine", action="store_true", help="vLLM engines as well, for the time of their repacking")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that one case may take")
