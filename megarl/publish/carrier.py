@@ -26,6 +26,8 @@ class Sender(Protocol):
 
     SHARED: bool
     """Whether engines read the same images, so that each is sent once, not once an engine."""
+    LOCAL: bool
+    """Whether destination n lies in the memory of trainer rank n."""
 
     def invitation(self) -> dict[str, Any]:
         """What receivers must be told to find this end; rank 0's is used. Plain numbers and texts."""

@@ -1,7 +1,7 @@
 """Weights through memory of GPUs that trainer ranks and engines of one host share. Both ends; not yet run on a GPU.
 
-As `shared_memory`, but image i's slots lie on the GPU of trainer rank i (where ranks are fewer, they begin again at 0), which in
-colocated runs is the GPU of the engine rank that reads it. The others open CUDA's handles of them and go over NVLink or PCIe.
+As `shared_memory`, but each engine rank has an image of its own, on the GPU it shares with a trainer rank: destination n, rank n.
+What that rank holds stays on its GPU; the others open CUDA's handles and go over NVLink or PCIe.
 Counters stay on the host; one is raised only when the GPU has done what it tells of.
 """
 
@@ -78,7 +78,9 @@ def _finish(*memories: torch.Tensor) -> None:
 
 
 class Sender(shared_memory.Sender):
-    """A trainer rank's end; rank 0 owns the counters, rank i image i."""
+    """A trainer rank's end; rank 0 owns the counters, rank n image n."""
+
+    SHARED, LOCAL = False, True
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         _require_gpu()

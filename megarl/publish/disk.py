@@ -73,6 +73,7 @@ class _Attempt:
 class Sender:
     """A trainer rank's end; rank 0 makes and removes folders."""
 
+    LOCAL = False
     SHARED = True
     """Engines read the same files."""
 

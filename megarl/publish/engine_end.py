@@ -136,11 +136,16 @@ class ReshardEngine(WeightTransferEngine):
         return {name: flat for name, flat in buffers.items() if name not in self._plain}
 
     def _written(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """What the engine holds of a bucket: of layers that run repacked what it received, of others the running parameters."""
-        return {
-            name: self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)] if name in self._plain else flat
-            for name, flat in buffers.items()
-        }
+        """What the engine holds of a bucket: the running parameters; what it received, where they cannot be compared with that.
+
+        They cannot where a layer runs repacked, or on another kind of device: digests are made where the carrier's bytes are.
+        """
+        found = dict(buffers)
+        for name, flat in buffers.items():
+            running = self._plain.get(name)
+            if running is not None and running.device.type == flat.device.type:
+                found[name] = running[bucket.starts[name] : bucket.starts[name] + len(flat)]
+        return found
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
         """Parameters that run as they are received, flat: those of modules of which none is repacked."""

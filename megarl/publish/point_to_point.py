@@ -32,6 +32,7 @@ SLOTS = 2
 class Sender:
     """A trainer rank's end; rank 0 keeps the store."""
 
+    LOCAL = False
     SHARED = False
     """Each engine rank is a destination of its own."""
 

@@ -41,6 +41,8 @@ class RouteSpec:
     bucket_bytes: int
     table: str
     """Fingerprint of the parameter table: the same on both ends, or they are of different models."""
+    local: bool = False
+    """Whether destination n lies in the memory of trainer rank n, from which it is then filled where it can be."""
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +91,8 @@ class Route:
         shards = {name: Shard(cut[0], tuple(cut[1:])) for name, cut in spec.shards.items()}
         sources = training_held({row.name: row.shape for row in table}, shards, spec.layout, spec.zero_stage)
         engine = engine_held(table, spec.engine_tensor)
-        plan = make_plan(sources, engine if spec.shared else engine * spec.engines)
+        local = {image: image for image in range(min(spec.num_images, spec.layout.size))} if spec.local else {}
+        plan = make_plan(sources, engine if spec.shared else engine * spec.engines, local)
         buckets = make_buckets(engine[0], DTYPES[spec.dtype].itemsize, spec.bucket_bytes)
         assert all(held.sizes == engine[0].sizes for held in engine), "ranks of one engine hold alike"
         return Route(spec, plan, buckets, copies_of(plan, buckets), [row.name for row in table])
@@ -119,5 +122,5 @@ class Route:
 
     @cached_property
     def written(self) -> int:
-        """Bytes that trainer ranks write for one version."""
+        """Bytes that trainer ranks bring into another memory for one version."""
         return self.plan.moved(self.dtype.itemsize)

@@ -43,6 +43,7 @@ def open_board(route: Route, senders: int, num_bytes: int, path: str = "") -> Bo
 class Sender:
     """A trainer rank's end; rank 0 owns the memory."""
 
+    LOCAL = False
     SHARED = True
     """Engines share images."""
 

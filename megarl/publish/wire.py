@@ -121,6 +121,7 @@ class Publisher:
             dtype=dtype,
             bucket_bytes=config.bucket_bytes,
             table=table_fingerprint(table),
+            local=carrier.LOCAL,
         )
         self.route = Route.of(spec, table)
         self._place = {name: place for place, name in enumerate(self.route.tensors)}
