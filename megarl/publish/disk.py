@@ -73,9 +73,9 @@ class _Attempt:
 class Sender:
     """A trainer rank's end; rank 0 makes and removes folders."""
 
-    LOCAL = False
     SHARED = True
     """Engines read the same files."""
+    LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """All ranks of `axis`, the trainer's world, make theirs together. Raises `ValueError` where `folder` is of no use."""

@@ -32,9 +32,9 @@ SLOTS = 2
 class Sender:
     """A trainer rank's end; rank 0 keeps the store."""
 
-    LOCAL = False
     SHARED = False
     """Each engine rank is a destination of its own."""
+    LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """All ranks of `axis`, the trainer's world, make theirs together; `folder` is for carriers that write files."""

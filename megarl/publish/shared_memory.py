@@ -43,9 +43,9 @@ def open_board(route: Route, senders: int, num_bytes: int, path: str = "") -> Bo
 class Sender:
     """A trainer rank's end; rank 0 owns the memory."""
 
-    LOCAL = False
     SHARED = True
     """Engines share images."""
+    LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """All ranks of `axis`, the trainer's world, make theirs together; `folder` is for carriers that write files."""

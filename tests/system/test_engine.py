@@ -264,7 +264,9 @@ def test_an_engine_killed_in_the_middle_of_a_publish_is_named_replaced_and_broug
     side.shake(8)
     with pytest.raises(RuntimeError, match="engine 0 was lost") as told:
         side.publish()
-    assert time.monotonic() - doomed.killed_at < 10
+    waited_s = time.monotonic() - doomed.killed_at
+    print(f"told {waited_s:.2f} s after the kill: {told.value}")
+    assert waited_s < 10
     assert f"version {side.version}" in str(told.value)
     assert any(name in str(told.value) for name in side.publisher.route.tensors)
 

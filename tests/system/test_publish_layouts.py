@@ -153,7 +153,9 @@ def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: 
     for answer in answers:
         assert len(answer["scores"]) == 3, "an engine of tensor 2 and two of tensor 1"
         for score in answer["scores"]:
-            assert max(abs(a - b) for a, b in zip(score, answer["expected"], strict=True)) < BOUND
+            gap = max(abs(a - b) for a, b in zip(score, answer["expected"], strict=True))
+            print(f"{case}: largest difference {gap:.1e}")
+            assert gap < BOUND
         change = max(abs(a - b) for a, b in zip(before, answer["expected"], strict=True))
         assert change > 0.01, "training changed nothing: this test would prove nothing"
         before = answer["expected"]
