@@ -91,7 +91,7 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         logprobs.append(ours.double())
         entropies.append(theirs.double())
         reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-    weights = {name: tensor.detach().double().clone() for name, tensor in policy.weights()}
+    weights = {name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()}
     policy.engine.destroy()
     return reports, logprobs, entropies, weights
 

@@ -81,7 +81,7 @@ def three_steps(model: str, stages: list[int], case: str, num_groups: int, preci
                     transcripts=0,
                 )
                 reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-            weights = {name: tensor.detach().double().clone() for name, tensor in policy.weights()}
+            weights = {name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()}
             found[stage] = (reports, weights)
             policy.engine.destroy()
     mesh_module.finalise()
