@@ -65,7 +65,7 @@ class Cluster:
         """The rollout service, made by `build` inside an actor of its own that every rank can find by name."""
         handle = ray.remote(ServiceActor).options(name=SERVICE, num_cpus=0, max_concurrency=100_000).remote(build)
         self._owned.insert(0, handle)
-        ask([handle.build.remote()], timeout_s, "starting the rollout service", "raise rollout.engine.start_timeout_s")
+        ask({"the rollout service": handle.build.remote()}, timeout_s, "starting", "raise rollout.engine.start_timeout_s")
         return handle
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
@@ -153,4 +153,4 @@ class RolloutClient:
         return self._ask(self._service.evaluate.remote(prompts, temperature, name), "evaluating")
 
     def _ask(self, reference: Any, doing: str) -> Any:
-        return ask([reference], self._deadline_s, doing)[0]
+        return ask({"the rollout service": reference}, self._deadline_s, doing)[0]

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -55,12 +55,11 @@ def end(processes: Sequence[Process], *, patience_s: float) -> None:
         time.sleep(0.02)
 
 
-def ask(references: list[Any], timeout_s: float, doing: str, cure: str = "") -> list[Any]:
-    """`ray.get` with a deadline, and errors that say which of several failed and why; `cure` is for those that are late."""
+def ask(references: Mapping[str, Any], timeout_s: float, doing: str, cure: str = "") -> list[Any]:
+    """`ray.get` of {who: reference} with a deadline, and errors that say who failed and why; `cure` is for who is late."""
     deadline = time.monotonic() + timeout_s
     answers = []
-    for number, reference in enumerate(references):
-        which = f"engine {number}" if len(references) > 1 else "the other process"
+    for which, reference in references.items():
         try:
             answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
@@ -87,7 +86,7 @@ class EngineGroup:
     def wait(self) -> float:
         """Until every engine that starts is ready; returns the slowest one's seconds."""
         starting, self._starting = self._starting, {}
-        answers = ask(list(starting.values()), self._timeout_s, "starting", "raise rollout.engine.start_timeout_s")
+        answers = self._ask(starting, self._timeout_s, "starting", "raise rollout.engine.start_timeout_s")
         for number, answer in zip(starting, answers, strict=True):
             self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
         return max(answer["seconds"] for answer in answers)
@@ -105,15 +104,15 @@ class EngineGroup:
 
     def sleep(self, *, timeout_s: float) -> None:
         """Every engine gives its GPUs' memory away; what it computes stops."""
-        ask([handle.sleep.remote() for handle in self.handles], timeout_s, "going to sleep", "raise publish.timeout_s")
+        self._ask(self._call("sleep"), timeout_s, "going to sleep")
 
     def wake(self, *, timeout_s: float) -> None:
         """Every engine takes its memory back; weights must be published before it generates."""
-        ask([handle.wake.remote() for handle in self.handles], timeout_s, "waking up", "raise publish.timeout_s")
+        self._ask(self._call("wake"), timeout_s, "waking up")
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
         """Every engine's log-probs of `token_ids[1:]`."""
-        return ask([handle.score.remote(token_ids) for handle in self.handles], timeout_s, "scoring", "raise publish.timeout_s")
+        return self._ask(self._call("score", token_ids), timeout_s, "scoring")
 
     def processes(self) -> list[Process]:
         """Every engine's."""
@@ -138,9 +137,19 @@ class EngineGroup:
     def admit(self) -> None:
         """Fresh engines hold a version now: let the rollout service send them requests."""
         if self.service is not None:
-            told = [self.service.use_engine.remote(number, self.handles[number]) for number in self._fresh]
-            ask(told, ADMIT_TIMEOUT_S, "telling the rollout service of fresh engines")
+            for number in self._fresh:
+                told = self.service.use_engine.remote(number, self.handles[number])
+                ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of fresh engines")
         self._fresh = []
+
+    def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """The answers, on their way, of every engine."""
+        return {number: getattr(handle, method).remote(*arguments) for number, handle in enumerate(self.handles)}
+
+    def _ask(
+        self, references: Mapping[int, Any], timeout_s: float, doing: str, cure: str = "raise publish.timeout_s"
+    ) -> list[Any]:
+        return ask({f"engine {number}": reference for number, reference in references.items()}, timeout_s, doing, cure)
 
 
 class Answers:

@@ -18,7 +18,7 @@ from megarl.engine_group import EngineGroup, RemoteEngine
 from megarl.environments.scoring import Environment
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.placement import RankPlace, own_seats, shared_seats
@@ -53,26 +53,20 @@ class Parts:
     def begin_training(self) -> None:
         """Colocated: the engines sleep, and the optimizer's memory comes back. All ranks call it."""
         if self.config.rollout.placement == "colocated":
-            self._on_main("putting the engines to sleep", EngineGroup.sleep)
+            self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
             self.policy.engine.reload()
 
     def end_training(self) -> None:
         """Colocated: the optimizer's memory goes, and the engines wake up, empty until a version is published."""
         if self.config.rollout.placement == "colocated":
             self.policy.engine.offload()
-            self._on_main("waking the engines up", EngineGroup.wake)
+            self._ask_engines("waking the engines up", EngineGroup.wake)
 
-    def _on_main(self, doing: str, call: Callable[..., None]) -> None:
+    def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
         """Rank 0 asks the engines; what goes wrong there is raised on every rank."""
-        failure = ""
-        if self.engines is not None:
-            try:
-                call(self.engines, timeout_s=self.config.publish.timeout_s)
-            except RuntimeError as error:
-                failure = f"{doing} failed: {error}"
-        failure = broadcast_object(failure, self.mesh.world)
+        failure = on_first(lambda: call(self.engines, timeout_s=self.config.publish.timeout_s), self.mesh.world)
         if failure:
-            raise RuntimeError(failure)
+            raise RuntimeError(f"{doing} failed: {failure}")
 
     def start_rollouts(self) -> None:
         """Tell the service to begin; once, by rank 0."""

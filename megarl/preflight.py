@@ -76,9 +76,9 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         f"the longest prompt (max_prompt_tokens of prompts and of evaluation.prompts) + rollout.max_new_tokens is {longest}, "
         f"but the model's max_position_embeddings is {limit}; lower one of them",
     )
-    refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
     if new:
         parameter_table(hf.to_dict())
+        refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)

@@ -9,7 +9,7 @@ Plain ones work in place and know no gradients. Differentiable ones come in thre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +57,17 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     found: list[Any] = [None] * axis.size
     dist.all_gather_object(found, value, group=axis.group)
     return found
+
+
+def on_first(work: Callable[[], object], axis: Axis) -> str:
+    """Have the axis's rank 0 do `work`; why it failed, on every rank, or nothing: so that none waits for one that raised."""
+    failure = ""
+    if axis.rank == 0:
+        try:
+            work()
+        except Exception as error:
+            failure = str(error) or repr(error)
+    return broadcast_object(failure, axis)
 
 
 def barrier(axis: Axis) -> None:

@@ -116,7 +116,8 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     import torch
 
     from megarl.parallel.reshard.pieces import scatter
-    from megarl.publish.receive import deadline_watch, wrapped
+    from megarl.publish.digests import signed
+    from megarl.publish.receive import deadline_watch
 
     route, digests, seconds, wrong = intake.route, [0] * len(intake.route.tensors), {"wait": 0.0, "digest": 0.0}, []
     watch = deadline_watch(DEADLINE_S)
@@ -134,7 +135,7 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
             if start + len(flat) == len(expected[name]):
                 del expected[name]
         intake.receiver.release(bucket)
-    return {"wrong": wrong + sorted(expected), "digests": [wrapped(value) for value in digests]}
+    return {"wrong": wrong + sorted(expected), "digests": [signed(value) for value in digests]}
 
 
 class Engines:

@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, rank_task, spread
+from launch_ranks import QUIET, Others, launch, run_tool, spread
 
 ROW = tuple[int, int, int]
 TRANSPORTS = ("auto", "ring", "ring_lean", "all_gather")
@@ -379,20 +379,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    task = rank_task()
-    if task is not None:
-        answer(work(task))
-        return 0
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    end_on_sigterm()
-    try:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {"task": settings, **compare(args), "machine": machine()}
-    except (RuntimeError, ValueError) as error:
-        print(f"bench_layouts: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(result) if args.json else "\n".join(show(result)))
-    return 0
+    return run_tool("bench_layouts", arguments=arguments, work=work, measure=compare, show=show, argv=argv)
 
 
 if __name__ == "__main__":

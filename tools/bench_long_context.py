@@ -36,7 +36,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, numbers, rank_task, spread
+from launch_ranks import QUIET, Others, launch, numbers, run_tool, spread
 
 SCHEDULES = {
     "ring": ("ring", False),
@@ -352,20 +352,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    task = rank_task()
-    if task is not None:
-        answer(work(task))
-        return 0
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    end_on_sigterm()
-    try:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {"machine": machine(), "task": settings, "rows": compare(args)}
-    except (RuntimeError, ValueError) as error:
-        print(f"bench_long_context: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(result) if args.json else "\n".join(show(result)))
-    return 0
+    return run_tool(
+        "bench_long_context", arguments=arguments, work=work, measure=lambda args: {"rows": compare(args)}, show=show, argv=argv
+    )
 
 
 if __name__ == "__main__":

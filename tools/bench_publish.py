@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch_ranks import QUIET, Others, answer, end_on_sigterm, launch, machine, rank_task, spread
+from launch_ranks import QUIET, Others, launch, run_tool, spread
 from publish_ways import DIGESTS, THROUGH, work
 
 from megarl.publish.config import PublishConfig
@@ -205,20 +205,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    task = rank_task()
-    if task is not None:
-        answer(work(task))
-        return 0
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    end_on_sigterm()
-    try:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {"machine": machine(), "task": settings, **compare(args)}
-    except (RuntimeError, ValueError) as error:
-        print(f"bench_publish: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(result) if args.json else "\n".join(show(result)))
-    return 0
+    return run_tool("bench_publish", arguments=arguments, work=work, measure=compare, show=show, argv=argv)
 
 
 if __name__ == "__main__":

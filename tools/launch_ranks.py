@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +174,33 @@ def numbers(text: str) -> list[int]:
     if min(found) < 1:
         raise ValueError(text)
     return found
+
+
+def run_tool(
+    name: str,
+    *,
+    arguments: Callable[[list[str]], Any],
+    work: Callable[[dict[str, Any]], dict[str, Any]],
+    measure: Callable[[Any], dict[str, Any]],
+    show: Callable[[dict[str, Any]], Iterable[str]],
+    argv: list[str] | None,
+) -> int:
+    """The command line of a tool that launches itself: as a rank it does its `work`, else it prints what `measure` finds.
+
+    `measure` gets what `arguments` made of the command line, `show` makes lines of {machine, task, what was measured}; with
+    --json they are printed as they are. Returns the exit status.
+    """
+    task = rank_task()
+    if task is not None:
+        answer(work(task))
+        return 0
+    args = arguments(sys.argv[1:] if argv is None else argv)
+    end_on_sigterm()
+    try:
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        result = {"machine": machine(), "task": settings, **measure(args)}
+    except (RuntimeError, ValueError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result) if args.json else "\n".join(show(result)))
+    return 0

@@ -16,6 +16,7 @@ from typing import Any
 import peak_memory
 import torch
 import torch.distributed as dist
+from naive_publish import DTYPE, ITEMSIZE, THROUGH, gather
 
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
@@ -23,18 +24,15 @@ from megarl.parallel.mesh import Axis, finalise, initialise, rank
 from megarl.parallel.reshard.pieces import ZEROS, empty_buffers, matrix
 from megarl.parallel.reshard.table import engine_held, training_held, training_shards
 from megarl.publish import receive, wire
-from megarl.publish.board import Board, wait_until
 from megarl.publish.carriers import RECEIVERS
 from megarl.publish.config import PublishConfig
+from megarl.publish.digests import signed
 from megarl.publish.families import parameter_table, refuse_engine_tensor
 from megarl.publish.route import Route, RouteSpec
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine import Engine
 from megarl.third_party import engine_environment
 
-DTYPE, ITEMSIZE = torch.bfloat16, 2
-LONGEST_PAUSE_S = 5e-5
-"""Between two looks of the naive way, which waits for every parameter."""
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DIGESTS = {
     "on": (wire.carry, receive.digest),
@@ -91,69 +89,6 @@ class Case:
                     kept["told"].append(told)
         return found
 
-
-class Gloo:
-    """A broadcast of each parameter from rank 0, and a word from each reader when it is used."""
-
-    def __init__(self, case: Case) -> None:
-        self.axis, self.whole, self.word = case.wire, torch.zeros(case.largest, dtype=DTYPE), torch.zeros(1)
-
-    def send(self, whole: torch.Tensor) -> None:
-        dist.broadcast(whole, 0, group=self.axis.group)
-        for reader in self.axis.ranks[1:]:
-            dist.recv(self.word, reader, group=self.axis.group)
-
-    def receive(self, numel: int) -> torch.Tensor:
-        dist.broadcast(self.whole[:numel], 0, group=self.axis.group)
-        return self.whole[:numel]
-
-    def used(self) -> None:
-        dist.send(self.word, 0, group=self.axis.group)
-
-
-class Shared:
-    """Memory for one whole parameter, which every reader sees."""
-
-    def __init__(self, case: Case) -> None:
-        readers, self.number, self.count = case.wire.size - 1, case.wire.rank - 1, 0
-        mine = Board(1, readers, case.largest * ITEMSIZE) if case.rank == 0 else None
-        path = broadcast_object(mine.path if mine else "", case.wire)
-        self.board = mine or Board(1, readers, case.largest * ITEMSIZE, path)
-        self.whole = self.board.memory().view(DTYPE)
-
-    def send(self, whole: torch.Tensor) -> None:
-        if whole.data_ptr() != self.whole.data_ptr():
-            self.whole[: whole.numel()].copy_(whole)
-        self.count += 1
-        self.board.write(0, self.count)
-        self._until(lambda: self.board.all_read() >= self.count)
-
-    def receive(self, numel: int) -> torch.Tensor:
-        self.count += 1
-        self._until(lambda: self.board.written() >= self.count)
-        return self.whole[:numel]
-
-    def used(self) -> None:
-        self.board.read(self.number, self.count)
-
-    def _until(self, ready: Callable[[], bool]) -> None:
-        wait_until(ready, lambda: False, lambda: None, longest_pause_s=LONGEST_PAUSE_S)
-        self.board.until(ready, lambda: None)
-
-
-def gather(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
-    """Every rank's part, straight into its place: gloo's own all-gather makes room for all of it again, each time."""
-    places = whole.view(axis.size, -1)
-    others = [(place, other) for place, other in enumerate(axis.ranks) if place != axis.rank]
-    work = [dist.irecv(places[place], other, group=axis.group) for place, other in others]
-    work += [dist.isend(part, other, group=axis.group) for _, other in others]
-    places[axis.rank].copy_(part)
-    for one in work:
-        assert one is not None
-        one.wait()
-
-
-THROUGH = {"gloo": Gloo, "shared memory": Shared}
 
 # --------------------------------------------------------------------------------------------------------- a trainer rank
 
@@ -332,7 +267,7 @@ class Reader:
                 self.buffers[name][start : start + len(buffer)] = buffer
             seconds["install"] += time.perf_counter() - begun
             receiver.release(bucket)
-        held = {"version": version, "digests": [receive.wrapped(value) for value in digests], "seconds": seconds}
+        held = {"version": version, "digests": [signed(value) for value in digests], "seconds": seconds}
         gather_objects([held], self.case.wire)
         return {"received": received}
 

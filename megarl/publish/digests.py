@@ -36,7 +36,7 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
             part = source[first:last].to(target.device, target.dtype).contiguous()
             target[first:last].copy_(part)
             hasher.update(_bytes_of(part))
-        return _signed(hasher.intdigest())
+        return signed(hasher.intdigest())
     # By numpy: a call of torch costs as much as copying 100 KB.
     taken, put = _bytes_of(source), _bytes_of(target)
     if source.is_contiguous() and target.is_contiguous():
@@ -46,7 +46,7 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
         part = np.ascontiguousarray(taken[top : top + rows])
         put[top : top + rows] = part
         hasher.update(part)  # pyright: ignore[reportArgumentType]
-    return _signed(hasher.intdigest())
+    return signed(hasher.intdigest())
 
 
 def digest(held: torch.Tensor, box: Box) -> int:
@@ -56,7 +56,7 @@ def digest(held: torch.Tensor, box: Box) -> int:
     hasher = xxhash.xxh3_64(seed=_seed(box))
     for first, last in [(0, len(held))] if held.is_contiguous() else _chunks(held):
         hasher.update(_bytes_of(held[first:last].contiguous()))
-    return _signed(hasher.intdigest())
+    return signed(hasher.intdigest())
 
 
 def _chunks(view: torch.Tensor, num_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
@@ -73,22 +73,23 @@ def _seed(box: Box) -> int:
     return xxhash.xxh3_64_intdigest(",".join(map(str, box)).encode())
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+def signed(value: int) -> int:
+    """`value` modulo 2^64 as a signed number: what sums of digests come to."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _on_device(view: torch.Tensor, seed: int) -> int:
     """Sum over 64-bit words of word x odd weight, whose weights are a mix of the word's number and the seed."""
     flat = view.contiguous().reshape(-1).view(torch.uint8)
-    total, rest = _signed(seed), flat.numel() % 8
+    total, rest = signed(seed), flat.numel() % 8
     if rest or flat.storage_offset() % 8:  # words begin where memory does
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
     words = flat.view(torch.int64)
     for first in range(0, len(words), WORDS):
         part = words[first : first + WORDS]
-        place = torch.arange(first, first + len(part), dtype=torch.int64, device=part.device) + _signed(seed)
+        place = torch.arange(first, first + len(part), dtype=torch.int64, device=part.device) + signed(seed)
         # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); shifts of negative numbers keep the sign, which does no harm.
-        place = (place ^ (place >> 30)) * _signed(0xBF58476D1CE4E5B9)
-        place = (place ^ (place >> 27)) * _signed(0x94D049BB133111EB)
+        place = (place ^ (place >> 30)) * signed(0xBF58476D1CE4E5B9)
+        place = (place ^ (place >> 27)) * signed(0x94D049BB133111EB)
         total += int((part * ((place ^ (place >> 31)) | 1)).sum())
-    return _signed(total % 2**64)
+    return signed(total)

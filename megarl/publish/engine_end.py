@@ -20,8 +20,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.publish.carrier import GIVEN_UP, Aborted
 from megarl.publish.carriers import RECEIVERS
+from megarl.publish.digests import signed
 from megarl.publish.families import parameter_table
-from megarl.publish.receive import InitInfo, Intake, Modules, UpdateInfo, deadline_watch, wrapped
+from megarl.publish.receive import InitInfo, Intake, Modules, UpdateInfo, deadline_watch
 from megarl.publish.route import Route, RouteSpec
 
 NAME = "megarl"
@@ -36,9 +37,12 @@ def nothing(problem: str) -> dict[str, Any]:
 class EngineEnd:
     """Mixed into vLLM's worker (`worker_extension_cls`): what a trainer asks a worker about its weights."""
 
+    weight_transfer_engine: Any
+    """The worker's own."""
+
     def megarl_held(self) -> dict[str, Any]:
         """{version, digests: of each tensor, seconds: of each kind of work, problem} of what this worker was told to do last."""
-        return self.weight_transfer_engine.held  # type: ignore[attr-defined]
+        return self.weight_transfer_engine.held
 
 
 class ReshardEngine(WeightTransferEngine):
@@ -124,7 +128,7 @@ class ReshardEngine(WeightTransferEngine):
         seconds["install"] += time.perf_counter() - begun
         self.held = nothing("") | {
             "version": update_info.version,
-            "digests": [wrapped(value) for value in digests],
+            "digests": [signed(value) for value in digests],
             "seconds": seconds,
         }
 

@@ -108,8 +108,3 @@ def deadline_watch(timeout_s: float) -> Any:
             raise RuntimeError(f"nothing more came from the trainer within {timeout_s:g} s; raise publish.timeout_s")
 
     return watch
-
-
-def wrapped(value: int) -> int:
-    """`value` as a signed 64-bit number: sums of digests count modulo 2^64."""
-    return (value + 2**63) % 2**64 - 2**63

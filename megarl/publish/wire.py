@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megarl.contracts import EngineLost
-from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
+from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.reshard.table import Row
 from megarl.parallel.tensor import Shard
@@ -158,13 +158,13 @@ class Publisher:
 
     def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
         """Have rank 0 do something with the engines; what goes wrong there is returned on every rank, or nothing."""
-        failure = ""
-        if self.engines is not None:
-            try:
-                work(self.engines)
-            except Exception as error:  # told to every rank, so that none waits for this one
-                failure = f"{doing} failed: {error}"
-        return broadcast_object(failure, self.mesh.world)
+
+        def with_engines() -> None:
+            assert self.engines is not None
+            work(self.engines)
+
+        failure = on_first(with_engines, self.mesh.world)
+        return f"{doing} failed: {failure}" if failure else ""
 
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
         """(what went wrong, engines lost by it, metrics), the same on all ranks but for the metrics."""

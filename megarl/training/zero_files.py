@@ -21,7 +21,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -54,7 +54,7 @@ class Place:
 
     layout: Layout
     zero_stage: int
-    precision: str
+    precision: Literal["float32", "bfloat16"]
     table: Mapping[str, Row]
 
     @property
@@ -141,7 +141,8 @@ def read_place(folder: Path, table: Sequence[Row]) -> tuple[Place, Progress, dic
     if fingerprint({row.name: row.shape for row in table}) != progress.model:
         raise ValueError(f"{folder} holds other weights than its model/config.json says; name a checkpoint that is whole")
     data, sequence, tensor, stage = map(int, found.groups()[:4])
-    place = Place(Layout(data, sequence, tensor), stage, found.group(5), {})
+    precision: Literal["float32", "bfloat16"] = "float32" if found.group(5) == "float32" else "bfloat16"
+    place = Place(Layout(data, sequence, tensor), stage, precision, {})
     path = place.model_path(folder / "state" / "state", 0, 0)
     first = _load(path)
     if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
@@ -221,7 +222,7 @@ def reshard_checkpoint(source: Path, target: Path, table: Sequence[Row], layout:
     Raises `ValueError` where the source cannot be read, or the target is no layout of a run; `OSError` on a full disk.
     """
     place, progress, first = read_place(source, table)
-    training = TrainingConfig(zero_stage=zero_stage, precision=place.precision)  # type: ignore[arg-type]
+    training = TrainingConfig(zero_stage=zero_stage, precision=place.precision)
     to = replace(place, layout=layout, zero_stage=zero_stage)
     files, moves = target / "state" / "state", _Moves(_Source(place, source / "state" / "state"), to.optimizer() + to.weights())
     for folder in (files, target / "random"):

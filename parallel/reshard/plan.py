@@ -175,8 +175,8 @@ def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) ->
     for number, need in enumerate(needs):
         here = [candidate for candidate in need.candidates if candidate[0] == local.get(need.destination, -1)]
         if here or len(need.candidates) == 1:
-            chosen[number] = (here or need.candidates)[0]
-            load[chosen[number][0]] += 0 if here else need.box.area  # type: ignore[index]
+            chosen[number] = rank, piece = (here or need.candidates)[0]
+            load[rank] += 0 if here else need.box.area
         else:
             open_needs.append(number)
     for number in sorted(open_needs, key=lambda number: (-needs[number].box.area, number)):

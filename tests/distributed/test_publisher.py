@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -38,7 +39,8 @@ class Engine:
         self.intake = Intake(self.route, self.receiver, self.route.spec.image(info["engine"], 0))
 
     def take(self, version: int) -> list[dict[str, Any]]:
-        from megarl.publish.receive import deadline_watch, wrapped
+        from megarl.publish.digests import signed
+        from megarl.publish.receive import deadline_watch
 
         digests, seconds = [0] * len(self.route.tensors), dict.fromkeys(("wait", "digest", "install"), 0.0)
         self.receiver.begin(version)
@@ -48,7 +50,7 @@ class Engine:
             held = self.intake.take(bucket, deadline_watch(DEADLINE_S), seconds)
             self.intake.digest(bucket, held, digests, seconds)
             self.receiver.release(bucket)
-        return [{"version": version, "digests": [wrapped(value) for value in digests], "seconds": seconds}]
+        return [{"version": version, "digests": [signed(value) for value in digests], "seconds": seconds}]
 
 
 class Answer:
@@ -148,10 +150,10 @@ def publishes(case: str) -> list[str]:
     from megarl.publish import wire
     from megarl.publish.config import PublishConfig
 
-    PublishConfig.bucket_bytes = 2**20 if "one bucket" in case else 2**10  # type: ignore[assignment]
+    bucket_bytes = 2**20 if "one bucket" in case else 2**10
     mesh_module.initialise(timeout_s=60)
     found = []
-    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh:
+    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh, patch.object(PublishConfig, "bucket_bytes", bucket_bytes):
         engines = Engines(2) if mesh.rank == 0 else None
         policy = Policy(mesh.rank)
         publisher = wire.Publisher(

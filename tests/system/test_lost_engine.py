@@ -64,4 +64,5 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     steps = [row for row in rows if "publish/replaced" in row]
     assert [row["publish/replaced"] for row in steps] == [0, 1, 0, 0], "version 2 is what step 1 leaves"
     assert all(row["probe/max_abs"] < 1e-4 for row in steps)
+    # Groups are trained in order: a rollout that was lost with the engine would have stopped the run.
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]

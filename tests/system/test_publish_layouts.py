@@ -27,6 +27,7 @@ TOPOLOGIES = ((1, 2), (2, 1))
 def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[str, Any]]:
     """Train and publish in turns, on every rank; rank 0 returns what engines and a fresh model compute after each publish."""
     from contextlib import ExitStack
+    from unittest.mock import patch
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,9 +49,10 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
 
     prepare_environment(1)
     torch.set_num_threads(1)
-    PublishConfig.bucket_bytes = 2**12  # type: ignore[assignment]  # many buckets, and layers that are cut
     config, found, publishers = AutoConfig.from_pretrained(folder), [], []
     with ExitStack() as stack:
+        # Many buckets, and layers that are cut.
+        stack.enter_context(patch.object(PublishConfig, "bucket_bytes", 2**12))
         device = mesh_module.initialise(timeout_s=240)
         mesh = stack.enter_context(ProcessMesh(Layout(data=2, tensor=2), timeout_s=240))
         engines: list[Any] = [None] * len(TOPOLOGIES)

@@ -306,6 +306,13 @@ print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_evaluating_needs_no_table(model: Path, tmp_path: Path) -> None:
+    """An engine that reads the model by itself is sent no weights: any family will do."""
+    case = Case([], {"evaluation.prompts.source": "{folder}/data.jsonl"}, prepare=config_change(model_type="gemma", head_dim=32))
+    _, recipe_path, *rest = prepare(tmp_path, model, case)
+    assert cli.dispatch("eval", [recipe_path, *rest, "--check"]) == 0
+
+
 def test_port_taken() -> None:
     """A launcher's port that somebody else holds: an error within the deadline, not a hang."""
     with socket.socket() as taken:
