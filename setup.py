@@ -1,11 +1,16 @@
-"""The links megarl/kernels and megarl/parallel make megarl/ one ordinary tree; nothing else is packaged."""
+"""The links megarl/kernels and megarl/parallel make megarl/ one ordinary tree; nothing else is
+packaged.
+"""
 
 from setuptools import find_namespace_packages, setup
 
 setup(
     name="megarl",
     version="0.1.0",
-    description="Reinforcement learning of language models on long chains of thought, under any parallel layout",
+    description=(
+        "Reinforcement learning of language models on long chains of thought, under any parallel"
+        " layout"
+    ),
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),

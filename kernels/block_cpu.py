@@ -1,4 +1,6 @@
-"""Block attention on CPU through torch's own flash kernel, which gives the log-sum-exp and takes an external one back."""
+"""Block attention on CPU through torch's own flash kernel, which gives the log-sum-exp and takes an
+external one back.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,20 @@ from megarl.kernels.pieces import PieceBlock
 
 
 class CpuOperator:
-    """`Operator` through `aten::_scaled_dot_product_flash_attention_for_cpu`; 16-bit inputs are computed in float32."""
+    """`Operator` through `aten::_scaled_dot_product_flash_attention_for_cpu`; 16-bit inputs are
+    computed in float32.
+    """
 
     widens = True
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        mask: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, causal, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale

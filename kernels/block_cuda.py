@@ -1,16 +1,21 @@
-"""Block attention on GPUs through kernels that torch carries: FlashAttention-2 and cuDNN. By choice; the default is Triton's.
+"""Block attention on GPUs through kernels that torch carries: FlashAttention-2 and cuDNN. By
+choice; the default is Triton's.
 
-NOT YET RUN ON A GPU. What the operators do was read in torch's sources (`flash_api.cpp`, `cudnn/MHA.cpp`,
-`attention_backward.cu`); the tests check the calls against torch's own shape rules, and the arithmetic with stand-ins on CPU.
+NOT YET RUN ON A GPU. What the operators do was read in torch's sources (`flash_api.cpp`,
+`cudnn/MHA.cpp`, `attention_backward.cu`); the tests check the calls against torch's own shape
+rules, and the arithmetic with stand-ins on CPU.
 
-* Precision: these kernels round each piece's output and gradients to float16 or bfloat16 before they are summed in
-  float32; Triton's sums stay in float32 throughout. The difference is about one more rounding of the result, and more
-  where the gradients of many pieces cancel.
-* Backward takes the log-sum-exp and output over all keys, as every block does; both kernels only read them.
+* Precision: these kernels round each piece's output and gradients to float16 or bfloat16 before
+  they are summed in float32; Triton's sums stay in float32 throughout. The difference is about one
+  more rounding of the result, and more where the gradients of many pieces cancel.
+* Backward takes the log-sum-exp and output over all keys, as every block does; both kernels only
+  read them.
 * Pieces with a mask (uneven stairs, padded batches) go through plain matrix products in float32.
 * Causal pieces are square, so flash's bottom-right and cuDNN's top-left masks are the same.
-* Neither backward gives equal bits twice (atomics), unless `torch.use_deterministic_algorithms(True)` is set, for flash.
-* cuDNN builds a plan for each new shape, which takes long: it suits few long documents, not rows of many lengths.
+* Neither backward gives equal bits twice (atomics), unless
+  `torch.use_deterministic_algorithms(True)` is set, for flash.
+* cuDNN builds a plan for each new shape, which takes long: it suits few long documents, not rows of
+  many lengths.
 """
 
 from __future__ import annotations
@@ -26,14 +31,18 @@ WIDEST = {"flash": 256, "cudnn": 128}
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, Hkv, group, n, m] of q [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D]; mask [B, 1, n or 1, m]."""
+    """[B, Hkv, group, n, m] of q [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D]; mask [B, 1, n or 1,
+    m].
+    """
     return q @ k.transpose(-1, -2) * scale + mask[:, :, None]
 
 
 def masked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A masked piece by matrix products, in float32 (float64 from float64); every query sees some key."""
+    """A masked piece by matrix products, in float32 (float64 from float64); every query sees some
+    key.
+    """
     heads, kind = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
     q, k, v = q.to(kind).unflatten(1, heads), k.to(kind)[:, :, None], v.to(kind)[:, :, None]
     scores = _scores(q, k, mask, scale)
@@ -65,21 +74,32 @@ def masked_backward(
 def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
     assert not causal or q.shape[2] == k.shape[2], "the alignment of a causal piece must not matter"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"the {name} block takes float16 or bfloat16, got {q.dtype}; the block named triton takes float32")
+        raise ValueError(
+            f"the {name} block takes float16 or bfloat16, got {q.dtype}; the block named triton"
+            " takes float32"
+        )
     if q.shape[3] % 8 or q.shape[3] > WIDEST[name]:
         raise ValueError(
-            f"the {name} block takes head widths that are multiples of 8 up to {WIDEST[name]}, got {q.shape[3]}; "
-            "the block named triton takes others"
+            f"the {name} block takes head widths that are multiples of 8 up to {WIDEST[name]}, got"
+            f" {q.shape[3]}; the block named triton takes others"
         )
 
 
 class FlashOperator:
-    """`Operator` through `aten::_flash_attention_forward` (tensors [B, L, H, D]); it shares key heads itself."""
+    """`Operator` through `aten::_flash_attention_forward` (tensors [B, L, H, D]); it shares key
+    heads itself.
+    """
 
     widens = False
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        mask: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check("flash", q, k, causal)
         if mask is not None:
@@ -107,9 +127,22 @@ class FlashOperator:
             return masked_backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
-        # The kernel reads lse through a bare pointer: it must be contiguous, and nothing there would say so.
+        # The kernel reads lse through a bare pointer: it must be contiguous, and nothing there
+        # would say so.
         gradients = torch.ops.aten._flash_attention_backward.default(
-            *(*rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused), scale=scale
+            *(
+                *rows,
+                lse.contiguous(),
+                None,
+                None,
+                q.shape[2],
+                k.shape[2],
+                0.0,
+                causal,
+                unused,
+                unused,
+            ),
+            scale=scale,
         )
         grad_q, grad_k, grad_v = (grad.transpose(1, 2) for grad in gradients)
         return grad_q, grad_k, grad_v
@@ -122,29 +155,49 @@ def _dense(x: torch.Tensor, group: int = 1) -> torch.Tensor:
 
 
 class CudnnOperator:
-    """`Operator` through `aten::_scaled_dot_product_cudnn_attention` (tensors [B, H, L, D]), which calls `_cudnn_attention_*`.
+    """`Operator` through `aten::_scaled_dot_product_cudnn_attention` (tensors [B, H, L, D]), which
+    calls `_cudnn_attention_*`.
 
-    Key heads are repeated to the query heads, and their gradients summed in float32: torch does not say that it may share them.
-    Errors: ValueError where `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` is set, which changes the layout of the log-sum-exp.
+    Key heads are repeated to the query heads, and their gradients summed in float32: torch does not
+    say that it may share them. Errors: ValueError where `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` is set,
+    which changes the layout of the log-sum-exp.
     """
 
     widens = False
     _stats_dims = 4
-    """torch has changed whether the log-sum-exp is [B, H, L] or [B, H, L, 1]: backward is given what forward gave."""
+    """torch has changed whether the log-sum-exp is [B, H, L] or [B, H, L, 1]: backward is given
+    what forward gave.
+    """
 
     def __init__(self) -> None:
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
-            raise ValueError("the cudnn block does not go with TORCH_CUDNN_SDPA_AVOID_RECOMPILE; unset it")
+            raise ValueError(
+                "the cudnn block does not go with TORCH_CUDNN_SDPA_AVOID_RECOMPILE; unset it"
+            )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        mask: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check("cudnn", q, k, causal)
         if mask is not None:
             return masked_forward(q, k, v, mask, scale)
         group = q.shape[1] // k.shape[1]
         out, stats, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            _dense(q), _dense(k, group), _dense(v, group), None, True, 0.0, causal, False, scale=scale
+            _dense(q),
+            _dense(k, group),
+            _dense(v, group),
+            None,
+            True,
+            0.0,
+            causal,
+            False,
+            scale=scale,
         )
         self._stats_dims = stats.dim()
         return out, stats.reshape(q.shape[:3])
@@ -168,18 +221,32 @@ class CudnnOperator:
         stats = lse.contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
-        inputs = (_dense(grad_out), _dense(q), _dense(k, group), _dense(v, group), _dense(out), stats, unused, unused)
+        inputs = (
+            _dense(grad_out),
+            _dense(q),
+            _dense(k, group),
+            _dense(v, group),
+            _dense(out),
+            stats,
+            unused,
+            unused,
+        )
         grad_q, *grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             *(*inputs, None, None, None, q.shape[2], k.shape[2], 0.0, causal), scale=scale
         )
         grad_k, grad_v = (
-            grad.unflatten(1, (kv_heads, group)).sum(2, dtype=torch.promote_types(q.dtype, torch.float32)) for grad in grads
+            grad.unflatten(1, (kv_heads, group)).sum(
+                2, dtype=torch.promote_types(q.dtype, torch.float32)
+            )
+            for grad in grads
         )
         return grad_q, grad_k, grad_v
 
 
 class FlashBlock(PieceBlock):
-    """`Block` through FlashAttention-2: float16 or bfloat16, head widths that are multiples of 8 up to 256."""
+    """`Block` through FlashAttention-2: float16 or bfloat16, head widths that are multiples of 8 up
+    to 256.
+    """
 
     def __init__(self) -> None:
         super().__init__(FlashOperator())

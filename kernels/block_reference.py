@@ -1,4 +1,5 @@
-"""Block attention the obvious way, one dense score matrix: the oracle the fast blocks are held against.
+"""Block attention the obvious way, one dense score matrix: the oracle the fast blocks are checked
+against.
 
 float64 in, float64 arithmetic; everything else is computed in float32.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.kernels.blocks import Places
+from megarl.kernels.block import Places
 
 
 def visible(queries: Places, keys: Places) -> torch.Tensor:
@@ -16,8 +17,12 @@ def visible(queries: Places, keys: Places) -> torch.Tensor:
     return (queries.doc_start[:, None] <= index) & (index <= queries.index[:, None])
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
-    """The whole row's attention through softmax and autograd alone: q [L, Hq, D], k and v [L, Hkv, D] -> [L, Hq, D]."""
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float
+) -> torch.Tensor:
+    """The whole row's attention through softmax and autograd alone: q [L, Hq, D], k and v [L, Hkv,
+    D] -> [L, Hq, D].
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     scores = scores.masked_fill(~visible(places, places).to(q.device), -torch.inf)
@@ -45,7 +50,8 @@ class ReferenceBlock:
         scores = _scores(q, k, work, scale)
         block_lse = scores.logsumexp(-1)
         total = torch.logaddexp(lse, block_lse)
-        # Rows that have seen nothing yet are -inf on all sides: 0 keeps the differences below from being NaN.
+        # Rows that have seen nothing yet are -inf on all sides: 0 keeps the differences below from
+        # being NaN.
         finite = total.masked_fill(total == -torch.inf, 0.0)
         block_out = torch.einsum("hqk,khd->qhd", (scores - finite[:, :, None]).exp(), v)
         out.mul_((lse - finite).exp().T[:, :, None]).add_(block_out)
@@ -83,7 +89,11 @@ def _widened(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All in `dtype`, keys and values repeated to the query heads."""
     group = q.shape[1] // k.shape[1]
-    return q.to(dtype), k.to(dtype).repeat_interleave(group, dim=1), v.to(dtype).repeat_interleave(group, dim=1)
+    return (
+        q.to(dtype),
+        k.to(dtype).repeat_interleave(group, dim=1),
+        v.to(dtype).repeat_interleave(group, dim=1),
+    )
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

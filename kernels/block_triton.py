@@ -1,16 +1,18 @@
 """The block of attention for GPUs: flash attention whose mask comes from places, in Triton.
 
-A tile of queries meets a tile of keys in one of three ways, told by the smallest and largest place in each: it sees none of
-them (never visited), all of them (no mask), or some (places are compared). Visits are stored as runs of neighbouring tiles, so
-that the inner loop has a plain counter and pipelines like that of an ordinary causal kernel.
+A tile of queries meets a tile of keys in one of three ways, told by the smallest and largest place
+in each: it sees none of them (never visited), all of them (no mask), or some (places are compared).
+Visits are stored as runs of neighbouring tiles, so that the inner loop has a plain counter and
+pipelines like that of an ordinary causal kernel.
 
-Scores live in base 2: exp(scale x) = exp2(scale2 x), scale2 = scale log2(e). Sums begin from what other blocks left in `out` and
-`lse`, which is a state of the online softmax like any other (top = lse, total = 1). Nothing uses atomics: equal inputs
-give equal bits.
+Scores live in base 2: exp(scale x) = exp2(scale2 x), scale2 = scale log2(e). Sums begin from what
+other blocks left in `out` and `lse`, which is a state of the online softmax like any other (top =
+lse, total = 1). Nothing uses atomics: equal inputs give equal bits.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types a launch as a call of the kernel itself, without its options, and constants as never given by value.
+# Triton types a launch as a call of the kernel itself, without its options, and constants as never
+# given by value.
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megarl.kernels.blocks import Places
+from megarl.kernels.block import Places
 from megarl.kernels.tiles import Tile, Tiles, Work, padded_width, section_of, tiles_of
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -31,13 +33,26 @@ ROW_SUM_ROWS = 32
 
 
 @triton.jit
-def _rows(ptr, start, stride, num_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr):
-    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD and, if EDGE, beyond num_rows."""
+def _rows(
+    ptr,
+    start,
+    stride,
+    num_rows,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD and, if EDGE,
+    beyond num_rows.
+    """
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
     if EDGE:
-        values = tl.load(ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0)
+        values = tl.load(
+            ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0
+        )
     elif WIDTH == HEAD:
         values = tl.load(ptrs)
     else:
@@ -50,16 +65,22 @@ def _walk(
     source, head, start, head_stride, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """`_rows` of one head of a tensor that inner loops walk over; through the copy engine if it is DESCRIBED, not a pointer."""
+    """`_rows` of one head of a tensor that inner loops walk over; through the copy engine if it is
+    DESCRIBED, not a pointer.
+    """
     if DESCRIBED:
         values = source.load([start, tl.cast(head * HEAD, tl.int32)])
     else:
-        values = _rows(source + head * head_stride, start, stride, num_rows, ROWS, WIDTH, HEAD, EDGE)
+        values = _rows(
+            source + head * head_stride, start, stride, num_rows, ROWS, WIDTH, HEAD, EDGE
+        )
     return values
 
 
 @triton.jit
-def _add_rows(ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
+def _add_rows(
+    ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
+):
     """Add `value` [ROWS, WIDTH] to a matrix [num_rows, HEAD] in memory, from row `start`."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
@@ -70,9 +91,14 @@ def _add_rows(ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _program(rows_ptr, num_rows, section):
-    """(head, its row of work) of this program: sections of heads one after another, in each the heaviest tiles first."""
+    """(head, its row of work) of this program: sections of heads one after another, in each the
+    heaviest tiles first.
+    """
     pid = tl.program_id(0)
-    return pid // (num_rows * section) * section + pid % section, rows_ptr + pid // section % num_rows * 5
+    return (
+        pid // (num_rows * section) * section + pid % section,
+        rows_ptr + pid // section % num_rows * 5,
+    )
 
 
 @triton.jit
@@ -82,15 +108,23 @@ def _forward_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the tiles of keys in runs `first` to `last`: sums [rows, WIDTH], [rows], maximum [rows]."""
+    """Online softmax over the tiles of keys in runs `first` to `last`: sums [rows, WIDTH], [rows],
+    maximum [rows].
+    """
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _walk(k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            k = _walk(
+                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if PARTIAL:
                 index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
-                scores = tl.where((start_q[:, None] <= index_k) & (index_k <= index_q[:, None]), scores, float("-inf"))
+                scores = tl.where(
+                    (start_q[:, None] <= index_k) & (index_k <= index_q[:, None]),
+                    scores,
+                    float("-inf"),
+                )
             higher = tl.maximum(top, tl.max(scores, 1) * scale2)
             base = higher
             if PARTIAL:  # a row may have seen nothing yet, and -inf - -inf is NaN
@@ -98,7 +132,9 @@ def _forward_runs(
             p = tl.math.exp2(scores * scale2 - base[:, None])
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            v = _walk(v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            v = _walk(
+                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            )
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             top = higher
     return acc, total, top
@@ -118,13 +154,14 @@ def _forward(
     places = start + tl.arange(0, ROWS)
     inside = places < num_queries
     lse = tl.load(lse_ptr + head * lse_h + places, mask=inside, other=float("-inf"))
-    begun = lse > float("-inf")
+    started_at = lse > float("-inf")
     dims = tl.arange(0, WIDTH)
     out_ptr += head * out_h + tl.cast(start, tl.int64) * out_l
     out_ptrs = out_ptr + (tl.arange(0, ROWS)[:, None] * out_l + dims[None, :])
-    # Rows that no block has touched are 0 and need no reading: the first block of a ring reads nothing.
-    acc = tl.load(out_ptrs, mask=begun[:, None] & (dims[None, :] < HEAD), other=0.0)
-    total = tl.where(begun, 1.0, 0.0)
+    # Rows that no block has touched are 0 and need no reading: the first block of a ring reads
+    # nothing.
+    acc = tl.load(out_ptrs, mask=started_at[:, None] & (dims[None, :] < HEAD), other=0.0)
+    total = tl.where(started_at, 1.0, 0.0)
     top = lse * _LOG2_E
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
     index_q = tl.load(index_q_ptr + places)
@@ -138,7 +175,11 @@ def _forward(
     seen = total > 0
     total = tl.where(seen, total, 1.0)
     tl.store(out_ptrs, acc / total[:, None], mask=inside[:, None] & (dims[None, :] < HEAD))
-    tl.store(lse_ptr + head * lse_h + places, tl.where(seen, (top + tl.math.log2(total)) * _LN_2, float("-inf")), mask=inside)
+    tl.store(
+        lse_ptr + head * lse_h + places,
+        tl.where(seen, (top + tl.math.log2(total)) * _LN_2, float("-inf")),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded"])
@@ -146,15 +187,24 @@ def _row_sums(
     grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(grad_out out), and lse in base 2 with +inf where a row sees nothing: exp2 then gives p = 0."""
+    """delta = rowsum(grad_out out), and lse in base 2 with +inf where a row sees nothing: exp2 then
+    gives p = 0.
+    """
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
     places = start + tl.arange(0, ROWS)
-    grad_out = _rows(grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True)
+    grad_out = _rows(
+        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
+    )
     out = _rows(out_ptr + head * out_h, start, out_l, num_queries, ROWS, WIDTH, HEAD, True)
     lse = tl.load(lse_ptr + head * lse_h + places, mask=places < num_queries, other=float("-inf"))
-    tl.store(delta_ptr + head * padded + places, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1))
-    tl.store(lse2_ptr + head * padded + places, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2_E))
+    tl.store(
+        delta_ptr + head * padded + places, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+    )
+    tl.store(
+        lse2_ptr + head * padded + places,
+        tl.where(lse == float("-inf"), float("inf"), lse * _LOG2_E),
+    )
 
 
 @triton.jit
@@ -164,19 +214,35 @@ def _grad_keys_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tiles of queries in runs `first` to `last` give to a tile of keys; scores are [keys, queries] here."""
+    """Add what the tiles of queries in runs `first` to `last` give to a tile of keys; scores are
+    [keys, queries] here.
+    """
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
             places = start + tl.arange(0, COLUMNS)
-            q = _walk(q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            q = _walk(
+                q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            )
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + places)[None, :])
             if PARTIAL:
                 index_q = tl.load(index_q_ptr + places)[None, :]
                 start_q = tl.load(start_q_ptr + places)[None, :]
                 p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
-            grad_out = _walk(grad_out_ptr, head, start, grad_h, grad_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            grad_out = _walk(
+                grad_out_ptr,
+                head,
+                start,
+                grad_h,
+                grad_l,
+                num_queries,
+                COLUMNS,
+                WIDTH,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
+            )
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
             grad_scores = p * (grad_p - tl.load(delta_ptr + places)[None, :])
@@ -193,7 +259,9 @@ def _grad_keys(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head: its gradients from every query head of the group, summed here and in this order."""
+    """One tile of keys of one key head: its gradients from every query head of the group, summed
+    here and in this order.
+    """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
@@ -228,15 +296,21 @@ def _grad_queries_runs(
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _walk(k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
-            v = _walk(v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED)
+            k = _walk(
+                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            )
+            v = _walk(
+                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             p = tl.math.exp2(scores * scale2 - lse2[:, None])
             if PARTIAL:
                 index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
                 p = tl.where((start_q[:, None] <= index_k) & (index_k <= index_q[:, None]), p, 0.0)
-            grad_q = tl.dot((p * (grad_p - delta[:, None])).to(k.dtype), k, grad_q, input_precision=PRECISION)
+            grad_q = tl.dot(
+                (p * (grad_p - delta[:, None])).to(k.dtype), k, grad_q, input_precision=PRECISION
+            )
     return grad_q
 
 
@@ -253,7 +327,9 @@ def _grad_queries(
     start = tl.load(row) * ROWS
     places = start + tl.arange(0, ROWS)
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
-    grad_out = _rows(grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True)
+    grad_out = _rows(
+        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
+    )
     lse2 = tl.load(lse2_ptr + head * padded + places)
     delta = tl.load(delta_ptr + head * padded + places)
     index_q = tl.load(index_q_ptr + places)
@@ -269,12 +345,14 @@ def _grad_queries(
 
 
 class TritonBlock:
-    """Attention of some queries to some keys (the contract: `blocks.Block`) in float32, float16 or bfloat16.
+    """Attention of some queries to some keys (the contract: `blocks.Block`) in float32, float16 or
+    bfloat16.
 
     Products of 16-bit tensors are summed in float32; float32 ones are exact (no TF32), hence slow.
-    `tiles` replaces the shapes of programs. `descriptors` has Hopper's copy engine load what inner loops walk over, where widths
-    and strides allow: fewer registers and instructions, but not yet tried on a GPU.
-    Errors: ValueError for other types, head widths over 256 and scales that are not positive.
+    `tiles` replaces the shapes of programs. `descriptors` has Hopper's copy engine load what inner
+    loops walk over, where widths and strides allow: fewer registers and instructions, but not yet
+    tried on a GPU. Errors: ValueError for other types, head widths over 256 and scales that are not
+    positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
@@ -299,7 +377,9 @@ class TritonBlock:
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
         rows, runs = work.visits(tile, by_keys=False)
-        section = section_of(q.shape[1], k.shape[0] * k.shape[2] * 2 * k.itemsize * k.shape[1] // q.shape[1])
+        section = section_of(
+            q.shape[1], k.shape[0] * k.shape[2] * 2 * k.itemsize * k.shape[1] // q.shape[1]
+        )
         walked, described = self._walked(tile, k, v)
         _forward[(len(rows) * q.shape[1],)](
             q, *walked, out, lse, work.index_q, work.start_q, work.index_k, rows, runs,
@@ -321,9 +401,14 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D], float32, in place."""
+        """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D],
+        float32, in place.
+        """
         common = self._common(q, k, v, scale)
-        assert grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
+        assert (
+            grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
+            and lse.stride(1) == 1
+        )
         num_queries, query_heads = q.shape[:2]
         grad_out = grad_out.to(q.dtype)
         padded = len(work.index_q)
@@ -358,24 +443,39 @@ class TritonBlock:
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """What a kernel that walks over `tensors` [L, H, D] is given for them, and whether that is descriptors."""
+        """What a kernel that walks over `tensors` [L, H, D] is given for them, and whether that is
+        descriptors.
+        """
         length, heads, width = tensors[0].shape
-        fits = all(x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in tensors)
+        fits = all(
+            x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+            for x in tensors
+        )
         if not (self.descriptors and fits and width == padded_width(width)):
             return list(tensors), False
-        # Heads side by side are columns of one matrix, and a head that is a power of 2 wide is a tile of it.
-        return [TensorDescriptor(x, [length, heads * width], [x.stride(0), 1], [tile.columns, width]) for x in tensors], True
+        # Heads side by side are columns of one matrix, and a head that is a power of 2 wide is a
+        # tile of it.
+        return [
+            TensorDescriptor(x, [length, heads * width], [x.stride(0), 1], [tile.columns, width])
+            for x in tensors
+        ], True
 
     @staticmethod
     def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
         """What all three kernels are compiled for, checked."""
-        if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        if (
+            q.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+            or not q.dtype == k.dtype == v.dtype
+        ):
             raise ValueError(
-                f"the Triton block takes q, k and v of one type of float32, float16 and bfloat16, got {q.dtype}, {k.dtype} and "
-                f"{v.dtype}; the block named reference takes float64"
+                "the Triton block takes q, k and v of one type of float32, float16 and bfloat16,"
+                f" got {q.dtype}, {k.dtype} and {v.dtype}; the block named reference takes float64"
             )
         if q.shape[2] > 256 or not scale > 0:
-            raise ValueError(f"the Triton block takes head widths up to 256 and scales over 0, got {q.shape[2]} and {scale}")
+            raise ValueError(
+                f"the Triton block takes head widths up to 256 and scales over 0, got {q.shape[2]}"
+                f" and {scale}"
+            )
         return {
             "GROUP": q.shape[1] // k.shape[1],
             "WIDTH": padded_width(q.shape[2]),
@@ -391,5 +491,10 @@ def _strides(*tensors: torch.Tensor) -> list[int]:
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
-    shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    shape = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
     return {**shape, "enable_fp_fusion": True}  # Triton 3.10 stops doing so by itself

@@ -1,9 +1,10 @@
-"""Matrix products of linear layers on CPU through oneDNN, which on processors with AVX-512 can be twice as fast as BLAS.
+"""Matrix products of linear layers on CPU through oneDNN, which on processors with AVX-512 can be
+twice as fast as BLAS.
 
     x [..., K], weight [N, K], bias [N] or None  ->  x weight^T + bias [..., N]
 
-float32 in, float32 arithmetic, float32 out: only the library differs. Elsewhere (GPU, other dtypes, another build of
-torch) the functions fall back to torch's own.
+float32 in, float32 arithmetic, float32 out: only the library differs. Elsewhere (GPU, other dtypes,
+another build of torch) the functions fall back to torch's own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch.nn.functional as F
 
 def _onednn() -> Any:
     """oneDNN's linear operator, or None where this torch or this processor has no use for it."""
-    if not torch.backends.mkldnn.is_available() or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+    if (
+        not torch.backends.mkldnn.is_available()
+        or "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    ):
         return None
     try:
         return torch.ops.mkldnn._linear_pointwise.default
@@ -29,7 +33,9 @@ ONEDNN = _onednn()
 
 def serves(x: torch.Tensor) -> bool:
     """Whether oneDNN takes this input."""
-    return ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
+    return (
+        ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
+    )
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""The two passes over a chunk of logits, in torch: for CPU, and what the Triton ones in logprobs_triton.py are held against.
+"""The two passes over a chunk of logits, in torch: for CPU, and what the Triton ones in
+logprobs_triton.py are checked against.
 
     z = logits / temperature    p = softmax(z)    H = -sum p log p
 
-The vocabulary may be cut over ranks: shard r holds rows `first` to `first + V` of it; targets are ids of the whole
-vocabulary. What the shards find is put together by
-    m = max m_r    s = sum s_r e^(m_r - m)    t = sum e^(m_r - m) (t_r + (m_r - m) s_r)    z_y = z_y_r + m_r - m
-(the last by the target's shard alone), and then log p[y] = z_y - log s and H = log s - t / s. m and log s stay apart: their
-sum would round log s away.
+The vocabulary may be cut over ranks: shard r holds rows `first` to `first + V` of it; targets are
+ids of the whole vocabulary. What the shards find is put together by
+    m = max m_r    s = sum s_r e^(m_r - m)    t = sum e^(m_r - m) (t_r + (m_r - m) s_r)    z_y =
+    z_y_r + m_r - m
+(the last by the target's shard alone), and then log p[y] = z_y - log s and H = log s - t / s. m and
+log s stay apart: their sum would round log s away.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ def _place(targets: torch.Tensor, first: int, vocabulary: int) -> tuple[torch.Te
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the target's z - m; all [C].
+    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the
+    target's z - m; all [C].
 
-    `targets` [C] int64 are ids of the whole vocabulary; where one is outside this shard its z - m is 0. Results are float32
-    (float64 from float64). A row of nothing but -inf has m = -inf and s = t = 0. `logits` is only read.
+    `targets` [C] int64 are ids of the whole vocabulary; where one is outside this shard its z - m
+    is 0. Results are float32 (float64 from float64). A row of nothing but -inf has m = -inf and s =
+    t = 0. `logits` is only read.
     """
     num_rows, vocabulary = logits.shape
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -68,9 +72,11 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature, in their dtype.
+    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) /
+    temperature, in their dtype.
 
-    All else is [C]: `targets` as in `statistics`; `m`, `log_s` and `entropy` over the whole vocabulary; the upstream gradients.
+    All else is [C]: `targets` as in `statistics`; `m`, `log_s` and `entropy` over the whole
+    vocabulary; the upstream gradients.
     """
     num_rows, vocabulary = logits.shape
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32

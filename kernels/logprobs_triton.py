@@ -1,10 +1,12 @@
-"""The two passes over a chunk of logits as Triton kernels, each one read (and the second one write) of the chunk.
+"""The two passes over a chunk of logits as Triton kernels, each one read (and the second one write)
+of the chunk.
 
-Same functions, formulae and conventions as logprobs_torch.py, which they are held against.
+Same functions, formulae and conventions as logprobs_torch.py, which they are checked against.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types a launch as a call of the kernel itself, without its options, and constants as never given by value.
+# Triton types a launch as a call of the kernel itself, without its options, and constants as never
+# given by value.
 
 from __future__ import annotations
 
@@ -13,13 +15,25 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Logits a program holds at once: with 4 warps 32 a thread, enough loads in flight without spilling."""
+"""Logits a program holds at once: with 4 warps 32 a thread, enough loads in flight without
+spilling.
+"""
 NUM_WARPS = 4
 _LOWEST_LOG_P = tl.constexpr(-1e4)
 
 
 @triton.jit
-def _statistics(logits_ptr, targets_ptr, found_ptr, stride, first, vocabulary, num_rows, scale, BLOCK: tl.constexpr):
+def _statistics(
+    logits_ptr,
+    targets_ptr,
+    found_ptr,
+    stride,
+    first,
+    vocabulary,
+    num_rows,
+    scale,
+    BLOCK: tl.constexpr,
+):
     """One row: running maximum, and per lane sums of e and z e relative to it."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
@@ -28,10 +42,16 @@ def _statistics(logits_ptr, targets_ptr, found_ptr, stride, first, vocabulary, n
     lane_t = tl.zeros([BLOCK], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        z = tl.load(logits_ptr + start + lanes, mask=start + lanes < vocabulary, other=float("-inf")).to(tl.float32) * scale
+        z = (
+            tl.load(
+                logits_ptr + start + lanes, mask=start + lanes < vocabulary, other=float("-inf")
+            ).to(tl.float32)
+            * scale
+        )
         higher = tl.maximum(m, tl.max(z, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        # Before the first finite logit the sums are 0 and need no shift; -inf would turn them into NaN.
+        # Before the first finite logit the sums are 0 and need no shift; -inf would turn them into
+        # NaN.
         drop = tl.where(m == float("-inf"), 0.0, m - base)
         shrink = tl.exp(drop)
         z -= base
@@ -70,14 +90,18 @@ def _gradient(
 
 def _check(logits: torch.Tensor) -> None:
     if logits.dtype == torch.float64:
-        raise ValueError("the Triton log-prob kernels compute in float32; for float64 logits use kernels/logprobs_torch.py")
+        raise ValueError(
+            "the Triton log-prob kernels compute in float32; for float64 logits use"
+            " kernels/logprobs_torch.py"
+        )
     assert logits.stride(1) == 1 or logits.shape[1] == 1
 
 
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the target's z - m; all float32 [C].
+    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the
+    target's z - m; all float32 [C].
 
     As `logprobs_torch.statistics`. Errors: ValueError for float64.
     """
@@ -104,7 +128,8 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature, in their dtype.
+    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) /
+    temperature, in their dtype.
 
     As `logprobs_torch.gradient_`. Errors: ValueError for float64.
     """
@@ -112,7 +137,16 @@ def gradient_(
     num_rows, vocabulary = logits.shape
     if num_rows:
         # Upstream gradients of a sum arrive expanded, with stride 0.
-        per_row = [x.contiguous() for x in (targets, m, log_s, entropy, grad_logprobs, grad_entropy)]
+        per_row = [
+            x.contiguous() for x in (targets, m, log_s, entropy, grad_logprobs, grad_entropy)
+        ]
         _gradient[(num_rows, triton.cdiv(vocabulary, BLOCK))](
-            logits, *per_row, logits.stride(0), first, vocabulary, 1.0 / temperature, BLOCK=BLOCK, num_warps=NUM_WARPS
+            logits,
+            *per_row,
+            logits.stride(0),
+            first,
+            vocabulary,
+            1.0 / temperature,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
         )

@@ -2,8 +2,9 @@
 
     q [T, Hq, D], k and v [T, Hkv, D], documents  ->  out [T, Hq, D]
 
-Two backends: torch's variable-length flash attention (CUDA, 16 bit), and batches of similar lengths through
-`scaled_dot_product_attention` (everywhere), whose cost is that of the documents, not of the row.
+Two backends: torch's variable-length flash attention (CUDA, 16 bit), and batches of similar lengths
+through `scaled_dot_product_attention` (everywhere), whose cost is that of the documents, not of the
+row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 BUCKET_SLACK = 1.25
-"""Documents share a batch while the longest is at most this many times the shortest: bounds the padding."""
+"""Documents share a batch while the longest is at most this many times the shortest: bounds the
+padding.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,13 @@ class Documents:
     """[D + 1] int32 on the row's device."""
     longest: int
     batches: list[torch.Tensor]
-    """Per bucket [B, L] int64: positions of its documents, short ones padded with their own last position."""
+    """Per bucket [B, L] int64: positions of its documents, short ones padded with their own last
+    position.
+    """
     valid: list[torch.Tensor]
-    """Per bucket [B * L] int64: which of the flattened batch's entries are real, in the order of `order`."""
+    """Per bucket [B * L] int64: which of the flattened batch's entries are real, in the order of
+    `order`.
+    """
     order: torch.Tensor
     """[T] int64: position in the concatenated buckets of each token of the row."""
 
@@ -36,7 +43,10 @@ class Documents:
     def of(starts: torch.Tensor) -> Documents:
         """From the first position of each document, then the row's length: [D + 1] int32."""
         edges = starts.tolist()
-        spans = sorted(((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a), key=lambda span: span[1] - span[0])
+        spans = sorted(
+            ((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a),
+            key=lambda span: span[1] - span[0],
+        )
         buckets: list[list[tuple[int, int]]] = []
         for span in spans:
             length = span[1] - span[0]
@@ -68,20 +78,41 @@ def causal(scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size": (-1, 0)}
 
 
-def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float) -> torch.Tensor:
-    """Causal attention inside each document; q [T, Hq, D], k and v [T, Hkv, D] with Hkv dividing Hq; returns [T, Hq, D]."""
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
+) -> torch.Tensor:
+    """Causal attention inside each document; q [T, Hq, D], k and v [T, Hkv, D] with Hkv dividing
+    Hq; returns [T, Hq, D].
+    """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn
 
         if k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q, k, v, documents.starts, documents.starts, documents.longest, documents.longest, **causal(scale))
+        return varlen_attn(
+            q,
+            k,
+            v,
+            documents.starts,
+            documents.starts,
+            documents.longest,
+            documents.longest,
+            **causal(scale),
+        )
     pieces = []
     for batch, real in zip(documents.batches, documents.valid, strict=True):
         rows, length = batch.shape
         index = batch.flatten()
-        # [B, H, L, D]; a padded query repeats the document's last token and is dropped, a padded key is after every real query.
-        heads = [x.index_select(0, index).view(rows, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        pieces.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], q.shape[2]).index_select(0, real))
+        # [B, H, L, D]; a padded query repeats the document's last token and is dropped, a padded
+        # key is after every real query.
+        heads = [
+            x.index_select(0, index).view(rows, length, x.shape[1], x.shape[2]).transpose(1, 2)
+            for x in (q, k, v)
+        ]
+        out = F.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        pieces.append(
+            out.transpose(1, 2).reshape(rows * length, q.shape[1], q.shape[2]).index_select(0, real)
+        )
     return torch.cat(pieces).index_select(0, documents.order)

@@ -1,11 +1,14 @@
-"""Block attention through a ready-made kernel that knows no mask but the causal one, cut into pieces that need none.
+"""Block attention through a ready-made kernel that knows no mask but the causal one, cut into
+pieces that need none.
 
-With queries and keys in order of their position, a query sees a prefix of its document's keys, and later queries see no
-fewer: a staircase. It falls apart into rectangles (everything visible) and causal triangles, neither of which needs a
-mask; that is all there is in contiguous, zigzag and striped cuts. What is left, uneven stairs of an irregular cut, goes in
-small tiles with a mask. Small pieces of like shape (rows of many short documents) are computed together, padded.
+With queries and keys in order of their position, a query sees a prefix of its document's keys, and
+later queries see no fewer: a staircase. It falls apart into rectangles (everything visible) and
+causal triangles, neither of which needs a mask; that is all there is in contiguous, zigzag and
+striped cuts. What is left, uneven stairs of an irregular cut, goes in small tiles with a mask.
+Small pieces of like shape (rows of many short documents) are computed together, padded.
 
-What computes a piece is an `Operator`: torch's flash kernel for CPU (`block_cpu.py`), flash and cuDNN (`block_cuda.py`).
+What computes a piece is an `Operator`: torch's flash kernel for CPU (`block_cpu.py`), flash and
+cuDNN (`block_cuda.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from typing import Protocol
 
 import torch
 
-from megarl.kernels.blocks import Places
+from megarl.kernels.block import Places
 
 TILE = 64
-"""Queries of a masked tile; a regular stretch of more than this is cut out as rectangle or triangle."""
+"""Queries of a masked tile; a regular stretch of more than this is cut out as rectangle or
+triangle.
+"""
 TILE_KEYS = 512
 """Keys of a masked tile, at most."""
 SMALL = 128 * 128
-"""Score entries of a piece up to which it is computed together with others: the cost of a call is that of about these."""
+"""Score entries of a piece up to which it is computed together with others: the cost of a call is
+that of about these.
+"""
 TOGETHER = 2**20
 """Score entries of pieces computed together, at most: bounds the masks and the copies."""
 GRID = 1.25
@@ -33,7 +40,9 @@ GRID = 1.25
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [q0, q1) and keys [k0, k1), both in order of position; `kind` is full, causal (square) or stairs."""
+    """Queries [q0, q1) and keys [k0, k1), both in order of position; `kind` is full, causal
+    (square) or stairs.
+    """
 
     q0: int
     q1: int
@@ -63,7 +72,9 @@ class Piece:
     def to(self, device: torch.device) -> Piece:
         """With its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
-        queries, keys, mask, real = (x.to(device) if isinstance(x, torch.Tensor) else x for x in parts)
+        queries, keys, mask, real = (
+            x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
+        )
         return replace(self, queries=queries, keys=keys, mask=mask, real=real)
 
 
@@ -78,18 +89,30 @@ class Work:
 
 
 class Operator(Protocol):
-    """What computes one piece: q [B, Hq, n, D], k and v [B, Hkv, m, D], Hkv divides Hq, last dimension contiguous.
+    """What computes one piece: q [B, Hq, n, D], k and v [B, Hkv, m, D], Hkv divides Hq, last
+    dimension contiguous.
 
-    `causal` comes only with n = m: whether the kernel aligns its mask top left or bottom right is all one. `mask` is a piece's.
+    `causal` comes only with n = m: whether the kernel aligns its mask top left or bottom right is
+    all one. `mask` is a piece's.
     """
 
     widens: bool
-    """Inputs are converted to the dtype of the sums before; otherwise all keep that of q, and partial results may."""
+    """Inputs are converted to the dtype of the sums before; otherwise all keep that of q, and
+    partial results may.
+    """
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        mask: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], natural log-sum-exp of the scaled scores [B, Hq, n] in the dtype of the sums)."""
+        """(out [B, Hq, n, D], natural log-sum-exp of the scaled scores [B, Hq, n] in the dtype of
+        the sums).
+        """
         ...
 
     def backward(
@@ -104,7 +127,9 @@ class Operator(Protocol):
         mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v in their shapes. `out` and `lse` are those over all keys; `lse` may be a strided view."""
+        """Gradients of q, k and v in their shapes. `out` and `lse` are those over all keys; `lse`
+        may be a strided view.
+        """
         ...
 
 
@@ -113,9 +138,16 @@ def _order(index: torch.Tensor) -> torch.Tensor | None:
 
 
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut `rows` (queries that see something) into [a, b) of one document: long where stairs are even, tiles elsewhere."""
-    steps = [u1 - u0 if f1 == f0 else -1 for f0, f1, u0, u1 in zip(first, first[1:], upto, upto[1:], strict=False)]
-    runs: list[tuple[int, int, int]] = []  # (begin, end) of steps that are equal, and what they are equal to
+    """Cut `rows` (queries that see something) into [a, b) of one document: long where stairs are
+    even, tiles elsewhere.
+    """
+    steps = [
+        u1 - u0 if f1 == f0 else -1
+        for f0, f1, u0, u1 in zip(first, first[1:], upto, upto[1:], strict=False)
+    ]
+    runs: list[
+        tuple[int, int, int]
+    ] = []  # (begin, end) of steps that are equal, and what they are equal to
     for position, step in enumerate(steps):
         if runs and runs[-1][2] == step:
             runs[-1] = (runs[-1][0], position + 1, step)
@@ -127,7 +159,12 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
         nonlocal start
         while start < end:
             stop = start + 1
-            while stop < end and steps[stop - 1] >= 0 and stop - start < TILE and upto[stop] - upto[start] <= TILE_KEYS:
+            while (
+                stop < end
+                and steps[stop - 1] >= 0
+                and stop - start < TILE
+                and upto[stop] - upto[start] <= TILE_KEYS
+            ):
                 stop += 1
             yield start, stop
             start = stop
@@ -140,7 +177,9 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
     yield from tiles(len(rows))
 
 
-def _spans(queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
+def _spans(
+    queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
+) -> tuple[list[Span], torch.Tensor]:
     """The staircase in spans, and per query the end of the keys it sees; all positions ascend."""
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)
@@ -148,7 +187,8 @@ def _spans(queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor) -> t
     rows, first, upto = seen.tolist(), all_first[seen].tolist(), all_upto[seen].tolist()
     spans = []
     for a, b in _stretches(first, upto, rows):
-        # Of a document only its first queries see nothing, so what a stretch holds is consecutive in q as well.
+        # Of a document only its first queries see nothing, so what a stretch holds is consecutive
+        # in q as well.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
             spans.append(Span(q0, q1, begin, low, "full"))
@@ -156,11 +196,15 @@ def _spans(queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor) -> t
             spans.append(Span(q0, q1, low - 1, high, "causal"))
             if low - 1 > begin:
                 spans.append(Span(q0, q1, begin, low - 1, "full"))
-        elif low - begin <= TILE:  # a narrow rectangle costs less inside the tile than as a call of its own
+        elif (
+            low - begin <= TILE
+        ):  # a narrow rectangle costs less inside the tile than as a call of its own
             spans.append(Span(q0, q1, begin, high, "stairs"))
         else:
             spans.append(Span(q0, q1, begin, low, "full"))
-            above = next(i for i in range(a, b) if upto[i] > low)  # the queries before see none of the tile
+            above = next(
+                i for i in range(a, b) if upto[i] > low
+            )  # the queries before see none of the tile
             spans.append(Span(rows[above], q1, low, high, "stairs"))
     return spans, all_upto
 
@@ -177,17 +221,27 @@ def _alone(span: Span, upto: torch.Tensor) -> Piece:
 
 
 def _together(spans: list[Span], upto: torch.Tensor) -> Piece:
-    """Spans of one kind as one batch; in a causal one the padded keys lie behind every real query."""
+    """Spans of one kind as one batch; in a causal one the padded keys lie behind every real
+    query.
+    """
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
-    q_first, q_last = torch.tensor([span.q0 for span in spans])[:, None], torch.tensor([span.q1 - 1 for span in spans])[:, None]
-    k_first, k_last = torch.tensor([span.k0 for span in spans])[:, None], torch.tensor([span.k1 - 1 for span in spans])[:, None]
+    q_first, q_last = (
+        torch.tensor([span.q0 for span in spans])[:, None],
+        torch.tensor([span.q1 - 1 for span in spans])[:, None],
+    )
+    k_first, k_last = (
+        torch.tensor([span.k0 for span in spans])[:, None],
+        torch.tensor([span.k1 - 1 for span in spans])[:, None],
+    )
     q_wanted, k_wanted = q_first + torch.arange(n), k_first + torch.arange(m)
     queries, keys = q_wanted.minimum(q_last), k_wanted.minimum(k_last)
     is_real = q_wanted <= q_last
     mask = None
     if spans[0].kind == "stairs":
         limit = upto[queries].minimum(k_last + 1)
-        mask = torch.zeros(len(spans), n, m).masked_fill_(k_wanted[:, None] >= limit[:, :, None], -torch.inf)[:, None]
+        mask = torch.zeros(len(spans), n, m).masked_fill_(
+            k_wanted[:, None] >= limit[:, :, None], -torch.inf
+        )[:, None]
     elif spans[0].kind == "full" and bool((k_wanted > k_last).any()):
         mask = torch.zeros(len(spans), m).masked_fill_(k_wanted > k_last, -torch.inf)[:, None, None]
     real = None if bool(is_real.all()) else is_real.flatten().nonzero()[:, 0]
@@ -225,9 +279,15 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place; rows of `lse` may be -inf."""
-    if lse.device.type == "cpu" and bool((lse == -torch.inf).all()):  # a GPU would have to be waited for
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
+) -> None:
+    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place; rows of `lse` may be
+    -inf.
+    """
+    if lse.device.type == "cpu" and bool(
+        (lse == -torch.inf).all()
+    ):  # a GPU would have to be waited for
         out.copy_(more)
         lse.copy_(more_lse)
         return
@@ -260,7 +320,9 @@ class PieceBlock:
         spans, upto = _spans(index.contiguous(), starts.contiguous(), in_order.contiguous())
         if not spans:
             return None
-        query_order, key_order = (None if order is None else order.to(device) for order in (query_order, key_order))
+        query_order, key_order = (
+            None if order is None else order.to(device) for order in (query_order, key_order)
+        )
         return Work(query_order, key_order, [piece.to(device) for piece in _pieces(spans, upto)])
 
     def forward(
@@ -282,13 +344,25 @@ class PieceBlock:
         if work.key_order is not None:
             k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
         for piece in work.pieces:
-            piece_q, piece_k, piece_v = _heads(q, piece.queries), _heads(k, piece.keys), _heads(v, piece.keys)
-            more, more_lse = self.operator.forward(piece_q, piece_k, piece_v, piece.causal, piece.mask, scale)
+            piece_q, piece_k, piece_v = (
+                _heads(q, piece.queries),
+                _heads(k, piece.keys),
+                _heads(v, piece.keys),
+            )
+            more, more_lse = self.operator.forward(
+                piece_q, piece_k, piece_v, piece.causal, piece.mask, scale
+            )
             more = more.to(out.dtype)
             if isinstance(piece.queries, slice):
-                _merge(out[piece.queries], lse[:, piece.queries], more[0].transpose(0, 1), more_lse[0])
+                _merge(
+                    out[piece.queries], lse[:, piece.queries], more[0].transpose(0, 1), more_lse[0]
+                )
                 continue
-            rows, more, more_lse = piece.queries.flatten(), _flat(more), more_lse.transpose(0, 1).flatten(1)
+            rows, more, more_lse = (
+                piece.queries.flatten(),
+                _flat(more),
+                more_lse.transpose(0, 1).flatten(1),
+            )
             if piece.real is not None:
                 rows, more, more_lse = rows[piece.real], more[piece.real], more_lse[:, piece.real]
             sum_out, sum_lse = out.index_select(0, rows), lse.index_select(1, rows)
@@ -328,14 +402,30 @@ class PieceBlock:
             if isinstance(rows, slice):
                 piece_lse = lse[:, rows][None]
             else:
-                piece_lse = lse.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
+                piece_lse = (
+                    lse.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
+                )
                 if piece.real is not None:  # a repeated query must not count twice
-                    real = torch.zeros(rows.numel(), dtype=q.dtype, device=q.device).index_fill_(0, piece.real, 1.0)
+                    real = torch.zeros(rows.numel(), dtype=q.dtype, device=q.device).index_fill_(
+                        0, piece.real, 1.0
+                    )
                     upstream = upstream * real.view(rows.shape)[:, None, :, None]
-            piece_q, piece_k, piece_v = _heads(q, piece.queries), _heads(k, piece.keys), _heads(v, piece.keys)
+            piece_q, piece_k, piece_v = (
+                _heads(q, piece.queries),
+                _heads(k, piece.keys),
+                _heads(v, piece.keys),
+            )
             piece_out = _heads(out, piece.queries)
             gradients = self.operator.backward(
-                upstream, piece_q, piece_k, piece_v, piece_out, piece_lse, piece.causal, piece.mask, scale
+                upstream,
+                piece_q,
+                piece_k,
+                piece_v,
+                piece_out,
+                piece_lse,
+                piece.causal,
+                piece.mask,
+                scale,
             )
             _add(grad_q, piece.queries, gradients[0])
             _add(grad_k, piece.keys, gradients[1])

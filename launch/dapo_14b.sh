@@ -137,10 +137,10 @@ except ValueError as error:
 if (wanted_engine_gpus or engines * tensor) != engines * tensor:
     sys.exit("--gpus-engine is %d, but rollout.num_engines %d x rollout.engine.tensor %d needs %d; set --gpus-engine to %d, "
              "or rollout.num_engines to match" % (wanted_engine_gpus, engines, tensor, engines * tensor, engines * tensor))
-samples = rollout["groups_per_step"] * rollout["samples_per_group"] // training["mini_batches"]
+samples = rollout["groups_per_step"] * rollout["group_size"] // training["num_mini_batches"]
 if samples < layout.data:
-    sys.exit("a mini-batch has %d samples for %d data ranks; raise rollout.groups_per_step or samples_per_group, "
-             "or lower training.mini_batches" % (samples, layout.data))
+    sys.exit("a mini-batch has %d samples for %d data ranks; raise rollout.groups_per_step or group_size, "
+             "or lower training.num_mini_batches" % (samples, layout.data))
 print(ranks, engines, tensor, training["num_threads"], tree["folder"])
 '
 resolved=$("$python" -m megarl train "$recipe" ${overrides[@]+"${overrides[@]}"} --print-config) ||

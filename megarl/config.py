@@ -1,9 +1,10 @@
-"""The door: a YAML recipe and command-line overrides become one frozen configuration, or one clear error.
+"""The door: a YAML recipe and command-line overrides become one frozen configuration, or one clear
+error.
 
     recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"]  ->  RunConfig
 
-Importing this module pulls in no torch. pydantic reads the YAML (unknown keys and wrong types are refused with their
-dotted path), tyro reads the command line, and each class checks its own ranges.
+Importing this module pulls in no torch. pydantic reads the YAML (unknown keys and wrong types are
+refused with their dotted path), tyro reads the command line, and each class checks its own ranges.
 """
 
 from __future__ import annotations
@@ -15,16 +16,24 @@ from typing import TypeVar
 
 import yaml
 
-from megarl.algorithms.config import AlgorithmConfig
+from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.environments.config import EnvironmentConfig
+from megarl.objectives.config import AlgorithmConfig
 from megarl.observe.config import ObserveConfig
-from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
-from megarl.publish.config import PublishConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import as_plain, config, require, require_range
-from megarl.training.config import ModelConfig, TrainingConfig
+from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.weight_sync.config import WeightSyncConfig
 
 C = TypeVar("C")
+
+RENAMED = {
+    "rollout.samples_per_group": "rollout.group_size",
+    "training.mini_batches": "training.num_mini_batches",
+    "publish.carrier": "weight_sync.transport",
+    "publish": "weight_sync",
+}
+"""Keys of older recipes, and what they are called now."""
 
 
 @config
@@ -61,48 +70,55 @@ class RunConfig:
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
-    publish: PublishConfig = PublishConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
-        require(bool(self.folder), "folder is empty; set it to where the run may write, for example folder: runs/my-run")
+        require(
+            bool(self.folder),
+            "folder is empty; set it to where the run may write, for example folder: runs/my-run",
+        )
         require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
-        require(bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name")
+        require(
+            bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name"
+        )
         require_range("steps", self.steps, 1)
         require_range("seed", self.seed, 0, 2**31 - 1)
         start_s, wait_s = self.rollout.engine.start_timeout_s, self.training.collective_timeout_s
         require(
             wait_s >= start_s,
-            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may take "
-            f"rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
+            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
+            f" take rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
         )
-        needed_s = 2 * self.publish.timeout_s + 30  # connecting, taking in, giving up
+        needed_s = 2 * self.weight_sync.timeout_s + 30  # connecting, taking in, giving up
         require(
             wait_s >= needed_s,
-            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that may take {needed_s:g} s; raise "
-            "it to that, or lower publish.timeout_s",
+            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that"
+            f" may take {needed_s:g} s; raise it to that, or lower weight_sync.timeout_s",
         )
-        groups, parts = self.rollout.groups_per_step, self.training.mini_batches
+        groups, parts = self.rollout.groups_per_step, self.training.num_mini_batches
         require(
             groups % parts == 0,
-            f"rollout.groups_per_step is {groups}, not divisible by training.mini_batches = {parts}; change one of them",
+            f"rollout.groups_per_step is {groups}, not divisible by training.num_mini_batches ="
+            f" {parts}; change one of them",
         )
         overlong = self.environment.overlong
         require(
             overlong.limit_tokens <= self.rollout.max_new_tokens,
-            f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond rollout.max_new_tokens = "
-            f"{self.rollout.max_new_tokens}; lower it",
+            f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond"
+            f" rollout.max_new_tokens = {self.rollout.max_new_tokens}; lower it",
         )
         require(
             not self.environment.answer_after or self.environment.verifier == "exact_match",
-            f"environment.answer_after is for the verifier 'exact_match', but environment.verifier is "
-            f"'{self.environment.verifier}', which finds the answer by itself; remove answer_after",
+            "environment.answer_after is for the verifier 'exact_match', but environment.verifier"
+            f" is '{self.environment.verifier}', which finds the answer by itself; remove"
+            " answer_after",
         )
         require(
-            self.algorithm.advantage in ("reinforce_plus_plus",) or self.rollout.samples_per_group > 1,
-            f"algorithm.advantage '{self.algorithm.advantage}' compares the samples of a group, but "
-            "rollout.samples_per_group is 1; raise it or use 'reinforce_plus_plus'",
+            self.algorithm.advantage in ("reinforce_plus_plus",) or self.rollout.group_size > 1,
+            f"algorithm.advantage '{self.algorithm.advantage}' compares the samples of a group, but"
+            " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
         )
 
 
@@ -122,23 +138,36 @@ class SftConfig:
     observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
-        require(bool(self.folder), "folder is empty; set it to where the run may write, for example folder: runs/my-sft")
+        require(
+            bool(self.folder),
+            "folder is empty; set it to where the run may write, for example folder: runs/my-sft",
+        )
         require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
-        require(bool(self.demonstrations.source), "demonstrations.source is empty; set it to a data file or hub name")
+        require(
+            bool(self.demonstrations.source),
+            "demonstrations.source is empty; set it to a data file or hub name",
+        )
         require_range("steps", self.steps, 1)
         require_range("samples_per_step", self.samples_per_step, 1)
-        require(self.training.mini_batches == 1, "training.mini_batches has no meaning in fine-tuning; set it to 1")
+        require(
+            self.training.num_mini_batches == 1,
+            "training.num_mini_batches has no meaning in fine-tuning; set it to 1",
+        )
 
 
 def longest_request(config: RunConfig) -> int:
     """Tokens of the longest prompt that may be asked, held-out ones included, and its response."""
     held_out = config.evaluation.prompts
-    prompt = max(config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.source else 0)
+    prompt = max(
+        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.source else 0
+    )
     return prompt + config.rollout.max_new_tokens
 
 
 def patience_s(config: RunConfig, num_requests: int) -> float:
-    """How long `num_requests` requests may take when each may take its deadline and the engines hold so many at once."""
+    """How long `num_requests` requests may take when each may take its deadline and the engines
+    hold so many at once.
+    """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
@@ -157,14 +186,32 @@ _Loader.add_implicit_resolver(
 
 
 def read(kind: type[C], recipe: str | Path) -> C:
-    """Read a YAML recipe as `kind`; raises `ValueError` naming file, dotted key and what is wrong."""
+    """Read a YAML recipe as `kind`; raises `ValueError` naming file, dotted key and what is
+    wrong.
+    """
     path = Path(recipe)
-    require(path.is_file(), f"recipe {path} does not exist; pass the path of a .yaml file (see launch/recipes/)")
+    require(
+        path.is_file(),
+        f"recipe {path} does not exist; pass the path of a .yaml file (see launch/recipes/)",
+    )
     try:
         tree = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {path} is not YAML: {error}") from None
+    refuse_renamed(tree, where=f"recipe {path}")
     return from_tree(kind, tree or {}, where=str(path))
+
+
+def refuse_renamed(tree: object, *, where: str) -> None:
+    """Raise `ValueError` with the new name for keys of `RENAMED` in nested dicts."""
+    found = []
+    for old, new in RENAMED.items():
+        node = tree
+        for part in old.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None:
+            found.append(f"{old} is now {new}")
+    require(not found, f"{where}: {'; '.join(found)}; write the new name")
 
 
 def from_tree(kind: type[C], tree: object, *, where: str) -> C:
@@ -200,14 +247,26 @@ def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
 
 
 def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
-    """Read `recipe` and apply `--section.key value` overrides; raises `ValueError` or exits through tyro's own help."""
+    """Read `recipe` and apply `--section.key value` overrides; raises `ValueError` or exits through
+    tyro's own help.
+    """
     base = read(kind, recipe)
     if not overrides:
         return base
+    for word in overrides:
+        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        for old, new in RENAMED.items():
+            if word.startswith("--") and (key == old or key.startswith(f"{old}.")):
+                raise ValueError(f"{word}: {old} is now {new}; write the new name")
     import tyro
 
     return tyro.cli(
-        kind, args=overrides, default=base, prog="megarl", use_underscores=True, config=(tyro.conf.FlagConversionOff,)
+        kind,
+        args=overrides,
+        default=base,
+        prog="megarl",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
     )
 
 

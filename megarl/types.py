@@ -1,8 +1,10 @@
 """The nouns. Read them once and every room's code is readable.
 
-Letters in shapes: T tokens of a row, P prompt tokens, N samples of a step, G samples of a group, V vocabulary.
+Letters in shapes: T tokens of a row, P prompt tokens, N samples of a step, G samples of a group, V
+vocabulary.
 
-    Prompt --collect--> Rollout --score--> reward --advantages--> Group --pack--> MicroBatch --step--> StepReport
+    Prompt --collect--> Rollout --score--> reward --advantages--> Group --pack--> MicroBatch
+    --step--> StepReport
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task. Filled by `megarl.prompts`."""
+    """A task. Filled by `megarl.data`."""
 
     index: int
     """Row in the source, from 0."""
@@ -32,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt with the response to imitate. Filled by `megarl.prompts`."""
+    """A prompt with the response to imitate. Filled by `megarl.data`."""
 
     index: int
     prompt_ids: list[int]
@@ -46,7 +48,9 @@ class Turn:
     """One model reply, exactly as sampled. Filled by an engine."""
 
     token_ids: list[int]
-    """[T] sampled tokens, the end-of-sequence token included where there is one. Never re-tokenised."""
+    """[T] sampled tokens, the end-of-sequence token included where there is one. Never
+    re-tokenised.
+    """
     logprobs: list[float]
     """[T] the engine's log-prob of each token under the law it was sampled from."""
     versions: list[tuple[int, int]]
@@ -121,13 +125,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One rank's share of a step, with the whole step's bookkeeping. Filled by the rollout service."""
+    """One rank's share of a step, with the whole step's bookkeeping. Filled by the rollout
+    service.
+    """
 
     step: int
     samples: list[list[Sample]]
     """Per mini-batch, this rank's samples."""
     micro_batches: list[list[list[int]]]
-    """Per mini-batch, the packed rows as lists of positions in `samples`; the same number of rows on every rank."""
+    """Per mini-batch, the packed rows as lists of positions in `samples`; the same number of rows
+    on every rank.
+    """
     rewards: list[float]
     """[N] of every sample of the step, on every rank."""
     groups: list[int]
@@ -144,9 +152,11 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples packed into one row without padding, next-token labels already shifted. Filled by `megarl.training.packing`.
+    """Samples packed into one row without padding, next-token labels already shifted. Filled by
+    `megarl.trainer.packing`.
 
-    Where sequence ranks share the row, T are this rank's tokens of it; `starts`, `indices` and `members` are of the whole row.
+    Where sequence ranks share the row, T are this rank's tokens of it; `starts`, `indices` and
+    `members` are of the whole row.
     """
 
     token_ids: torch.Tensor
@@ -154,7 +164,9 @@ class MicroBatch:
     position_ids: torch.Tensor
     """[T] int64, from 0 in each document."""
     targets: torch.Tensor
-    """[T] int64, the token that follows; the last of a document has an arbitrary target and mask False."""
+    """[T] int64, the token that follows; the last of a document has an arbitrary target and mask
+    False.
+    """
     mask: torch.Tensor
     """[T] bool, True where the *target* is trained on."""
     starts: torch.Tensor
@@ -166,12 +178,14 @@ class MicroBatch:
     members: torch.Tensor
     """[S] int64, each `Sample.row` in the whole row once, ascending."""
     indices: tuple[torch.Tensor, ...] = ()
-    """Per sequence rank [L_r] int64 on the CPU: positions in the whole row of the tokens it holds. Empty: the row is not cut."""
+    """Per sequence rank [L_r] int64 on the CPU: positions in the whole row of the tokens it holds.
+    Empty: the row is not cut.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did. Filled by `megarl.training`, the same on every rank."""
+    """What one step did. Filled by `megarl.trainer`, the same on every rank."""
 
     step: int
     metrics: dict[str, float]

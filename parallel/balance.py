@@ -1,6 +1,8 @@
-"""Dealing work out evenly: pure arithmetic on lengths, the same on every rank, so that ranks never disagree.
+"""Dealing work out evenly: pure arithmetic on lengths, the same on every rank, so that ranks never
+disagree.
 
-lengths of samples -> split over ranks -> rows of at most a token budget, the same number of rows on every rank
+lengths of samples -> split over ranks -> rows of at most a token budget, the same number of rows on
+every rank
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ ATTENTION_TOKENS = 4096.0
 
 
 def work(length: int) -> float:
-    """Relative cost of a sample: linear layers plus causal attention, whose share grows with length."""
+    """Relative cost of a sample: linear layers plus causal attention, whose share grows with
+    length.
+    """
     return length + length * length / (2 * ATTENTION_TOKENS)
 
 
 def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal positions of `lengths` to `parts` ranks, equal counts within one and work as even as greedy dealing gets it.
+    """Deal positions of `lengths` to `parts` ranks, equal counts within one and work as even as
+    greedy dealing gets it.
 
-    Returns per rank its positions in ascending order. Longest first, each to the least loaded rank that has room.
+    Returns per rank its positions in ascending order. Longest first, each to the least loaded rank
+    that has room.
     """
     base, extra = divmod(len(lengths), parts)
     # (load, rank, count): ranks with room for one more only while `extra` lasts.
@@ -43,7 +49,8 @@ def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Pack positions of `lengths` into rows of at most `budget` tokens (a longer sample sits alone), evenly filled.
+    """Pack positions of `lengths` into rows of at most `budget` tokens (a longer sample sits
+    alone), evenly filled.
 
     Returns at least `at_least` rows, some empty where there are too few samples.
     """
@@ -53,7 +60,8 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
     # What a longer sample has beyond the budget fits into no row but its own.
     count = max(at_least, -(-sum(min(length, budget) for length in lengths) // budget), 1)
     while True:
-        # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that does not fit.
+        # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that
+        # does not fit.
         heap = [(0, index) for index in range(count)]
         packed: list[list[int]] = [[] for _ in range(count)]
         for position in order:
@@ -68,7 +76,9 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """`rows` for each rank, with the same number of rows everywhere: ranks that run out get empty rows."""
+    """`rows` for each rank, with the same number of rows everywhere: ranks that run out get empty
+    rows.
+    """
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:
         packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]

@@ -1,9 +1,13 @@
-"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would mean everybody.
+"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would
+mean everybody.
 
-Plain ones work in place and know no gradients. Differentiable ones come in three kinds, by what is the same on all ranks:
+Plain ones work in place and know no gradients. Differentiable ones come in three kinds, by what is
+the same on all ranks:
 
-    sum_gradient     x -> x            each rank goes on with a part of the work: the parts' gradients are summed
-    sum_values       x -> sum of x     each rank made a part of the sum, and all go on alike: the gradient passes
+    sum_gradient     x -> x            each rank goes on with a part of the work: the parts'
+                                       gradients are summed
+    sum_values       x -> sum of x     each rank made a part of the sum, and all go on alike: the
+                                       gradient passes
     sum_both         x -> sum of x     each rank goes on in its own way: gradients are summed too
 """
 
@@ -20,11 +24,15 @@ from megarl.parallel.mesh import Axis
 T = TypeVar("T")
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """Reduce `tensor` in place over the axis, and return it."""
     if axis.size > 1:
         if not tensor.is_contiguous():
-            raise ValueError("all_reduce needs a contiguous tensor: the result of a copy would be lost")
+            raise ValueError(
+                "all_reduce needs a contiguous tensor: the result of a copy would be lost"
+            )
         dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor
 
@@ -60,7 +68,9 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def on_first(work: Callable[[], object], axis: Axis) -> str:
-    """Have the axis's rank 0 do `work`; why it failed, on every rank, or nothing: so that none waits for one that raised."""
+    """Have the axis's rank 0 do `work`; why it failed, on every rank, or nothing: so that none
+    waits for one that raised.
+    """
     failure = ""
     if axis.rank == 0:
         try:
@@ -77,7 +87,9 @@ def barrier(axis: Axis) -> None:
 
 
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Every rank's tensor, in their order, on all; they differ in length (dimension 0) only, which is `lengths`."""
+    """Every rank's tensor, in their order, on all; they differ in length (dimension 0) only, which
+    is `lengths`.
+    """
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)
@@ -90,8 +102,12 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
     return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
 
 
-def all_gather_parts(tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-    """The ranks' tensors one after the other along `dim`, where rank r's has `lengths[r]`; on every rank of the axis."""
+def all_gather_parts(
+    tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]
+) -> torch.Tensor:
+    """The ranks' tensors one after the other along `dim`, where rank r's has `lengths[r]`; on every
+    rank of the axis.
+    """
     if axis.size == 1:
         return tensor
     return torch.cat(gather_parts(tensor.movedim(dim, 0), axis, lengths)).movedim(0, dim)
@@ -129,5 +145,7 @@ def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of the ranks' `x`, from which each goes on in its own way: d(sum over ranks of their losses)/dx."""
+    """The sum of the ranks' `x`, from which each goes on in its own way: d(sum over ranks of their
+    losses)/dx.
+    """
     return sum_gradient(sum_values(x, axis), axis)

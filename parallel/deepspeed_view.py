@@ -1,8 +1,9 @@
 """The mesh as the `mpu` object that DeepSpeed expects.
 
-DeepSpeed sees data x sequence as its data-parallel group and no sequence parallelism at all: declared sequence
-parallelism is scaled differently by its ZeRO stages 1-2 and 3. The loss is scaled by us instead.
-There must be no attribute named `initialize_sequence_parallel` here: its presence alone turns DeepSpeed's groups to None.
+DeepSpeed sees data x sequence as its data-parallel group and no sequence parallelism at all:
+declared sequence parallelism is scaled differently by its ZeRO stages 1-2 and 3. The loss is scaled
+by us instead. There must be no attribute named `initialize_sequence_parallel` here: its presence
+alone turns DeepSpeed's groups to None.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ class DeepSpeedView:
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._gradient, self._tensor = mesh.gradient, mesh.tensor
-        self._gradient_group, self._tensor_group = mesh.group(mesh.gradient), mesh.group(mesh.tensor)
+        self._gradient_group, self._tensor_group = (
+            mesh.group(mesh.gradient),
+            mesh.group(mesh.tensor),
+        )
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._gradient_group

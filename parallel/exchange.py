@@ -1,4 +1,6 @@
-"""Messages between the ranks of one axis, as the attention schedules of `megarl.kernels` ask for them (`kernels/exchange.py`)."""
+"""Messages between the ranks of one axis, as the attention schedules of `megarl.kernels` ask for
+them (`kernels/exchange.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,22 @@ class InFlight:
 
 
 class RingExchange:
-    """The ranks of `axes[0]` in a ring. Further axes are the same ranks in groups of their own: one a channel."""
+    """The ranks of `axes[0]` in a ring. Further axes are the same ranks in groups of their own: one
+    a channel.
+    """
 
     def __init__(self, *axes: Axis) -> None:
         if any(axis.ranks != axes[0].ranks for axis in axes):
-            raise ValueError(f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}")
+            raise ValueError(
+                f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}"
+            )
         self.axes, self.rank, self.size = axes, axes[0].rank, axes[0].size
 
-    def shift(self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1) -> InFlight:
-        """Send `tensor` to the rank `offset` places on and expect one of `shape` (same dtype) from as far back.
+    def shift(
+        self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
+    ) -> InFlight:
+        """Send `tensor` to the rank `offset` places on and expect one of `shape` (same dtype) from
+        as far back.
 
         Leave `tensor` alone until `wait` has returned. Channels do not wait for each other.
         """
@@ -45,7 +54,10 @@ class RingExchange:
             return InFlight(tensor, tensor, [])
         axis = self.axes[channel % len(self.axes)]
         sent, received = tensor.contiguous(), tensor.new_empty(tuple(shape))
-        target, source = axis.ranks[(self.rank + offset) % self.size], axis.ranks[(self.rank - offset) % self.size]
+        target, source = (
+            axis.ranks[(self.rank + offset) % self.size],
+            axis.ranks[(self.rank - offset) % self.size],
+        )
         # An empty message is none: both ends know its length.
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
@@ -53,11 +65,15 @@ class RingExchange:
         return InFlight(received, sent, list(works))
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is `lengths`."""
+        """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is
+        `lengths`.
+        """
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0) only."""
+        """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0)
+        only.
+        """
         if self.size == 1:
             return pieces[0]
         mine, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
@@ -69,12 +85,18 @@ class RingExchange:
             dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
         return found[: mine.shape[0]]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def all_to_all(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         """Piece r goes to rank r; returns what each rank sent here, of these shapes."""
         if self.size == 1:
             return [pieces[0]]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [torch.Size(shape).numel() for shape in shapes]
         found = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(found, flat, sizes, [piece.numel() for piece in pieces], group=self.axes[0].group)
-        return [part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+        dist.all_to_all_single(
+            found, flat, sizes, [piece.numel() for piece in pieces], group=self.axes[0].group
+        )
+        return [
+            part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)
+        ]

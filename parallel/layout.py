@@ -1,6 +1,7 @@
 """Who sits where: pure arithmetic, no torch. A layout is degrees; ranks and coordinates follow.
 
-Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, for coordinates of 0 and 1
+Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, for coordinates of
+0 and 1
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Layout:
     def __post_init__(self) -> None:
         for name in self.AXES:
             if getattr(self, name) < 1:
-                raise ValueError(f"training.layout.{name} is {getattr(self, name)}; set it to 1 or more")
+                raise ValueError(
+                    f"training.layout.{name} is {getattr(self, name)}; set it to 1 or more"
+                )
 
     @property
     def size(self) -> int:
@@ -47,14 +50,22 @@ class Layout:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The ranks that differ only along `axes`: a partition of all ranks, in one order on every rank."""
+        """The ranks that differ only along `axes`: a partition of all ranks, in one order on every
+        rank.
+        """
         others = [name for name in self.AXES if name not in axes]
         made = []
         for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
             place = dict(zip(others, fixed, strict=True))
-            free = itertools.product(*(range(getattr(self, name)) for name in self.AXES if name in axes))
+            free = itertools.product(
+                *(range(getattr(self, name)) for name in self.AXES if name in axes)
+            )
             names = [name for name in self.AXES if name in axes]
-            made.append(tuple(self.rank(**place, **dict(zip(names, values, strict=True))) for values in free))
+            made.append(
+                tuple(
+                    self.rank(**place, **dict(zip(names, values, strict=True))) for values in free
+                )
+            )
         return made
 
     def __str__(self) -> str:
@@ -62,20 +73,27 @@ class Layout:
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
-    """The layout for `num_ranks`; `data = 0` takes what the other axes leave. Raises `ValueError` where they do not match."""
+    """The layout for `num_ranks`; `data = 0` takes what the other axes leave. Raises `ValueError`
+    where they do not match.
+    """
     rest = sequence * tensor
     if data == 0:
         if num_ranks % rest:
             raise ValueError(
-                f"training.layout is sequence {sequence} x tensor {tensor}, which does not divide {num_ranks} ranks; "
-                f"start a multiple of {rest} ranks (torchrun --nproc-per-node) or change the layout"
+                f"training.layout is sequence {sequence} x tensor {tensor}, which does not divide"
+                f" {num_ranks} ranks; start a multiple of {rest} ranks (torchrun --nproc-per-node)"
+                " or change the layout"
             )
         data = num_ranks // rest
     layout = Layout(data, sequence, tensor)
     if layout.size != num_ranks:
-        cure = f"set training.layout.data to {num_ranks // rest}" if num_ranks % rest == 0 else "change the layout"
+        fix = (
+            f"set training.layout.data to {num_ranks // rest}"
+            if num_ranks % rest == 0
+            else "change the layout"
+        )
         raise ValueError(
             f"training.layout is {layout} = {layout.size} ranks, but this run has {num_ranks}; "
-            f"{cure}, or start {layout.size} ranks (torchrun --nproc-per-node)"
+            f"{fix}, or start {layout.size} ranks (torchrun --nproc-per-node)"
         )
     return layout

@@ -1,4 +1,6 @@
-"""The process groups of a layout, made by hand, once, in one order; axes are asked for by what they are for."""
+"""The process groups of a layout, made by hand, once, in one order; axes are asked for by what they
+are for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megarl.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """Some ranks that talk to each other. `group` is None exactly when `size` is 1: to torch None would mean everybody."""
+    """Some ranks that talk to each other. `group` is None exactly when `size` is 1: to torch None
+    would mean everybody.
+    """
 
     name: str
     size: int
@@ -32,11 +36,13 @@ class ProcessMesh:
     * `data`: ranks with different samples
     * `sequence`: ranks that share a sample, split by token
     * `tensor`: ranks that share a token, split by width
-    * `gradient` = data x sequence: ranks with the same weights: ZeRO shards, gradient mean, loss normaliser
+    * `gradient` = data x sequence: ranks with the same weights: ZeRO shards, gradient mean, loss
+      normaliser
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: everybody
-    * `sequence` = `ring` x `ulysses`: neighbours trade heads for tokens (`ulysses`), and keys and values go round (`ring`);
-      `ring_back` are the same ranks as `ring` with a group of their own, so that gradients do not queue behind keys
+    * `sequence` = `ring` x `ulysses`: neighbours trade heads for tokens (`ulysses`), and keys and
+      values go round (`ring`); `ring_back` are the same ranks as `ring` with a group of their own,
+      so that gradients do not queue behind keys
     """
 
     USES = {
@@ -60,9 +66,14 @@ class ProcessMesh:
 
     def __init__(self, layout: Layout, *, ulysses: int = 1, timeout_s: float = 600.0) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("ProcessMesh needs an initialised torch.distributed; call megarl.parallel.mesh.initialise first")
+            raise RuntimeError(
+                "ProcessMesh needs an initialised torch.distributed; call"
+                " megarl.parallel.mesh.initialise first"
+            )
         if dist.get_world_size() != layout.size:
-            raise ValueError(f"layout {layout} has {layout.size} ranks, but this run has {dist.get_world_size()}")
+            raise ValueError(
+                f"layout {layout} has {layout.size} ranks, but this run has {dist.get_world_size()}"
+            )
         if layout.sequence % ulysses:
             raise ValueError(f"ulysses {ulysses} does not divide the sequence axis of {layout}")
         self.layout = layout
@@ -75,12 +86,16 @@ class ProcessMesh:
             setattr(self, name, self.axis(name, layout.groups(*axes)))
         shared = layout.groups("sequence")
         circles = [ranks[i::ulysses] for ranks in shared for i in range(ulysses)]
-        self.ulysses = self.axis("ulysses", [ranks[i : i + ulysses] for ranks in shared for i in range(0, len(ranks), ulysses)])
+        self.ulysses = self.axis(
+            "ulysses",
+            [ranks[i : i + ulysses] for ranks in shared for i in range(0, len(ranks), ulysses)],
+        )
         self.ring = self.axis("ring", circles)
         self.ring_back = self.axis("ring_back", circles, own=True)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """This rank's axis among `groups`, which are a partition of all ranks; every rank must call it with the same.
+        """This rank's axis among `groups`, which are a partition of all ranks; every rank must call
+        it with the same.
 
         Axes of the same ranks share a process group, unless one is to have its `own`.
         """
@@ -112,7 +127,9 @@ class ProcessMesh:
     def __enter__(self) -> ProcessMesh:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.destroy()
 
 
@@ -134,7 +151,9 @@ def local_device() -> torch.device:
 
 
 def initialise(*, timeout_s: float = 600.0) -> torch.device:
-    """Join the other ranks (gloo on CPU, NCCL on GPUs) and return this rank's device. Needs no launcher for one rank."""
+    """Join the other ranks (gloo on CPU, NCCL on GPUs) and return this rank's device. Needs no
+    launcher for one rank.
+    """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one rank
     device = local_device()
     if device.type == "cuda":
@@ -148,11 +167,14 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 where = f"{os.environ['MASTER_ADDR']} port {os.environ.get('MASTER_PORT')}"
                 raise RuntimeError(
-                    f"the ranks could not meet at {where}: {str(error).splitlines()[0]}; set MASTER_PORT "
-                    "(torchrun --master-port) to a free port, and see that every rank was started"
+                    f"the ranks could not meet at {where}: {str(error).splitlines()[0]}; set"
+                    " MASTER_PORT (torchrun --master-port) to a free port, and see that every rank"
+                    " was started"
                 ) from error
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
     return device
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from megarl.third_party import prepare_environment
+from megarl.cluster.process_env import prepare_environment
 
 prepare_environment(1)  # before a test imports Ray, which reads its settings then
 

@@ -1,33 +1,41 @@
-"""Whole steps of GRPO, megarl against TRL: same machine, model, prompts, reward, samples and optimizer steps; CPU only.
+"""Whole steps of GRPO, megarl against TRL: same machine, model, prompts, reward, samples and
+optimizer steps; CPU only.
 
-    python tools/bench_e2e.py [--json] [--rounds 3] [--steps 4] [--limits 64,480] [--only megarl|trl] [--trial-steps 2]
+    python tools/bench_e2e.py [--json] [--rounds 3] [--steps 4] [--limits 64,480] [--only
+    megarl|trl] [--trial-steps 2]
 
-A step is 32 prompts x 8 samples, at most `limit` new tokens at temperature 1, rewards, advantages and one AdamW step in float32:
+A step is 32 prompts x 8 samples, at most `limit` new tokens at temperature 1, rewards, advantages
+and one AdamW step in float32:
 
-    TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not run on CPU
+    TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
+                          run on CPU
     megarl                rollout.max_staleness 0: on-policy, which is what TRL does
-    megarl, staleness 1   generates the next step's samples while it trains: a feature TRL's trainer has no counterpart of
+    megarl, staleness 1   generates the next step's samples while it trains: a feature TRL's trainer
+    has no counterpart of
 
-The model is a small random Qwen2, written once and loaded by all. It ends a reply with a probability of about
-1/vocabulary a token: at a limit of 64 most replies are cut off, at 480 their lengths vary (with `--vocabulary 4096`
-nearly all are cut off). The reward is a checksum of the text: rewards of a group differ, and nothing is learned that
-would change the lengths.
+The model is a small random Qwen2, written once and loaded by all. It ends a reply with a
+probability of about 1/vocabulary a token: at a limit of 64 most replies are cut off, at 480 their
+lengths vary (with `--vocabulary 4096` nearly all are cut off). The reward is a checksum of the
+text: rewards of a group differ, and nothing is learned that would change the lengths.
 
-What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by `time/step_s` in megarl.
-Of megarl that includes publishing the weights to the engine and the check that they arrived. Excluded are start-up and
-the first step, because both compile and allocate there, and with staleness 1 also one more step at either end: the
-first has nothing to overlap with, and during the last nothing is generated for a next one. How far generation is ahead
-at the two ends of what is measured may differ by up to a step's samples, so staleness 1 wants `--steps` of 4 or more.
-What lies between two steps (logging) is in neither.
+What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by
+`time/step_s` in megarl. Of megarl that includes publishing the weights to the engine and the check
+that they arrived. Excluded are start-up and the first step, because both compile and allocate
+there, and with staleness 1 also one more step at either end: the first has nothing to overlap with,
+and during the last nothing is generated for a next one. How far generation is ahead at the two ends
+of what is measured may differ by up to a step's samples, so staleness 1 wants `--steps` of 4 or
+more. What lies between two steps (logging) is in neither.
 
-Both may use every core, and both choose how by a trial: each setting in `SETTINGS` (processes, threads, engines) runs a
-few steps at each limit, and the fastest is measured. Then all take turns, each run in processes of its own. A run is
-refused where the weights did not change, samples are missing, or mean lengths differ by more than 10 %. `others` is the
-share of the CPU that processes outside of the run took meanwhile: above a few percent the numbers are worth little,
-most of all those of settings with two threads, which wait for each other spinning.
+Both may use every core, and both choose how by a trial: each setting in `SETTINGS` (processes,
+threads, engines) runs a few steps at each limit, and the fastest is measured. Then all take turns,
+each run in processes of its own. A run is refused where the weights did not change, samples are
+missing, or mean lengths differ by more than 10 %. `others` is the share of the CPU that processes
+outside of the run took meanwhile: above a few percent the numbers are worth little, most of all
+those of settings with two threads, which wait for each other spinning.
 
-TRL lives in an environment of its own (`--trl-env`), made at first use and kept for the next; torch is the first package
-installed, so have pip prefer a CPU build of it (PIP_EXTRA_INDEX_URL) where the default index offers none.
+TRL lives in an environment of its own (`--trl-env`), made at first use and kept for the next; torch
+is the first package installed, so have pip prefer a CPU build of it (PIP_EXTRA_INDEX_URL) where the
+default index offers none.
 """
 
 from __future__ import annotations
@@ -63,7 +71,13 @@ LENGTHS_AGREE = 0.1
 QUIET = 0.05
 PAD, EOS = "<pad>", "<eos>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TRL_PINS = ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "tokenizers==0.23.3")
+TRL_PINS = (
+    "trl==1.16.0",
+    "transformers==5.23.0",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "tokenizers==0.23.3",
+)
 TORCH_PIN = "torch==2.13.0"
 INSTALL_WITHIN_S = 1800.0
 REWARD = '''"""A checksum of the text, from 0 to 1: differs within a group, and teaches nothing."""
@@ -142,11 +156,13 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 }
 """Per system, what the trial tries; without a trial the first is taken."""
 
-# ------------------------------------------------------------------------------------------------------------- the task
+# ----------------------------------------------------------------------------------------- the task
 
 
 def write_task(folder: Path, vocabulary: int) -> int:
-    """Model, tokenizer, prompts and reward into `folder`; returns the model's number of parameters."""
+    """Model, tokenizer, prompts and reward into `folder`; returns the model's number of
+    parameters.
+    """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -156,11 +172,16 @@ def write_task(folder: Path, vocabulary: int) -> int:
     torch.manual_seed(SEED)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **MODEL)).float()
     model.save_pretrained(folder / "model")
-    characters = [*LETTERS, *(chr(0x4E00 + number) for number in range(vocabulary - 2 - len(LETTERS)))]
+    characters = [
+        *LETTERS,
+        *(chr(0x4E00 + number) for number in range(vocabulary - 2 - len(LETTERS))),
+    ]
     table = {token: index for index, token in enumerate([PAD, EOS, *characters])}
     tokenizer = Tokenizer(models.BPE(table, []))  # without merges: a token a character
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)]
+    )
     tokenizer.save(str(folder / "model" / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -172,13 +193,18 @@ def write_task(folder: Path, vocabulary: int) -> int:
     }
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(described))
     draw = random.Random(SEED)
-    texts = ("".join(draw.choices(LETTERS, k=draw.randint(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS))) for _ in range(ROWS))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": "none"}) + "\n" for text in texts))
+    texts = (
+        "".join(draw.choices(LETTERS, k=draw.randint(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS)))
+        for _ in range(ROWS)
+    )
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "answer": "none"}) + "\n" for text in texts)
+    )
     (folder / "reward.py").write_text(REWARD)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def machine_busy_s() -> float:
@@ -209,7 +235,9 @@ class Tree:
         return sum(self._cpu_s.values())
 
     def end(self) -> None:
-        """SIGTERM to the root's process group, and after some seconds SIGKILL to all that is left of the tree."""
+        """SIGTERM to the root's process group, and after some seconds SIGKILL to all that is left
+        of the tree.
+        """
         self.look()
         group = self._root.pid
         if self._root.is_running():
@@ -224,19 +252,32 @@ class Tree:
                 process.kill()
 
 
-def run(command: list[str], environment: dict[str, str], log: Path, deadline_s: float) -> tuple[float, float]:
-    """Run to the end; returns (share of the CPU others took, CPU seconds). Raises `RuntimeError` on failure or overtime."""
-    begun, busy, cpu_s = time.monotonic(), machine_busy_s(), 0.0
+def run(
+    command: list[str], environment: dict[str, str], log: Path, deadline_s: float
+) -> tuple[float, float]:
+    """Run to the end; returns (share of the CPU others took, CPU seconds). Raises `RuntimeError` on
+    failure or overtime.
+    """
+    started_at, busy, cpu_s = time.monotonic(), machine_busy_s(), 0.0
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         tree = Tree(process.pid)
         try:
             while process.poll() is None:
                 cpu_s = tree.look()
-                if time.monotonic() - begun > deadline_s:
-                    raise RuntimeError(f"{' '.join(command[:6])} ... took longer than {deadline_s:g} s; raise --deadline")
+                if time.monotonic() - started_at > deadline_s:
+                    raise RuntimeError(
+                        f"{' '.join(command[:6])} ... took longer than {deadline_s:g} s; raise"
+                        " --deadline"
+                    )
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1.0)
         finally:
@@ -245,16 +286,27 @@ def run(command: list[str], environment: dict[str, str], log: Path, deadline_s: 
     if process.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise RuntimeError(f"{' '.join(command[:6])} ... ended with {process.returncode}:\n{end}")
-    available = (time.monotonic() - begun) * (os.cpu_count() or 1)
+    available = (time.monotonic() - started_at) * (os.cpu_count() or 1)
     return max(0.0, (machine_busy_s() - busy - cpu_s) / available), cpu_s
 
 
 def child_environment(work: Path, threads: int) -> dict[str, str]:
     """For both systems: no GPU, no hub, temporary files where they are removed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "RAY_", "PYTHON"))}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TMPDIR": str(work)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "RAY_", "PYTHON"))
+    }
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(work / "hf"),
+        "TMPDIR": str(work),
+    }
     environment |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if len(str(work)) <= 30:  # Ray's sockets lie below it, and a socket's path has at most 107 characters
+    if (
+        len(str(work)) <= 30
+    ):  # Ray's sockets lie below it, and a socket's path has at most 107 characters
         environment["RAY_TMPDIR"] = str(work)
     return environment
 
@@ -265,10 +317,12 @@ def launch(python: str, processes: int) -> list[str]:
     return [python, *(ranks if processes > 1 else [])]
 
 
-# --------------------------------------------------------------------------------------------------------------- megarl
+# ------------------------------------------------------------------------------------------- megarl
 
 
-def recipe(task: Path, folder: Path, setting: Setting, *, steps: int, limit: int, staleness: int) -> dict[str, Any]:
+def recipe(
+    task: Path, folder: Path, setting: Setting, *, steps: int, limit: int, staleness: int
+) -> dict[str, Any]:
     """The run as megarl's configuration. JSON is YAML."""
     engine: dict[str, Any] = {"num_threads": setting.engine_threads}
     return {
@@ -276,18 +330,28 @@ def recipe(task: Path, folder: Path, setting: Setting, *, steps: int, limit: int
         "steps": steps,
         "seed": SEED,
         "model": {"path": str(task / "model")},
-        "prompts": {"source": str(task / "prompts.jsonl"), "max_prompt_tokens": MAX_PROMPT_TOKENS, "shuffle": False},
+        "prompts": {
+            "source": str(task / "prompts.jsonl"),
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "shuffle": False,
+        },
         "environment": {"verifier": f"{task / 'reward.py'}:score", "require_stop": False},
         "rollout": {
             "num_engines": setting.engines,
             "engine": engine,
             "groups_per_step": PROMPTS,
-            "samples_per_group": SAMPLES,
+            "group_size": SAMPLES,
             "max_new_tokens": limit,
             "max_staleness": staleness,
             "dynamic_sampling": {"enabled": False},
         },
-        "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28},
+        "algorithm": {
+            "advantage": "grpo",
+            "loss": "ppo_clip",
+            "aggregation": "token",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+        },
         "training": {
             "num_threads": setting.threads,
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
@@ -301,23 +365,40 @@ def weight_change(before: Path, after: Path) -> float:
     """Largest difference of any weight between two model folders."""
     from safetensors.torch import load_file
 
-    old, new = ({k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()} for folder in (before, after))
+    old, new = (
+        {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        for folder in (before, after)
+    )
     if old.keys() != new.keys():
-        raise RuntimeError(f"the trained model's weights have other names: {sorted(old.keys() ^ new.keys())[:3]}")
+        raise RuntimeError(
+            f"the trained model's weights have other names: {sorted(old.keys() ^ new.keys())[:3]}"
+        )
     return max(float((new[name] - old[name]).abs().max()) for name in old)
 
 
-def run_megarl(work: Path, setting: Setting, *, steps: int, limit: int, staleness: int, deadline_s: float) -> Measured:
+def run_megarl(
+    work: Path, setting: Setting, *, steps: int, limit: int, staleness: int, deadline_s: float
+) -> Measured:
     """One run of megarl; see the module's head for which steps count."""
     folder = work / "run"
     total = 1 + staleness + steps + staleness
     tree = recipe(work / "task", folder, setting, steps=total, limit=limit, staleness=staleness)
     (work / "recipe.yaml").write_text(json.dumps(tree))
-    command = [*launch(sys.executable, setting.processes), "-m", "megarl", "train", str(work / "recipe.yaml")]
+    command = [
+        *launch(sys.executable, setting.processes),
+        "-m",
+        "megarl",
+        "train",
+        str(work / "recipe.yaml"),
+    ]
     try:
-        others, cpu_s = run(command, child_environment(work, setting.threads), work / "log", deadline_s)
+        others, cpu_s = run(
+            command, child_environment(work, setting.threads), work / "log", deadline_s
+        )
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        change = weight_change(work / "task" / "model", folder / "checkpoints" / f"step_{total:06d}" / "model")
+        change = weight_change(
+            work / "task" / "model", folder / "checkpoints" / f"step_{total:06d}" / "model"
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert len(records) == total, records
@@ -335,22 +416,34 @@ def run_megarl(work: Path, setting: Setting, *, steps: int, limit: int, stalenes
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ TRL
+# ---------------------------------------------------------------------------------------------- TRL
 
 
 def make_trl_environment(folder: Path) -> str:
     """The interpreter of an environment with TRL, made where it is missing."""
-    stamp = folder / f".bench-{hashlib.sha256(repr((TORCH_PIN, TRL_PINS)).encode()).hexdigest()[:12]}"
+    stamp = (
+        folder / f".bench-{hashlib.sha256(repr((TORCH_PIN, TRL_PINS)).encode()).hexdigest()[:12]}"
+    )
     python = str(folder / "bin" / "python")
     if stamp.exists():
         return python
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
-        raise ValueError(f"--trl-env {folder} holds something that is not a virtual environment; name another folder")
+        raise ValueError(
+            f"--trl-env {folder} holds something that is not a virtual environment; name another"
+            " folder"
+        )
     print(f"making TRL's environment in {folder}", file=sys.stderr, flush=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     with tempfile.TemporaryDirectory(prefix="e2e-") as work:
         log = Path(work) / "log"
-        run([sys.executable, "-m", "venv", "--clear", str(folder)], environment, log, INSTALL_WITHIN_S)
+        run(
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            environment,
+            log,
+            INSTALL_WITHIN_S,
+        )
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         for wanted in ((TORCH_PIN,), (TORCH_PIN, *TRL_PINS)):  # torch first: see the module's head
             run([*pip, *wanted], environment, log, INSTALL_WITHIN_S)
@@ -381,22 +474,36 @@ def trl_worker(path: Path) -> None:
     def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         nonlocal rewarded
         rewarded += len(completions)
-        return [score(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return [
+            score(prompt, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun, self.rewarded = time.monotonic(), rewarded
+            self.started_at, self.rewarded = time.monotonic(), rewarded
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds = time.monotonic() - self.begun
+            seconds = time.monotonic() - self.started_at
             steps.append({"step_s": seconds, "samples": (rewarded - self.rewarded) * processes})
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        def on_log(
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            logs: dict[str, float] | None = None,
+            **_: Any,
+        ) -> None:
             if logs and "completions/mean_length" in logs:
-                steps[-1] |= {name: logs[f"completions/{name}"] for name in ("mean_length", "clipped_ratio")}
+                steps[-1] |= {
+                    name: logs[f"completions/{name}"] for name in ("mean_length", "clipped_ratio")
+                }
 
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(task / "model")
-    prompts = load_dataset("json", data_files=str(task / "prompts.jsonl"), split="train").select_columns(["prompt"])
+    prompts = load_dataset(
+        "json", data_files=str(task / "prompts.jsonl"), split="train"
+    ).select_columns(["prompt"])
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=rewards,
@@ -408,9 +515,16 @@ def trl_worker(path: Path) -> None:
     trainer.train()
     if os.environ.get("RANK", "0") == "0":
         trained = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-        change = max(float((parameter.detach() - before[name]).abs().max()) for name, parameter in trained)
-        versions = {name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers", "accelerate")}
-        path.with_suffix(".result").write_text(json.dumps({"steps": steps, "weight_change": change, "versions": versions}))
+        change = max(
+            float((parameter.detach() - before[name]).abs().max()) for name, parameter in trained
+        )
+        versions = {
+            name: importlib.metadata.version(name)
+            for name in ("trl", "torch", "transformers", "accelerate")
+        }
+        path.with_suffix(".result").write_text(
+            json.dumps({"steps": steps, "weight_change": change, "versions": versions})
+        )
 
 
 def trl_arguments(settings: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -449,19 +563,30 @@ def trl_arguments(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-def run_trl(python: str, work: Path, setting: Setting, *, steps: int, limit: int, deadline_s: float) -> tuple[Measured, Any]:
+def run_trl(
+    python: str, work: Path, setting: Setting, *, steps: int, limit: int, deadline_s: float
+) -> tuple[Measured, Any]:
     """One run of TRL -> (steady steps, versions)."""
     given = {"task": str(work / "task"), "steps": 1 + steps, "limit": limit, **asdict(setting)}
     path = work / "trl.json"
     path.write_text(json.dumps(given))
-    command = [*launch(python, setting.processes), str(Path(__file__).resolve()), "--trl-worker", str(path)]
+    command = [
+        *launch(python, setting.processes),
+        str(Path(__file__).resolve()),
+        "--trl-worker",
+        str(path),
+    ]
     try:
-        others, cpu_s = run(command, child_environment(work, setting.threads), work / "log", deadline_s)
+        others, cpu_s = run(
+            command, child_environment(work, setting.threads), work / "log", deadline_s
+        )
         found = json.loads(path.with_suffix(".result").read_text())
     finally:
         path.with_suffix(".result").unlink(missing_ok=True)
         shutil.rmtree(work / "trl", ignore_errors=True)
-    assert len(found["steps"]) == 1 + steps and all(step["samples"] == BATCH for step in found["steps"]), found
+    assert len(found["steps"]) == 1 + steps and all(
+        step["samples"] == BATCH for step in found["steps"]
+    ), found
     kept = found["steps"][1:]
     measured = Measured(
         step_s=[step["step_s"] for step in kept],
@@ -474,7 +599,7 @@ def run_trl(python: str, work: Path, setting: Setting, *, steps: int, limit: int
     return measured, found["versions"]
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
+# --------------------------------------------------------------------------------------- comparison
 
 
 class Bench:
@@ -482,7 +607,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
-        self.systems = [name for name in SETTINGS if not args.only or (name == TRL) == (args.only == "trl")]
+        self.systems = [
+            name for name in SETTINGS if not args.only or (name == TRL) == (args.only == "trl")
+        ]
         self.python = make_trl_environment(args.trl_env) if TRL in self.systems else ""
         self.trl_versions: dict[str, str] = {}
 
@@ -490,18 +617,30 @@ class Bench:
         """One run, checked, with a line of progress."""
         if system == TRL:
             measured, self.trl_versions = run_trl(
-                self.python, self.work, setting, steps=steps, limit=limit, deadline_s=self.args.deadline
+                self.python,
+                self.work,
+                setting,
+                steps=steps,
+                limit=limit,
+                deadline_s=self.args.deadline,
             )
         else:
             staleness = int(system == OVERLAPPED)
             measured = run_megarl(
-                self.work, setting, steps=steps, limit=limit, staleness=staleness, deadline_s=self.args.deadline
+                self.work,
+                setting,
+                steps=steps,
+                limit=limit,
+                staleness=staleness,
+                deadline_s=self.args.deadline,
             )
         if not 0 < measured.weight_change < 1:
-            raise RuntimeError(f"{system} did not train: its weights changed by {measured.weight_change}")
+            raise RuntimeError(
+                f"{system} did not train: its weights changed by {measured.weight_change}"
+            )
         print(
-            f"limit {limit}  {system:20} {setting!s:36} {statistics.median(measured.step_s):7.2f} s a step  "
-            f"length {measured.mean_length:.1f}  others {measured.others:.0%}",
+            f"limit {limit}  {system:20} {setting!s:36} {statistics.median(measured.step_s):7.2f} s"
+            f" a step  length {measured.mean_length:.1f}  others {measured.others:.0%}",
             file=sys.stderr,
             flush=True,
         )
@@ -512,9 +651,14 @@ class Bench:
         settings = SETTINGS[system]
         if not self.args.trial_steps:
             return settings[0], {}
-        found = {setting: self.measure(system, setting, limit, self.args.trial_steps) for setting in settings}
+        found = {
+            setting: self.measure(system, setting, limit, self.args.trial_steps)
+            for setting in settings
+        }
         best = max(settings, key=lambda setting: found[setting].samples_per_s)
-        return best, {str(setting): BATCH / measured.samples_per_s for setting, measured in found.items()}
+        return best, {
+            str(setting): BATCH / measured.samples_per_s for setting, measured in found.items()
+        }
 
     def compare(self, limit: int) -> dict[str, Any]:
         """All systems at one limit."""
@@ -523,9 +667,15 @@ class Bench:
         for _ in range(self.args.rounds):
             for system in self.systems:
                 runs[system].append(self.measure(system, chosen[system][0], limit, self.args.steps))
-        lengths = {system: statistics.fmean(run.mean_length for run in runs[system]) for system in self.systems}
+        lengths = {
+            system: statistics.fmean(run.mean_length for run in runs[system])
+            for system in self.systems
+        }
         if max(lengths.values()) > (1 + LENGTHS_AGREE) * min(lengths.values()):
-            raise RuntimeError(f"mean lengths at limit {limit} differ too much to compare: {lengths}; raise --steps or --rounds")
+            raise RuntimeError(
+                f"mean lengths at limit {limit} differ too much to compare: {lengths}; raise"
+                " --steps or --rounds"
+            )
         table = {
             system: {
                 "setting": asdict(chosen[system][0]),
@@ -542,19 +692,29 @@ class Bench:
         if TRL in runs:
             for system in self.systems:
                 pairs = zip(runs[system], runs[TRL], strict=True)
-                table[system]["ratio_to_trl"] = spread([ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs])
+                table[system]["ratio_to_trl"] = spread(
+                    [ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs]
+                )
         return table
 
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median, smallest, largest, and all in the order of rounds."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "rounds": values,
+    }
 
 
 def machine() -> dict[str, Any]:
     """What this ran on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1)}
 
@@ -571,39 +731,70 @@ def versions() -> dict[str, str]:
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
     here, task = result["machine"], result["task"]
-    yield f"{here['cpu']}, {here['cores']} cores; {task['parameters']:,} parameters; {PROMPTS} x {SAMPLES} samples a step"
-    yield f"{result['rounds']} rounds of {result['steps']} steps; median (smallest to largest) over rounds"
-    head = f"{'limit':>5}  {'system':20} {'s a step':>22} {'samples/s':>22} {'tokens/s':>24} {'length':>7} {'others':>6}"
+    yield (
+        f"{here['cpu']}, {here['cores']} cores; {task['parameters']:,} parameters; {PROMPTS} x"
+        f" {SAMPLES} samples a step"
+    )
+    yield (
+        f"{result['rounds']} rounds of {result['steps']} steps; median (smallest to largest) over"
+        " rounds"
+    )
+    head = (
+        f"{'limit':>5}  {'system':20} {'s a step':>22} {'samples/s':>22} {'tokens/s':>24}"
+        f" {'length':>7} {'others':>6}"
+    )
     yield f"{head}  {'x TRL':19}  setting"
     for limit, table in result["limits"].items():
         for system, row in table.items():
-            seconds, samples, tokens = (row[name] for name in ("step_s", "samples_per_s", "tokens_per_s"))
-            ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio_to_trl"]) if "ratio_to_trl" in row else ""
+            seconds, samples, tokens = (
+                row[name] for name in ("step_s", "samples_per_s", "tokens_per_s")
+            )
+            ratio = (
+                "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio_to_trl"])
+                if "ratio_to_trl" in row
+                else ""
+            )
             yield (
-                f"{limit:>5}  {system:20} {'{median:.2f} ({min:.2f} to {max:.2f})'.format(**seconds):>22} "
-                f"{'{median:.1f} ({min:.1f} to {max:.1f})'.format(**samples):>22} "
-                f"{'{median:,.0f} ({min:,.0f} to {max:,.0f})'.format(**tokens):>24} "
-                f"{row['mean_length']:7.1f} {row['others']:6.0%}  {ratio:19}  {Setting(**row['setting'])}"
+                f"{limit:>5}  {system:20}"
+                f" {'{median:.2f} ({min:.2f} to {max:.2f})'.format(**seconds):>22}"
+                f" {'{median:.1f} ({min:.1f} to {max:.1f})'.format(**samples):>22}"
+                f" {'{median:,.0f} ({min:,.0f} to {max:,.0f})'.format(**tokens):>24}"
+                f" {row['mean_length']:7.1f} {row['others']:6.0%}  {ratio:19} "
+                f" {Setting(**row['setting'])}"
             )
     worst = max(row["others"] for table in result["limits"].values() for row in table.values())
     if worst > QUIET:
-        yield f"NOT QUIET: other processes took up to {worst:.0%} of the CPU during a run; repeat on an idle machine"
+        yield (
+            f"NOT QUIET: other processes took up to {worst:.0%} of the CPU during a run; repeat on"
+            " an idle machine"
+        )
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steady steps measured in a run")
     parser.add_argument(
-        "--trial-steps", type=int, default=2, help="the same in a trial; 0: no trial, the first of each system's settings"
+        "--trial-steps",
+        type=int,
+        default=2,
+        help="the same in a trial; 0: no trial, the first of each system's settings",
     )
     parser.add_argument("--limits", default="64,480", help="most new tokens, separated by commas")
     parser.add_argument("--only", choices=("megarl", "trl"), default="")
     parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds a single run may take")
-    parser.add_argument("--trl-env", type=Path, default=Path(tempfile.gettempdir()) / "megarl-bench-trl")
+    parser.add_argument(
+        "--deadline", type=float, default=3600.0, help="seconds a single run may take"
+    )
+    parser.add_argument(
+        "--trl-env", type=Path, default=Path(tempfile.gettempdir()) / "megarl-bench-trl"
+    )
     args = parser.parse_args(argv)
     try:
         args.limits = [int(word) for word in args.limits.split(",")]
@@ -612,8 +803,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     most = MODEL["max_position_embeddings"] - MAX_PROMPT_TOKENS
     if not all(1 <= limit <= most for limit in args.limits):
         parser.error(f"--limits must lie between 1 and {most}")
-    if args.rounds < 1 or args.steps < 1 or args.trial_steps < 0 or args.vocabulary < 64 or args.vocabulary > 20000:
-        parser.error("--rounds and --steps must be 1 or more, --trial-steps 0 or more, --vocabulary between 64 and 20000")
+    if (
+        args.rounds < 1
+        or args.steps < 1
+        or args.trial_steps < 0
+        or args.vocabulary < 64
+        or args.vocabulary > 20000
+    ):
+        parser.error(
+            "--rounds and --steps must be 1 or more, --trial-steps 0 or more, --vocabulary between"
+            " 64 and 20000"
+        )
     args.trl_env = args.trl_env.absolute()
     return args
 
@@ -633,7 +833,12 @@ def main(argv: list[str] | None = None) -> int:
         bench = Bench(args, work)
         result = {
             "machine": machine(),
-            "task": {"parameters": parameters, "vocabulary": args.vocabulary, "prompts": PROMPTS, "samples": SAMPLES},
+            "task": {
+                "parameters": parameters,
+                "vocabulary": args.vocabulary,
+                "prompts": PROMPTS,
+                "samples": SAMPLES,
+            },
             "rounds": args.rounds,
             "steps": args.steps,
             "trial_steps": args.trial_steps,

@@ -1,26 +1,35 @@
-"""Context length against the size of the sequence axis: memory and time a rank, of attention and of a model's step.
+"""Context length against the size of the sequence axis: memory and time a rank, of attention and of
+a model's step.
 
-    python tools/bench_long_context.py [--json] [--tokens 16384,32768,65536] [--sizes 1,2,4] [--schedules ring_lean,ring]
-                                       [--what attention|model|both] [--heads 4] [--kv-heads 1] [--width 32]
+    python tools/bench_long_context.py [--json] [--tokens 16384,32768,65536] [--sizes 1,2,4]
+    [--schedules ring_lean,ring]
+                                       [--what attention|model|both] [--heads 4] [--kv-heads 1]
+                                       [--width 32]
 
-attention   forward and backward of one layer's `sequence_attention` over one causal document of `tokens`, in float32.
-model       forward and backward of a PolicyModel: `--layers` of these heads with checkpointed activations, and the
-            log-prob head over `--vocabulary` words, with no logits in memory. Weights and their gradients are there before.
+attention   forward and backward of one layer's `sequence_attention` over one causal document of
+            `tokens`, in float32.
+model       forward and backward of a PolicyModel: `--layers` of these heads with checkpointed
+            activations, and the log-prob head over `--vocabulary` words, with no logits in memory.
+            Weights and their gradients are there before.
 
-`size` gloo ranks with one thread each share the row by `--cut`. Memory is that of the rank with the most:
+`size` gloo ranks with one thread each share the row by `--cut`. Memory is that of the rank with the
+most:
 
-    beyond      the most that torch's allocator held beyond what was there before, which is of attention q, k, v and the
-                gradient of the output, and of a model its weights, their gradients and the row's ids
+    beyond      the most that torch's allocated beyond what was there before, which is of attention
+                q, k, v and the gradient of the output, and of a model its weights, their gradients
+                and the row's ids
     in all      the same, and what was there before
     x size      the memory times the size, over that of size 1: 1.00 falls exactly as 1/size
 
-It is counted from every allocation and release of torch's allocator (tools/peak_memory.py) and held against tensors of known
-size first. The most resident memory is measured beside it by the kernel's own count, which sees libraries and sockets as
-well: `resident`. The work lists of a row are made before, once for all layers; they are small, and in the JSON object.
+It is counted from every allocation and release of torch's allocator (tools/peak_memory.py) and
+checked against tensors of known size first. The most resident memory is measured beside it by the
+kernel's own count, which sees libraries and sockets as well: `resident`. The work lists of a row
+are made before, once for all layers; they are small, and in the JSON object.
 
-Time is that of the last rank to end, of one run, in the same run: what is written down are a few hundred allocations. Where
-there are more ranks than cores, memory is right and time is not comparable, and the table marks it with `*`. A run is refused
-where the sum of outputs or gradients differs from that of the first size.
+Time is that of the last rank to end, of one run, in the same run: what is written down are a few
+hundred allocations. Where there are more ranks than cores, memory is right and time is not
+comparable, and the table marks it with `*`. A run is refused where the sum of outputs or gradients
+differs from that of the first size.
 """
 
 from __future__ import annotations
@@ -44,13 +53,15 @@ SCHEDULES = {
     "all_gather": ("all_gather", False),
     "ulysses": ("ring", True),
 }
-"""Transport, and whether all ranks are one Ulysses group: each then sees the whole row, which is cut contiguously."""
+"""Transport, and whether all ranks are one Ulysses group: each then sees the whole row, which is
+cut contiguously.
+"""
 CUTS = ("zigzag", "contiguous", "zigzag_document", "striped")
 AGREES = 1e-4
 WARM_UP_TOKENS = 256
 BAR = 0.15
 
-# ------------------------------------------------------------------------------------------------------------ one rank
+# ----------------------------------------------------------------------------------------- one rank
 
 
 def digest(tensors: list[Any], axis: Any) -> list[float]:
@@ -59,7 +70,9 @@ def digest(tensors: list[Any], axis: Any) -> list[float]:
 
     from megarl.parallel.collectives import all_reduce
 
-    squares = torch.tensor([float(x.detach().double().square().sum()) for x in tensors], dtype=torch.float64)
+    squares = torch.tensor(
+        [float(x.detach().double().square().sum()) for x in tensors], dtype=torch.float64
+    )
     return all_reduce(squares, axis).sqrt().tolist()
 
 
@@ -70,15 +83,20 @@ def timed(body: Any, axis: Any) -> tuple[dict[str, Any], Any]:
     from megarl.parallel.collectives import barrier
 
     def run() -> tuple[float, Any]:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         result = body()
-        return time.perf_counter() - begun, result
+        return time.perf_counter() - started_at, result
 
     barrier(axis)
     used = time.process_time()
     peak, (seconds, result) = peak_memory.peak_of(run)
     cpu_s = time.process_time() - used
-    return {"seconds": seconds, "cpu_s": cpu_s, "beyond_bytes": peak.allocated, "resident_bytes": peak.resident}, result
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "beyond_bytes": peak.allocated,
+        "resident_bytes": peak.resident,
+    }, result
 
 
 def attention(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[str, Any]:
@@ -107,9 +125,14 @@ def attention(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> d
 
     def tensor(seed: int, count: int) -> torch.Tensor:
         """This rank's tokens of a row that is the same for every size."""
-        return torch.randn(tokens, count, width, generator=torch.Generator().manual_seed(seed))[mine]
+        return torch.randn(tokens, count, width, generator=torch.Generator().manual_seed(seed))[
+            mine
+        ]
 
-    q, k, v = (tensor(seed, count).requires_grad_() for seed, count in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (
+        tensor(seed, count).requires_grad_()
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
+    )
     upstream = tensor(3, heads)
 
     def step() -> list[torch.Tensor]:
@@ -126,19 +149,23 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     import torch
 
     from megarl.parallel.collectives import all_reduce
-    from megarl.training.config import ModelConfig, SequenceConfig, TrainingConfig
-    from megarl.training.model import PolicyModel, load_model
-    from megarl.training.packing import pack_shared
+    from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
+    from megarl.trainer.model import PolicyModel, load_model
+    from megarl.trainer.packing import pack_shared
     from megarl.types import Sample
 
-    network = load_model(ModelConfig(path=task["model"], from_scratch=True), dtype=torch.float32, seed=0)
+    network = load_model(
+        ModelConfig(path=task["model"], from_scratch=True), dtype=torch.float32, seed=0
+    )
     settings = SequenceConfig(transport=transport, ulysses=mesh.ulysses.size, cut=task["cut"])  # type: ignore[arg-type]
     policy = PolicyModel(network, mesh, TrainingConfig(sequence=settings))
     network.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
 
     def batch(length: int) -> Any:
-        ids = torch.randint(2, task["vocabulary"], (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            2, task["vocabulary"], (length,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         sample = Sample(0, ids, [False] + [True] * (length - 1), [0.0] * length)
         return pack_shared([sample], torch.device("cpu"), mesh.sequence, task["cut"])
 
@@ -155,13 +182,17 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     micro = batch(tokens)
     found, loss = timed(lambda: step(micro), mesh.sequence)
     weights = list(policy.parameters())
-    held = sum(x.nbytes + x.grad.nbytes for x in weights if x.grad is not None)
-    held += sum(x.nbytes for x in (getattr(micro, f.name) for f in fields(micro)) if isinstance(x, torch.Tensor))
+    owned = sum(x.nbytes + x.grad.nbytes for x in weights if x.grad is not None)
+    owned += sum(
+        x.nbytes
+        for x in (getattr(micro, f.name) for f in fields(micro))
+        if isinstance(x, torch.Tensor)
+    )
     grads = [x.grad for x in weights]
     for total in [loss, *grads]:
         all_reduce(total, mesh.sequence)
     norm = math.sqrt(sum(float(x.double().square().sum()) for x in grads if x is not None))
-    return found | {"before_bytes": held, "plan_bytes": 0, "digest": [float(loss), norm]}
+    return found | {"before_bytes": owned, "plan_bytes": 0, "digest": [float(loss), norm]}
 
 
 WHAT = {"attention": attention, "model": model}
@@ -187,14 +218,16 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         settings = task | {"cut": "contiguous"} if is_ulysses else task
         with ProcessMesh(layout, ulysses=ulysses, timeout_s=task["deadline"]) as mesh:
             for what in task["what"]:
-                WHAT[what](settings, mesh, transport, min(WARM_UP_TOKENS, *task["tokens"]))  # loads libraries, opens connections
+                WHAT[what](
+                    settings, mesh, transport, min(WARM_UP_TOKENS, *task["tokens"])
+                )  # loads libraries, opens connections
                 for tokens in task["tokens"]:
                     found[f"{what} {name} {tokens}"] = WHAT[what](settings, mesh, transport, tokens)
     finalise()
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- comparison
+# --------------------------------------------------------------------------------------- comparison
 
 
 def write_model_config(task: dict[str, Any], folder: Path) -> str:
@@ -218,7 +251,10 @@ def write_model_config(task: dict[str, Any], folder: Path) -> str:
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of the table for every subject, schedule, length and size."""
-    task = {name: getattr(args, name) for name in ("heads", "kv_heads", "width", "layers", "vocabulary", "cut", "tokens")}
+    task = {
+        name: getattr(args, name)
+        for name in ("heads", "kv_heads", "width", "layers", "vocabulary", "cut", "tokens")
+    }
     task |= {"what": args.what, "deadline": args.deadline}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="long-context-") as folder:
@@ -236,7 +272,16 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
             for key in ranks[0]:
                 what, schedule, tokens = key.split()
-                rows.append(row([rank[key] for rank in ranks], what, schedule, int(tokens), size, others.share))
+                rows.append(
+                    row(
+                        [rank[key] for rank in ranks],
+                        what,
+                        schedule,
+                        int(tokens),
+                        size,
+                        others.share,
+                    )
+                )
             print(f"size {size} done, others {others.share:.0%}", file=sys.stderr, flush=True)
     order = {what: number for number, what in enumerate(WHAT)}
     rows.sort(key=lambda row: (order[row["what"]], row["tokens"], row["size"]))
@@ -245,8 +290,12 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def row(ranks: list[dict[str, Any]], what: str, schedule: str, tokens: int, size: int, others: float) -> dict[str, Any]:
-    """What the ranks found, as one row: memory of the rank with the most, time of the last to end."""
+def row(
+    ranks: list[dict[str, Any]], what: str, schedule: str, tokens: int, size: int, others: float
+) -> dict[str, Any]:
+    """What the ranks found, as one row: memory of the rank with the most, time of the last to
+    end.
+    """
     most = max(ranks, key=lambda rank: rank["beyond_bytes"])
     measured = [rank["resident_bytes"] for rank in ranks if rank["resident_bytes"] is not None]
     return {
@@ -268,13 +317,16 @@ def row(ranks: list[dict[str, Any]], what: str, schedule: str, tokens: int, size
 
 def against(made: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Add the ratios to the first size's row, and refuse different results."""
-    same = [other for other in rows if all(other[name] == made[name] for name in ("what", "tokens"))]
+    same = [
+        other for other in rows if all(other[name] == made[name] for name in ("what", "tokens"))
+    ]
     first = min(same, key=lambda other: other["size"])
     for mine, theirs in zip(made["digest"], first["digest"], strict=True):
         if not abs(mine - theirs) <= AGREES * abs(theirs):
             where = f"{made['what']}, {made['tokens']} tokens, {made['schedule']} of {made['size']}"
             raise RuntimeError(
-                f"{where} does not compute what size {first['size']} does: norms {made['digest']}, {first['digest']}"
+                f"{where} does not compute what size {first['size']} does: norms {made['digest']},"
+                f" {first['digest']}"
             )
     if first["size"] == 1:
         for name in ("beyond", "total"):
@@ -287,73 +339,141 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     here, task, rows = result["machine"], result["task"], result["rows"]
     yield f"{here['cpu']}, {here['cores']} cores; torch {here['torch']}; one thread a rank"
     yield (
-        f"{task['heads']} query heads, {task['kv_heads']} key heads of width {task['width']}, float32, {task['cut']} cut; "
-        f"model: {task['layers']} layers, {task['vocabulary']:,} words"
+        f"{task['heads']} query heads, {task['kv_heads']} key heads of width {task['width']},"
+        f" float32, {task['cut']} cut; model: {task['layers']} layers, {task['vocabulary']:,} words"
     )
     head = (
-        f"{'what':10} {'tokens':>7} {'size':>4}  {'schedule':10} {'beyond MB':>10} {'x size':>6} {'in all MB':>10} {'x size':>6}"
+        f"{'what':10} {'tokens':>7} {'size':>4}  {'schedule':10} {'beyond MB':>10} {'x size':>6}"
+        f" {'in all MB':>10} {'x size':>6}"
     )
     yield f"{head} {'resident MB':>12} {'seconds':>9} {'times as fast':>14} {'others':>6}"
     for made in rows:
-        beyond, total = (f"{made[name]:.2f}" if name in made else "" for name in ("beyond_x_size", "total_x_size"))
+        beyond, total = (
+            f"{made[name]:.2f}" if name in made else ""
+            for name in ("beyond_x_size", "total_x_size")
+        )
         mark = "*" if made["size"] > here["cores"] else " "
-        resident = "not permitted" if made["resident_bytes"] is None else f"{made['resident_bytes'] / 1e6:.1f}"
+        resident = (
+            "not permitted"
+            if made["resident_bytes"] is None
+            else f"{made['resident_bytes'] / 1e6:.1f}"
+        )
         speed = f"{made['speed_up']:.2f}" if "speed_up" in made else ""
         yield (
-            f"{made['what']:10} {made['tokens']:7} {made['size']:4}  {made['schedule']:10} {made['beyond_bytes'] / 1e6:10.1f} "
-            f"{beyond:>6} {made['total_bytes'] / 1e6:10.1f} {total:>6} {resident:>12} {made['seconds']:8.2f}{mark} "
-            f"{speed:>13}{mark} {made['others']:6.0%}"
+            f"{made['what']:10} {made['tokens']:7} {made['size']:4}  {made['schedule']:10}"
+            f" {made['beyond_bytes'] / 1e6:10.1f} {beyond:>6} {made['total_bytes'] / 1e6:10.1f}"
+            f" {total:>6} {resident:>12} {made['seconds']:8.2f}{mark} {speed:>13}{mark}"
+            f" {made['others']:6.0%}"
         )
     if any(made["size"] > here["cores"] for made in rows):
-        yield f"* more ranks than the {here['cores']} cores: memory is right, time is not comparable"
-    longest = [made for made in rows if made["tokens"] == max(task["tokens"]) and "beyond_x_size" in made]
-    off = [made for made in longest if made["what"] == "attention" and made["beyond_x_size"] > 1 + BAR]
+        yield (
+            f"* more ranks than the {here['cores']} cores: memory is right, time is not comparable"
+        )
+    longest = [
+        made for made in rows if made["tokens"] == max(task["tokens"]) and "beyond_x_size" in made
+    ]
+    off = [
+        made for made in longest if made["what"] == "attention" and made["beyond_x_size"] > 1 + BAR
+    ]
     for made in off:
-        yield f"above 1/size by more than {BAR:.0%}: {made['schedule']} of {made['size']} at {made['tokens']:,} tokens"
+        yield (
+            f"above 1/size by more than {BAR:.0%}: {made['schedule']} of {made['size']} at"
+            f" {made['tokens']:,} tokens"
+        )
     if max(made["others"] for made in rows) > QUIET:
-        yield "NOT QUIET: other processes used the CPU; memory is right, repeat on an idle machine for the times"
+        yield (
+            "NOT QUIET: other processes used the CPU; memory is right, repeat on an idle machine"
+            " for the times"
+        )
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--tokens", type=numbers, default="16384,32768,65536", help="lengths of the row, separated by commas")
-    parser.add_argument("--sizes", type=numbers, default="1,2,4", help="sizes of the sequence axis; ratios need 1 among them")
-    parser.add_argument("--schedules", default="ring_lean,ring", help=f"separated by commas, of: {', '.join(SCHEDULES)}")
-    parser.add_argument("--what", choices=(*WHAT, "both"), default="attention", help="what is measured")
-    parser.add_argument("--cut", choices=CUTS, default="zigzag", help="which rank holds which tokens")
-    parser.add_argument("--heads", type=int, default=4, help="query heads; memory ratios depend on heads : key heads only")
-    parser.add_argument("--kv-heads", type=int, default=1, help="key heads; they divide the query heads")
-    parser.add_argument("--width", type=int, default=32, help="of a head; the model's hidden size is heads x width")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=numbers,
+        default="16384,32768,65536",
+        help="lengths of the row, separated by commas",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=numbers,
+        default="1,2,4",
+        help="sizes of the sequence axis; ratios need 1 among them",
+    )
+    parser.add_argument(
+        "--schedules",
+        default="ring_lean,ring",
+        help=f"separated by commas, of: {', '.join(SCHEDULES)}",
+    )
+    parser.add_argument(
+        "--what", choices=(*WHAT, "both"), default="attention", help="what is measured"
+    )
+    parser.add_argument(
+        "--cut", choices=CUTS, default="zigzag", help="which rank holds which tokens"
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=4,
+        help="query heads; memory ratios depend on heads : key heads only",
+    )
+    parser.add_argument(
+        "--kv-heads", type=int, default=1, help="key heads; they divide the query heads"
+    )
+    parser.add_argument(
+        "--width", type=int, default=32, help="of a head; the model's hidden size is heads x width"
+    )
     parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--vocabulary", type=int, default=4096, help="words of the model")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that the ranks of one size may take")
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, help="seconds that the ranks of one size may take"
+    )
     args = parser.parse_args(argv)
     for name in ("heads", "kv_heads", "width", "layers", "vocabulary", "deadline"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; set it to 1 or more")
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; set it to 1 or more"
+            )
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
     if args.vocabulary < 3:
         parser.error("--vocabulary must be 3 or more")
     args.sizes, args.tokens = sorted(set(args.sizes)), sorted(set(args.tokens))
     if args.tokens[0] < 2 * args.sizes[-1]:
-        parser.error(f"--tokens {args.tokens[0]} are fewer than two a rank; set {2 * args.sizes[-1]} or more")
+        parser.error(
+            f"--tokens {args.tokens[0]} are fewer than two a rank; set {2 * args.sizes[-1]} or more"
+        )
     args.what = list(WHAT) if args.what == "both" else [args.what]
     args.schedules = args.schedules.split(",")
     if not set(args.schedules) <= set(SCHEDULES):
-        parser.error(f"--schedules is {','.join(args.schedules)!r}; choose of {', '.join(SCHEDULES)}")
+        parser.error(
+            f"--schedules is {','.join(args.schedules)!r}; choose of {', '.join(SCHEDULES)}"
+        )
     for size in args.sizes if "ulysses" in args.schedules else []:
         if args.heads % size or (args.kv_heads % size and size % args.kv_heads):
-            parser.error(f"--schedules has ulysses, but {size} ranks cannot share {args.heads} heads; set --heads to a multiple")
+            parser.error(
+                f"--schedules has ulysses, but {size} ranks cannot share {args.heads} heads; set"
+                " --heads to a multiple"
+            )
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     return run_tool(
-        "bench_long_context", arguments=arguments, work=work, measure=lambda args: {"rows": compare(args)}, show=show, argv=argv
+        "bench_long_context",
+        arguments=arguments,
+        work=work,
+        measure=lambda args: {"rows": compare(args)},
+        show=show,
+        argv=argv,
     )
 
 

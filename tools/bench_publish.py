@@ -1,25 +1,36 @@
-"""Publishing weights, beside a copy of memory and beside sending one whole parameter at a time: seconds, bytes, memory.
+"""Publishing weights, beside a copy of memory and beside sending one whole parameter at a time:
+seconds, bytes, memory.
 
-    python tools/bench_publish.py [--json] [--rounds 5] [--config FILE] [--bucket-mib 4 16 64 256] [--digest on off]
-    python tools/bench_publish.py --layout "data 2 tensor 1 zero 3" --engines 1 --engine-tensor 1 [--with-engine]
+    python tools/bench_publish.py [--json] [--rounds 5] [--config FILE] [--bucket-mib 4 16 64 256]
+    [--digest on off] python tools/bench_publish.py --layout "data 2 tensor 1 zero 3" --engines 1
+    --engine-tensor 1 [--with-engine]
 
-Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each engine rank, all with one
-thread, which publish through `Publisher`, shared memory, digests and their comparison as a run does. Not as in a run: weights are
-flat buffers of random bits, not a DeepSpeed engine's, and engine ranks are readers, not vLLM. All ways take turns, `--rounds`
-times. Two rounds before are not timed: in the first, from nothing and back, memory is measured, and readers must hold the same
-whichever way it came; the second makes and touches what is kept from then on.
+Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each
+engine rank, all with one thread, which publish through `Publisher`, shared memory, digests and
+their comparison as a run does. Not as in a run: weights are flat buffers of random bits, not a
+DeepSpeed engine's, and engine ranks are readers, not vLLM. All ways take turns, `--rounds` times.
+Two rounds before are not timed: in the first, from nothing and back, memory is measured, and
+readers must hold the same whichever way it came; the second makes and touches what is kept from
+then on.
 
-memcpy           torch's copy_ of as many bytes as one engine's weights, by one trainer rank, and by all, each its share
-publish          until every engine rank has its shard in its image and digested, and digests were compared
-publish + copy   the same, and readers copy each bucket to buffers of their own, as engines do that need not repack
-per parameter    trainer ranks gather each parameter whole (gloo); rank 0 sends it to every reader, who copies its share to its
-                 own buffers and acknowledges it; then the next. No digests; buffers are made once. Through `gloo` it is a
-                 broadcast, as in systems with NCCL; with `shared memory` rank 0 gathers straight into memory that readers see
-engine           with --with-engine, in a launch of its own: `publish` to real vLLM engines; `install` is their repacking
+memcpy           torch's copy_ of as many bytes as one engine's weights, by one trainer rank, and by
+                 all, each its share
+publish          until every engine rank has its shard in its image and digested, and digests were
+                 compared
+publish + copy   the same, and readers copy each bucket to buffers of their own, as engines do that
+need not repack
+per parameter    trainer ranks gather each parameter whole (gloo); rank 0 sends it to every reader,
+                 who copies its share to its own buffers and acknowledges it; then the next. No
+                 digests; buffers are made once. Through `gloo` it is a broadcast, as in systems
+                 with NCCL; with `shared memory` rank 0 gathers straight into memory that readers
+                 see
+engine           with --with-engine, in a launch of its own: `publish` to real vLLM engines;
+                 `install` is their repacking
 
-GB/s is bytes of one engine's weights over the mean time, from when the first trainer rank begins to when the last is done.
-`taken in` is what an engine rank receives, the most of any. `beyond` is the most memory beyond weights and readers' own buffers:
-of tensors (exact), and resident, with pages of shared memory, which count in every process that sees them.
+GB/s is bytes of one engine's weights over the mean time, from when the first trainer rank begins to
+when the last is done. `taken in` is what an engine rank receives, the most of any. `beyond` is the
+most memory beyond weights and readers' own buffers: of tensors (exact), and resident, with pages of
+shared memory, which count in every process that sees them.
 """
 
 from __future__ import annotations
@@ -38,7 +49,7 @@ from typing import Any
 from launch_ranks import QUIET, Others, launch, run_tool, spread
 from publish_ways import DIGESTS, THROUGH, work
 
-from megarl.publish.config import PublishConfig
+from megarl.weight_sync.config import WeightSyncConfig
 
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
@@ -62,16 +73,22 @@ MODEL = {  # 533 million parameters
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- comparison
+# --------------------------------------------------------------------------------------- comparison
 
 
 def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> list[dict[str, Any]]:
     """What is done in each round of a case, in this order."""
-    made: list[dict[str, Any]] = [{"way": "memcpy", "processes": count, "digest": "on"} for count in sorted({1, trainers})]
+    made: list[dict[str, Any]] = [
+        {"way": "memcpy", "processes": count, "digest": "on"} for count in sorted({1, trainers})
+    ]
     if with_engine:
         return [*made, {"way": "engine", "bucket_mib": args.bucket_mib[0], "digest": "on"}]
     for way in ("publish", "publish + copy"):
-        made += [{"way": way, "bucket_mib": mib, "digest": digest} for digest in args.digest for mib in args.bucket_mib]
+        made += [
+            {"way": way, "bucket_mib": mib, "digest": digest}
+            for digest in args.digest
+            for mib in args.bucket_mib
+        ]
     return made + [{"way": "per parameter", "through": name, "digest": "on"} for name in THROUGH]
 
 
@@ -85,13 +102,27 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             degrees = parse_layout(layout)
             trainers = degrees["data"] * degrees["sequence"] * degrees["tensor"]
             for with_engine in (False, True) if args.with_engine else (False,):
-                task = degrees | {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine, "model": folder}
+                task = degrees | {
+                    "engines": engines,
+                    "engine_tensor": tensor,
+                    "with_engine": with_engine,
+                    "model": folder,
+                }
                 task |= {"rounds": args.rounds, "deadline": args.deadline}
                 task["turns"] = turns_of(args, trainers, with_engine=with_engine)
                 num_ranks = trainers + engines * (1 if with_engine else tensor)
                 ranks = launch(__file__, task, num_ranks=num_ranks, deadline_s=args.deadline)
-                made.append({"layout": layout, "engines": engines, "engine_tensor": tensor, "with_engine": with_engine})
-                made[-1] |= {name: ranks[0][name] for name in ("parameters", "engine_bytes", "rank_bytes")}
+                made.append(
+                    {
+                        "layout": layout,
+                        "engines": engines,
+                        "engine_tensor": tensor,
+                        "with_engine": with_engine,
+                    }
+                )
+                made[-1] |= {
+                    name: ranks[0][name] for name in ("parameters", "engine_bytes", "rank_bytes")
+                }
                 made[-1] |= {"ranks": num_ranks, "rows": rows_of(task["turns"], ranks)}
     return {"cases": made, "others": others.share}
 
@@ -103,24 +134,42 @@ def rows_of(turns: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[di
         trainers = [rank["turns"][place] for rank in ranks if rank["is_trainer"]]
         readers = [rank["turns"][place] for rank in ranks if not rank["is_trainer"]]
         rounds = zip(*(trainer["spans"] for trainer in trainers), strict=True)
-        seconds = [max(end for _, end in spans) - min(begun for begun, _ in spans) for spans in rounds]
+        seconds = [
+            max(end for _, end in spans) - min(started_at for started_at, _ in spans)
+            for spans in rounds
+        ]
         row: dict[str, Any] = turn | {"seconds": with_mean(seconds)}
         row["gb_per_s"] = ranks[0]["engine_bytes"] / 1e9 / row["seconds"]["mean"]
         row["received_bytes"] = [reader["first"].get("received") for reader in readers]
         for way in ("allocated", "resident"):
-            row[f"trainer_{way}_bytes"], row[f"reader_{way}_bytes"] = ([one[way] for one in them] for them in (trainers, readers))
+            row[f"trainer_{way}_bytes"], row[f"reader_{way}_bytes"] = (
+                [one[way] for one in them] for them in (trainers, readers)
+            )
         if "bucket_mib" in turn:
             row["written_bytes"] = sum(trainer["first"]["written"] for trainer in trainers)
-            row |= {"planned_bytes": trainers[0]["first"]["planned"], "buckets": trainers[0]["first"]["buckets"]}
+            row |= {
+                "planned_bytes": trainers[0]["first"]["planned"],
+                "buckets": trainers[0]["first"]["buckets"],
+            }
             for part in ("wait", "digest", "install"):
-                row[f"{part}_s"] = statistics.fmean(told[f"publish/{part}_s"] for told in trainers[0]["told"])
+                row[f"{part}_s"] = statistics.fmean(
+                    told[f"publish/{part}_s"] for told in trainers[0]["told"]
+                )
         made.append(row)
     for number, reader in enumerate(one for one in ranks if not one["is_trainer"]):
-        contents = [turn["first"]["content"] for turn in reader["turns"] if "content" in turn["first"]]
+        contents = [
+            turn["first"]["content"] for turn in reader["turns"] if "content" in turn["first"]
+        ]
         if any(content != contents[0] for content in contents):
-            raise RuntimeError(f"reader {number} holds other weights after one way than after another")
-    alone, together = ([row for row in made if row["way"] == "memcpy"][place]["gb_per_s"] for place in (0, -1))
-    ours = next((row["seconds"]["mean"] for row in made if row["way"] == "publish + copy"), math.nan)
+            raise RuntimeError(
+                f"reader {number} holds other weights after one way than after another"
+            )
+    alone, together = (
+        [row for row in made if row["way"] == "memcpy"][place]["gb_per_s"] for place in (0, -1)
+    )
+    ours = next(
+        (row["seconds"]["mean"] for row in made if row["way"] == "publish + copy"), math.nan
+    )
     for row in made:
         row |= {"of_memcpy": row["gb_per_s"] / alone, "of_memcpy_ranks": row["gb_per_s"] / together}
         if row["way"] == "per parameter":
@@ -129,47 +178,82 @@ def rows_of(turns: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[di
 
 
 def with_mean(values: list[float]) -> dict[str, Any]:
-    return spread(values) | {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
+    return spread(values) | {
+        "mean": statistics.fmean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of tables."""
     here, task = result["machine"], result["task"]
-    yield f"{here['cpu']}, {here['cores']} cores; torch {here['torch']}; {task['rounds']} rounds; bfloat16"
+    yield (
+        f"{here['cpu']}, {here['cores']} cores; torch {here['torch']}; {task['rounds']} rounds;"
+        " bfloat16"
+    )
     for case in result["cases"]:
         yield ""
         yield (
-            f"{case['layout']} -> {case['engines']} {'vLLM ' * case['with_engine']}engine(s) of tensor {case['engine_tensor']}: "
-            f"{case['parameters'] / 1e6:,.1f} M parameters, {case['engine_bytes'] / 1e6:,.1f} MB; {case['ranks']} processes"
+            f"{case['layout']} -> {case['engines']} {'vLLM ' * case['with_engine']}engine(s) of"
+            f" tensor {case['engine_tensor']}: {case['parameters'] / 1e6:,.1f} M parameters,"
+            f" {case['engine_bytes'] / 1e6:,.1f} MB; {case['ranks']} processes"
         )
         yield (
-            f"{'':44} {'seconds':>31} {'GB/s':>6} {'of memcpy':>10} {'taken in':>9}  {'beyond, MB: trainer':>20} {'reader':>15}  "
-            "wait / digest / install s"
+            f"{'':44} {'seconds':>31} {'GB/s':>6} {'of memcpy':>10} {'taken in':>9} "
+            f" {'beyond, MB: trainer':>20} {'reader':>15}  wait / digest / install s"
         )
         for row in case["rows"]:
-            how = [f"{row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"] if "bucket_mib" in row else []
+            how = (
+                [f"{row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"]
+                if "bucket_mib" in row
+                else []
+            )
             how += [str(row[name]) for name in ("processes", "through") if name in row]
-            seconds = "{mean:.4f} +- {deviation:.4f} ({min:.4f} to {max:.4f})".format(**row["seconds"])
+            seconds = "{mean:.4f} +- {deviation:.4f} ({min:.4f} to {max:.4f})".format(
+                **row["seconds"]
+            )
             taken = max((count for count in row["received_bytes"] if count), default=0) / 1e6
             memory = []
             for who in ("trainer", "reader"):
                 found = [row[f"{who}_{way}_bytes"] for way in ("allocated", "resident")]
-                memory.append(" / ".join("?" if None in each else f"{max(each) / 1e6:,.1f}" for each in found))
-            parts = " / ".join(f"{row[f'{part}_s']:.4f}" for part in ("wait", "digest", "install")) if "wait_s" in row else ""
-            faster = f"{row['times_ours']:.2f} x the time of the first publish + copy" if "times_ours" in row else ""
+                memory.append(
+                    " / ".join("?" if None in each else f"{max(each) / 1e6:,.1f}" for each in found)
+                )
+            parts = (
+                " / ".join(f"{row[f'{part}_s']:.4f}" for part in ("wait", "digest", "install"))
+                if "wait_s" in row
+                else ""
+            )
+            faster = (
+                f"{row['times_ours']:.2f} x the time of the first publish + copy"
+                if "times_ours" in row
+                else ""
+            )
             speed = f"{row['gb_per_s']:6.2f} {row['of_memcpy']:4.0%} {row['of_memcpy_ranks']:5.0%}"
             what = f"{row['way']}, {', '.join(how)}"
-            yield f"{what:44} {seconds:>31} {speed} {taken:9,.1f}  {memory[0]:>20} {memory[1]:>15}  {parts}{faster}"
+            yield (
+                f"{what:44} {seconds:>31} {speed} {taken:9,.1f}  {memory[0]:>20} {memory[1]:>15} "
+                f" {parts}{faster}"
+            )
         if case["ranks"] > here["cores"]:
-            yield f"{case['ranks']} processes on {here['cores']} cores: they wait for each other's time"
+            yield (
+                f"{case['ranks']} processes on {here['cores']} cores: they wait for each other's"
+                " time"
+            )
     if result["others"] > QUIET:
-        yield f"NOT QUIET: other processes took {result['others']:.0%} of the CPU; repeat on an idle machine for the times"
+        yield (
+            f"NOT QUIET: other processes took {result['others']:.0%} of the CPU; repeat on an idle"
+            " machine for the times"
+        )
 
 
 def parse_layout(text: str) -> dict[str, int]:
     """data 2 tensor 1 zero 3 -> degrees by name; what is not named is 1, zero 0."""
     found = {name: int(value) for name, value in re.findall(r"([a-z]+) (\d+)", text)}
-    if re.sub(r"(data|sequence|tensor|zero) \d+", "", text).strip(" x,") or min(found.values(), default=-1) < 0:
+    if (
+        re.sub(r"(data|sequence|tensor|zero) \d+", "", text).strip(" x,")
+        or min(found.values(), default=-1) < 0
+    ):
         raise ValueError(text)
     return {"data": 1, "sequence": 1, "tensor": 1, "zero": 0} | found
 
@@ -182,19 +266,47 @@ def layout(text: str) -> str:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument("--config", default="", help="a config.json; default: a Qwen2 of 533 M parameters")
-    parser.add_argument("--layout", type=layout, help='the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases')
-    parser.add_argument("--engines", type=int, default=1, help="with --layout")
-    parser.add_argument("--engine-tensor", type=int, default=1, help="tensor ranks of an engine, with --layout")
-    parser.add_argument(
-        "--bucket-mib", type=int, nargs="+", default=[PublishConfig().bucket_mib], help="publish.bucket_mib; several are compared"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--digest", choices=tuple(DIGESTS), nargs="+", default=["on"], help="both show what digests cost")
-    parser.add_argument("--with-engine", action="store_true", help="vLLM engines as well, for the time of their repacking")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that one case may take")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the tables"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
+    parser.add_argument(
+        "--config", default="", help="a config.json; default: a Qwen2 of 533 M parameters"
+    )
+    parser.add_argument(
+        "--layout",
+        type=layout,
+        help='the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases',
+    )
+    parser.add_argument("--engines", type=int, default=1, help="with --layout")
+    parser.add_argument(
+        "--engine-tensor", type=int, default=1, help="tensor ranks of an engine, with --layout"
+    )
+    parser.add_argument(
+        "--bucket-mib",
+        type=int,
+        nargs="+",
+        default=[WeightSyncConfig().bucket_mib],
+        help="weight_sync.bucket_mib; several are compared",
+    )
+    parser.add_argument(
+        "--digest",
+        choices=tuple(DIGESTS),
+        nargs="+",
+        default=["on"],
+        help="both show what digests cost",
+    )
+    parser.add_argument(
+        "--with-engine",
+        action="store_true",
+        help="vLLM engines as well, for the time of their repacking",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, help="seconds that one case may take"
+    )
     args = parser.parse_args(argv)
     if min(args.rounds, args.engines, args.engine_tensor, *args.bucket_mib) < 1:
         parser.error("--rounds, --engines, --engine-tensor and --bucket-mib must be 1 or more")
@@ -205,7 +317,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    return run_tool("bench_publish", arguments=arguments, work=work, measure=compare, show=show, argv=argv)
+    return run_tool(
+        "bench_publish", arguments=arguments, work=work, measure=compare, show=show, argv=argv
+    )
 
 
 if __name__ == "__main__":

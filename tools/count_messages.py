@@ -1,21 +1,26 @@
-"""How many bytes a rank sends, by kind of collective: every one that goes through torch, whoever calls it.
+"""How many bytes a rank sends, by kind of collective: every one that goes through torch, whoever
+calls it.
 
     with MessageCount() as count: step()
     count.sent       {"all_reduce": bytes, ...}
 
-Counted where torch.distributed hands a collective to its process group (the operators `c10d::...`), so ours and DeepSpeed's,
-plain, coalesced and inside autograd, are counted once each, by the bytes a ring of n ranks sends:
+Counted where torch.distributed hands a collective to its process group (the operators `c10d::...`),
+so ours and DeepSpeed's, plain, coalesced and inside autograd, are counted once each, by the bytes a
+ring of n ranks sends:
 
     all_reduce       2 (n - 1) / n of the tensor
     all_gather         (n - 1) / n of what it makes
     reduce_scatter     (n - 1) / n of what goes in
     all_to_all         exactly the pieces for others
-    send               the tensor; receiving counts nothing, so over all ranks each message counts once
-    broadcast          (n - 1) / n of the tensor, the mean over ranks; so reduce, gather and scatter, which count as `other`
+    send               the tensor; receiving counts nothing, so over all ranks each message counts
+                       once
+    broadcast          (n - 1) / n of the tensor, the mean over ranks; so reduce, gather and
+                       scatter, which count as `other`
 
-DeepSpeed's own all-reduce through shared memory (`deepspeed::inference_all_reduce_`, for inference) is an operator as well and
-counts as all_reduce. An operator that is not known here is an error: nothing is left out in silence. Counting makes every
-operator pass through Python, so steps that are timed should not be counted.
+DeepSpeed's own all-reduce through shared memory (`deepspeed::inference_all_reduce_`, for inference)
+is an operator as well and counts as all_reduce. An operator that is not known here is an error:
+nothing is left out in silence. Counting makes every operator pass through Python, so steps that are
+timed should not be counted.
 """
 
 from __future__ import annotations
@@ -44,12 +49,16 @@ def _for_others(arguments: dict[str, Any], group: dist.ProcessGroup) -> float:
         return sum(x.nbytes for other, x in enumerate(arguments["input_tensors"]) if other != rank)
     whole, splits = arguments["input"], arguments["input_split_sizes"]
     rows = whole.shape[0] if whole.dim() else 1
-    return whole.nbytes * (1 - (splits[rank] / max(sum(splits), 1) if splits else (rows // size) / max(rows, 1)))
+    return whole.nbytes * (
+        1 - (splits[rank] / max(sum(splits), 1) if splits else (rows // size) / max(rows, 1))
+    )
 
 
 def _share(name: str, times: int = 1) -> Callable[[dict[str, Any], dist.ProcessGroup], float]:
     """`times` (n - 1) / n of the argument `name`."""
-    return lambda arguments, group: times * _bytes(arguments[name]) * (group.size() - 1) / group.size()
+    return lambda arguments, group: (
+        times * _bytes(arguments[name]) * (group.size() - 1) / group.size()
+    )
 
 
 OPERATORS: dict[str, tuple[str, Callable[[dict[str, Any], dist.ProcessGroup], float]]] = {
@@ -84,8 +93,13 @@ class MessageCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self._count(func, args, kwargs or {})
-        elif func.namespace in ("_c10d_functional", "c10d_functional") and "wait" not in func.name():
-            raise RuntimeError(f"{func.name()} is a functional collective, which tools/count_messages.py does not count yet")
+        elif (
+            func.namespace in ("_c10d_functional", "c10d_functional") and "wait" not in func.name()
+        ):
+            raise RuntimeError(
+                f"{func.name()} is a functional collective, which tools/count_messages.py does not"
+                " count yet"
+            )
         elif func.name().startswith("deepspeed::inference_all_reduce"):
             group = dist.group.WORLD
             assert group is not None
@@ -97,11 +111,21 @@ class MessageCount(TorchDispatchMode):
         if name in SILENT:
             return
         if name not in OPERATORS:
-            raise RuntimeError(f"c10d::{name} is not known; say in tools/count_messages.py what it sends")
-        named = {x.name: value for x, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            raise RuntimeError(
+                f"c10d::{name} is not known; say in tools/count_messages.py what it sends"
+            )
+        named = {
+            x.name: value for x, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
         kind, formula = OPERATORS[name]
         group = named["process_group"]
-        self._add(kind, formula(named, dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group))
+        self._add(
+            kind,
+            formula(
+                named,
+                dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group,
+            ),
+        )
 
     def _add(self, kind: str, sent: float) -> None:
         self.sent[kind] += sent

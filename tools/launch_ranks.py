@@ -1,9 +1,12 @@
-"""Starts a tool again as N ranks, each a process of its own with one thread, and ends them all with the tool.
+"""Starts a tool again as N ranks, each a process of its own with one thread, and ends them all with
+the tool.
 
     answers = launch(__file__, {"tokens": 16}, num_ranks=4, deadline_s=300)      in the tool
-    if rank_task() is not None: answer(work(rank_task()))                        in the same file, as a rank
+    if rank_task() is not None: answer(work(rank_task()))                        in the same file,
+    as a rank
 
-What is asked and answered is JSON, in files of a folder that goes away. A rank that fails ends the others.
+What is asked and answered is JSON, in files of a folder that goes away. A rank that fails ends the
+others.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def answer(value: dict[str, Any]) -> None:
     Path(os.environ[ANSWER]).write_text(json.dumps(value))
 
 
-def _environment(rank: int, num_ranks: int, port: int, folder: Path, extra: dict[str, str]) -> dict[str, str]:
+def _environment(
+    rank: int, num_ranks: int, port: int, folder: Path, extra: dict[str, str]
+) -> dict[str, str]:
     return {
         **os.environ,
         "RANK": str(rank),
@@ -72,15 +77,26 @@ def _environment(rank: int, num_ranks: int, port: int, folder: Path, extra: dict
 
 def _last_words(text: str) -> str:
     """The error a rank ended with, or the end of what it said."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.strip().splitlines() if not line.startswith("USDT:")]
+    lines = [
+        re.sub(r"^\[rank\d+\]: ?", "", line)
+        for line in text.strip().splitlines()
+        if not line.startswith("USDT:")
+    ]
     errors = [line for line in lines if line.startswith(("ValueError: ", "RuntimeError: "))]
     return errors[-1].split(": ", 1)[1] if errors else "\n".join(lines[-25:])
 
 
 def launch(
-    script: str, task: dict[str, Any], *, num_ranks: int, deadline_s: float, environment: dict[str, str] | None = None
+    script: str,
+    task: dict[str, Any],
+    *,
+    num_ranks: int,
+    deadline_s: float,
+    environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Each rank's answer. Raises `RuntimeError` with a rank's last words, or when they are not done after `deadline_s`."""
+    """Each rank's answer. Raises `RuntimeError` with a rank's last words, or when they are not done
+    after `deadline_s`.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder, port = Path(name), free_port()
         (folder / "task").write_text(json.dumps(task))
@@ -91,14 +107,23 @@ def launch(
                 with path.open("wb") as output:
                     command = [sys.executable, str(Path(script).resolve())]
                     variables = _environment(rank, num_ranks, port, folder, environment or {})
-                    ranks.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
+                    ranks.append(
+                        subprocess.Popen(
+                            command, env=variables, stdout=output, stderr=subprocess.STDOUT
+                        )
+                    )
             end = time.monotonic() + deadline_s
             while any(process.poll() is None for process in ranks):
                 if any(process.poll() not in (None, 0) for process in ranks):
                     break
                 if time.monotonic() > end:
-                    said = "\n".join(f"rank {rank}: {_tail(path)}" for rank, path in enumerate(outputs))
-                    raise RuntimeError(f"{num_ranks} ranks were not done after {deadline_s:g} s; raise --deadline\n{said}")
+                    said = "\n".join(
+                        f"rank {rank}: {_tail(path)}" for rank, path in enumerate(outputs)
+                    )
+                    raise RuntimeError(
+                        f"{num_ranks} ranks were not done after {deadline_s:g} s; raise"
+                        f" --deadline\n{said}"
+                    )
                 time.sleep(0.05)
             # Who failed first says why; others say that it left.
             codes = [process.poll() for process in ranks]
@@ -107,9 +132,15 @@ def launch(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        failed = {rank: outputs[rank].read_text(errors="replace") for rank, code in enumerate(codes) if code not in (None, 0)}
+        failed = {
+            rank: outputs[rank].read_text(errors="replace")
+            for rank, code in enumerate(codes)
+            if code not in (None, 0)
+        }
         for rank in sorted(failed, key=lambda rank: "Connection closed by peer" in failed[rank]):
-            raise RuntimeError(f"rank {rank} of {num_ranks} ended with {codes[rank]}: {_last_words(failed[rank])}")
+            raise RuntimeError(
+                f"rank {rank} of {num_ranks} ended with {codes[rank]}: {_last_words(failed[rank])}"
+            )
         return [json.loads((folder / f"answer-{rank}").read_text()) for rank in range(num_ranks)]
 
 
@@ -118,7 +149,7 @@ def _tail(path: Path) -> str:
     return lines[-1] if lines else "(said nothing)"
 
 
-# --------------------------------------------------------------------------------------- the machine, and who else uses it
+# ---------------------------------------------------------------- the machine, and who else uses it
 
 
 def machine() -> dict[str, Any]:
@@ -126,18 +157,32 @@ def machine() -> dict[str, Any]:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    found = {"cpu": name, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0], "torch": torch.__version__}
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
+    found = {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+    }
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 class Others:
-    """The share of the CPU that processes outside of this tool took while it was open, in `share`."""
+    """The share of the CPU that processes outside of this tool took while it was open, in
+    `share`.
+    """
 
     share = 0.0
 
     def __enter__(self) -> Others:
-        self._begun, self._busy, self._ours = time.monotonic(), self._machine_s(), self._children_s()
+        self._begun, self._busy, self._ours = (
+            time.monotonic(),
+            self._machine_s(),
+            self._children_s(),
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +193,9 @@ class Others:
     @staticmethod
     def _machine_s() -> float:
         """CPU seconds that all processes have used since boot, and those the machine was denied."""
-        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        fields = [
+            int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ]
         user, nice, system, _idle, _wait, interrupt, soft, steal = fields[:8]
         return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
 
@@ -165,7 +212,12 @@ def end_on_sigterm() -> None:
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest, largest, and all in their order."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": list(values)}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "all": list(values),
+    }
 
 
 def numbers(text: str) -> list[int]:
@@ -185,9 +237,11 @@ def run_tool(
     show: Callable[[dict[str, Any]], Iterable[str]],
     argv: list[str] | None,
 ) -> int:
-    """The command line of a tool that launches itself: as a rank it does its `work`, else it prints what `measure` finds.
+    """The command line of a tool that launches itself: as a rank it does its `work`, else it prints
+    what `measure` finds.
 
-    `measure` gets what `arguments` made of the command line, `show` makes lines of {machine, task, what was measured}; with
+    `measure` gets what `arguments` made of the command line, `show` makes lines of {machine, task,
+    what was measured}; with
     --json they are printed as they are. Returns the exit status.
     """
     task = rank_task()

@@ -1,15 +1,19 @@
-"""Writes the addition task: a tiny untrained model, its tokenizer, demonstrations, and prompts with their answers.
+"""Writes the addition task: a tiny untrained model, its tokenizer, demonstrations, and prompts with
+their answers.
 
-    python tools/make_addition.py FOLDER [--seed 1] [--demonstrations 51200] [--prompts 20000] [--held-out 500] [--validation 500]
+    python tools/make_addition.py FOLDER [--seed 1] [--demonstrations 51200] [--prompts 20000]
+    [--held-out 500] [--validation 500]
 
-    FOLDER/model/            config and tokenizer of a 290,304-parameter Qwen2; no weights: training starts from scratch
-    FOLDER/sft.jsonl         {prompt, response}: 45 % answer directly, most of the reasoning forgets its carries
+    FOLDER/model/            config and tokenizer of a 290,304-parameter Qwen2; no weights: training
+                             starts from scratch
+    FOLDER/sft.jsonl         {prompt, response}: 45 % answer directly, most of the reasoning forgets
+                             its carries
     FOLDER/train.jsonl       {prompt, answer}
     FOLDER/held_out.jsonl    {prompt, answer} of problems in no other file, for evaluation
     FOLDER/validation.jsonl  {prompt, answer} of problems in no other file, for choosing settings
 
-A problem `347+589=` belongs to one part by `crc32("347+589") % 10`: 0 held out, 1 validation, the rest for training.
-The folder appears whole or not at all; the same command again does nothing.
+A problem `347+589=` belongs to one part by `crc32("347+589") % 10`: 0 held out, 1 validation, the
+rest for training. The folder appears whole or not at all; the same command again does nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +74,9 @@ def direct(a: int, b: int, draw: random.Random) -> str:
 
 
 def columns(a: int, b: int, forgets: Callable[[], bool]) -> str:
-    """Three columns, units first, as `digit+digit+carry=sum`, then the number they make; `forgets` drops a carry to 0."""
+    """Three columns, units first, as `digit+digit+carry=sum`, then the number they make; `forgets`
+    drops a carry to 0.
+    """
     lines, digits, carry = [], "", 0
     for place in (1, 10, 100):
         x, y = a // place % 10, b // place % 10
@@ -84,7 +90,9 @@ def columns(a: int, b: int, forgets: Callable[[], bool]) -> str:
 
 
 def sloppy(a: int, b: int, draw: random.Random) -> str:
-    """Reasoning in which each carry is forgotten with probability 0.8, and the mistake carried through."""
+    """Reasoning in which each carry is forgotten with probability 0.8, and the mistake carried
+    through.
+    """
     return columns(a, b, lambda: draw.random() < 0.8)
 
 
@@ -132,13 +140,16 @@ def write_model(folder: Path) -> None:
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))  # without merges, characters stay apart
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": EOS,
-        "unk_token": None,  # transformers 5 takes every tokenizer beside a Qwen2 for Qwen's, and would add its own
+        # transformers 5 takes every tokenizer beside a Qwen2 for Qwen's, and would add its own
+        "unk_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": CONFIG["max_position_embeddings"],
         "padding_side": "left",
@@ -157,7 +168,9 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def make(folder: Path, args: dict[str, int]) -> bool:
-    """Write the task into `folder`; False where it is there already, `ValueError` where something else is."""
+    """Write the task into `folder`; False where it is there already, `ValueError` where something
+    else is.
+    """
     stamp = {"format": FORMAT, **args}
     found = folder / STAMP
     if found.is_file() and json.loads(found.read_text()) == stamp:
@@ -172,7 +185,11 @@ def make(folder: Path, args: dict[str, int]) -> bool:
         seed = args["seed"]
         write_model(unfinished / "model")
         write_rows(unfinished / "sft.jsonl", demonstrations(args["demonstrations"], seed))
-        for name, parts in (("train", range(2, 10)), ("held_out", range(1)), ("validation", range(1, 2))):
+        for name, parts in (
+            ("train", range(2, 10)),
+            ("held_out", range(1)),
+            ("validation", range(1, 2)),
+        ):
             count = args["prompts" if name == "train" else name]
             write_rows(unfinished / f"{name}.jsonl", problems(count, parts, seed, name))
         write_json(unfinished / STAMP, stamp)
@@ -186,7 +203,9 @@ def make(folder: Path, args: dict[str, int]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--demonstrations", type=int, default=51200)
@@ -195,7 +214,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--validation", type=int, default=500)
     args = vars(parser.parse_args(argv))
     folder = args.pop("folder")
-    smallest = min((HIGH - LOW + 1) ** 2 // 20, 40000)  # every part has about twice as many problems
+    smallest = min(
+        (HIGH - LOW + 1) ** 2 // 20, 40000
+    )  # every part has about twice as many problems
     for name in ("demonstrations", "prompts", "held_out", "validation"):
         most = None if name == "demonstrations" else smallest
         if args[name] < 1 or (most is not None and args[name] > most):

@@ -1,6 +1,8 @@
-"""The naive ways of tools/bench_publish.py: each parameter gathered whole on rank 0, and sent to every reader before the next.
+"""The naive ways of tools/bench_publish.py: each parameter gathered whole on rank 0, and sent to
+every reader before the next.
 
-Of its argument `case` each takes `wire` (rank 0 and the readers), `rank`, and `largest` (elements of the largest parameter).
+Of its argument `case` each takes `wire` (rank 0 and the readers), `rank`, and `largest` (elements
+of the largest parameter).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import Axis
-from megarl.publish.board import Board, wait_until
+from megarl.weight_sync.transports.shared_counters import SharedCounters, wait_until
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
 LONGEST_PAUSE_S = 5e-5
@@ -24,7 +26,11 @@ class Gloo:
     """A broadcast of each parameter from rank 0, and a word from each reader when it is used."""
 
     def __init__(self, case: Any) -> None:
-        self.axis, self.whole, self.word = case.wire, torch.zeros(case.largest, dtype=DTYPE), torch.zeros(1)
+        self.axis, self.whole, self.word = (
+            case.wire,
+            torch.zeros(case.largest, dtype=DTYPE),
+            torch.zeros(1),
+        )
 
     def send(self, whole: torch.Tensor) -> None:
         dist.broadcast(whole, 0, group=self.axis.group)
@@ -44,9 +50,9 @@ class Shared:
 
     def __init__(self, case: Any) -> None:
         readers, self.number, self.count = case.wire.size - 1, case.wire.rank - 1, 0
-        mine = Board(1, readers, case.largest * ITEMSIZE) if case.rank == 0 else None
+        mine = SharedCounters(1, readers, case.largest * ITEMSIZE) if case.rank == 0 else None
         path = broadcast_object(mine.path if mine else "", case.wire)
-        self.board = mine or Board(1, readers, case.largest * ITEMSIZE, path)
+        self.board = mine or SharedCounters(1, readers, case.largest * ITEMSIZE, path)
         self.whole = self.board.memory().view(DTYPE)
 
     def send(self, whole: torch.Tensor) -> None:
@@ -70,7 +76,9 @@ class Shared:
 
 
 def gather(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
-    """Every rank's part, straight into its place: gloo's own all-gather makes room for all of it again, each time."""
+    """Every rank's part, straight into its place: gloo's own all-gather makes room for all of it
+    again, each time.
+    """
     places = whole.view(axis.size, -1)
     others = [(place, other) for place, other in enumerate(axis.ranks) if place != axis.rank]
     work = [dist.irecv(places[place], other, group=axis.group) for place, other in others]

@@ -1,11 +1,15 @@
-"""The most memory that a piece of code held, in two independent ways on CPU; both are held against tensors of known size.
+"""The most memory that a piece of code used, in two independent ways on CPU; both are checked
+against tensors of known size.
 
-    allocated   every allocation and release of torch's CPU allocator, as the profiler writes them down, summed in their order:
-                exact to the byte, and blind to what is not a tensor (scratch memory of libraries, Python's objects, sockets)
-    resident    VmHWM, reset through /proc/self/clear_refs, minus what was resident before: sees everything, in pages
+    allocated   every allocation and release of torch's CPU allocator, as the profiler writes them
+                down, summed in their order: exact to the byte, and blind to what is not a tensor
+                (scratch memory of libraries, Python's objects, sockets)
+    resident    VmHWM, reset through /proc/self/clear_refs, minus what was resident before: sees
+                everything, in pages
 
-What is resident follows what is allocated only where malloc gives every tensor a mapping of its own, so that what is freed
-goes back at once: `return_freed_memory(True)`. On CUDA both are torch.cuda.max_memory_allocated.
+What is resident follows what is allocated only where malloc gives every tensor a mapping of its
+own, so that what is freed goes back at once: `return_freed_memory(True)`. On CUDA both are
+torch.cuda.max_memory_allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond those held before."""
+    """Bytes beyond those used before."""
 
     allocated: int
     resident: int | None
@@ -34,7 +38,9 @@ class Peak:
 
 
 def return_freed_memory(at_once: bool) -> None:
-    """Whether tensors of 64 KiB or more get mappings of their own (slower), or malloc keeps what is freed for the next."""
+    """Whether tensors of 64 KiB or more get mappings of their own (slower), or malloc keeps what is
+    freed for the next.
+    """
     libc = ctypes.CDLL(None)
     # As malloc itself settles after large blocks have been freed.
     libc.mallopt(MALLOPT_MMAP_THRESHOLD, 64 * 2**10 if at_once else 32 * 2**20)
@@ -58,7 +64,9 @@ def reset_resident_peak() -> bool:
 
 
 def peak_of(body: Callable[[], Any], device: torch.device | None = None) -> tuple[Peak, Any]:
-    """The peak while `body` ran, and what it returned. Tensors that are there before should outlive it."""
+    """The peak while `body` ran, and what it returned. Tensors that are there before should outlive
+    it.
+    """
     gc.collect()
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -69,7 +77,10 @@ def peak_of(body: Callable[[], Any], device: torch.device | None = None) -> tupl
     ctypes.CDLL(None).malloc_trim(0)  # or small tensors would sit in what malloc kept of others
     permitted, before = reset_resident_peak(), resident()
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=False, with_stack=False
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        record_shapes=False,
+        with_stack=False,
     ) as profiler:
         result = body()
         most = resident("VmHWM") - before
@@ -78,16 +89,20 @@ def peak_of(body: Callable[[], Any], device: torch.device | None = None) -> tupl
 
 def _allocated(profiler: Any) -> int:
     """The largest sum of allocations and releases."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    owned = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        owned += event.nbytes()
+        most = max(most, owned)
     return most
 
 
 def check() -> None:
-    """Two tensors at a time of three, one after the other: the peak is known. Raises `RuntimeError` where it is not found."""
+    """Two tensors at a time of three, one after the other: the peak is known. Raises `RuntimeError`
+    where it is not found.
+    """
 
     def body() -> None:
         numel = KNOWN_BYTES // 4

@@ -1,4 +1,6 @@
-"""The ways of bringing weights to engine ranks that tools/bench_publish.py compares: what each process does in its turn."""
+"""The ways of bringing weights to engine ranks that tools/bench_publish.py compares: what each
+process does in its turn.
+"""
 
 from __future__ import annotations
 
@@ -18,60 +20,78 @@ import torch
 import torch.distributed as dist
 from naive_publish import DTYPE, ITEMSIZE, THROUGH, gather
 
+from megarl.cluster.process_env import engine_environment
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, finalise, initialise, rank
-from megarl.parallel.reshard.pieces import ZEROS, empty_buffers, matrix
-from megarl.parallel.reshard.table import engine_held, training_held, training_shards
-from megarl.publish import receive, wire
-from megarl.publish.carriers import RECEIVERS
-from megarl.publish.config import PublishConfig
-from megarl.publish.digests import signed
-from megarl.publish.families import parameter_table, refuse_engine_tensor
-from megarl.publish.route import Route, RouteSpec
+from megarl.parallel.reshard.boxes import ZEROS, empty_buffers, matrix
+from megarl.parallel.reshard.owned import training_owned
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine import Engine
-from megarl.third_party import engine_environment
+from megarl.weight_sync import bucket_receiver as receive
+from megarl.weight_sync import publisher as wire
+from megarl.weight_sync.checksums import signed
+from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
+from megarl.weight_sync.parameters import engine_owned, training_shards
+from megarl.weight_sync.route import Route, RouteSpec
+from megarl.weight_sync.transports.registry import RECEIVERS
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DIGESTS = {
     "on": (wire.carry, receive.digest),
-    "off": (lambda source, target, box: 0 * len(target.copy_(source)), lambda held, box: 0),
+    "off": (lambda source, target, box: 0 * len(target.copy_(source)), lambda owned, box: 0),
 }
 """What trainer ranks and engine ranks do with each region."""
 
 
-# ---------------------------------------------------------------------------------------------------- all processes of a case
+# -------------------------------------------------------------------------- all processes of a case
 
 
 class Case:
-    """Who is who: trainer ranks first, then readers, one for each engine rank, or for each engine where they are real."""
+    """Who is who: trainer ranks first, then readers, one for each engine rank, or for each engine
+    where they are real.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self.task, self.rank, self.layout = task, rank(), Layout(task["data"], task["sequence"], task["tensor"])
+        self.task, self.rank, self.layout = (
+            task,
+            rank(),
+            Layout(task["data"], task["sequence"], task["tensor"]),
+        )
         config = json.loads((Path(task["model"]) / "config.json").read_text())
         refuse_engine_tensor(config, task["engine_tensor"])
         self.table, size = parameter_table(config), self.layout.size
-        self.shapes, self.shards = {row.name: row.shape for row in self.table}, training_shards(self.table, task["tensor"])
-        self.held = training_held(self.shapes, self.shards, self.layout, task["zero"])
-        self.engine = engine_held(self.table, task["engine_tensor"])
-        self.engine_bytes = sum(sum(held.sizes.values()) for held in self.engine) * ITEMSIZE
+        self.shapes, self.shards = (
+            {row.name: row.shape for row in self.table},
+            training_shards(self.table, task["tensor"]),
+        )
+        self.owned = training_owned(self.shapes, self.shards, self.layout, task["zero"])
+        self.engine = engine_owned(self.table, task["engine_tensor"])
+        self.engine_bytes = sum(sum(owned.sizes.values()) for owned in self.engine) * ITEMSIZE
         # Collectives pad shares to equal ones.
         self.largest = max(math.prod(shape) + size * max(shape) for shape in self.shapes.values())
         everybody = tuple(range(dist.get_world_size()))
         self.everybody, self.trainers = self._axis([everybody]), self._axis([everybody[:size]])
         self.replicas = self._axis(self.layout.groups("data", "sequence"))
-        self.tensor, self.wire = self._axis(self.layout.groups("tensor")), self._axis([(0, *everybody[size:])])
+        self.tensor, self.wire = (
+            self._axis(self.layout.groups("tensor")),
+            self._axis([(0, *everybody[size:])]),
+        )
         self.is_sliced = task["zero"] == 3 and size > task["tensor"]
 
     def _axis(self, groups: list[tuple[int, ...]]) -> Any:
         """This process's axis among `groups`, which all make together; None where it is in none."""
-        made: dict[Any, Any] = {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups}
+        made: dict[Any, Any] = {
+            ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups
+        }
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         return Axis("", len(mine), mine.index(self.rank), mine, made[mine]) if mine else None
 
     def rounds(self, do: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
-        """What this process did in each turn, by rounds: one for memory and contents, one to make what is kept, those timed."""
+        """What this process did in each turn, by rounds: one for memory and contents, one to make
+        what is kept, those timed.
+        """
         found: list[dict[str, Any]] = [{"spans": [], "told": []} for _ in self.task["turns"]]
         for number in range(-2, self.task["rounds"]):
             for turn, kept in zip(self.task["turns"], found, strict=True):
@@ -82,22 +102,28 @@ class Case:
                     peak, kept["first"] = peak_memory.peak_of(partial(do, turn, is_first=True))
                     kept |= {"allocated": peak.allocated, "resident": peak.resident}
                     continue
-                begun = time.monotonic()
+                started_at = time.monotonic()
                 told = do(turn, is_first=False)
                 if number >= 0:
-                    kept["spans"].append((begun, time.monotonic()))
+                    kept["spans"].append((started_at, time.monotonic()))
                     kept["told"].append(told)
         return found
 
 
-# --------------------------------------------------------------------------------------------------------- a trainer rank
+# ----------------------------------------------------------------------------------- a trainer rank
 
 
 class Readers:
-    """Rank 0's engines, as `Publisher` knows them, and their answer: processes of this tool, asked over gloo."""
+    """Rank 0's engines, as `Publisher` knows them, and their answer: processes of this tool, asked
+    over gloo.
+    """
 
     def __init__(self, case: Case) -> None:
-        self.axis, self.engines, self.tensor = case.wire, case.task["engines"], case.task["engine_tensor"]
+        self.axis, self.engines, self.tensor = (
+            case.wire,
+            case.task["engines"],
+            case.task["engine_tensor"],
+        )
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         broadcast_object([info(number) for number in range(self.engines)], self.axis)
@@ -107,7 +133,7 @@ class Readers:
         return self
 
     def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]:
-        ranks = [held for told in gather_objects([], self.axis) for held in told]
+        ranks = [owned for told in gather_objects([], self.axis) for owned in told]
         return [ranks[first : first + self.tensor] for first in range(0, len(ranks), self.tensor)]
 
     def _nothing(self, **_: Any) -> None:
@@ -121,13 +147,18 @@ class Trainer:
 
     def __init__(self, case: Case) -> None:
         self.case, self.version, self.publishers, self.naive = case, 0, {}, {}
-        held = case.held[case.rank]
+        owned = case.owned[case.rank]
         # Room for the longest share of any rank: collectives want equal ones.
-        self.weights = {name: torch.zeros(max(each.sizes[name] for each in case.held), dtype=DTYPE) for name in held.sizes}
+        self.weights = {
+            name: torch.zeros(max(each.sizes[name] for each in case.owned), dtype=DTYPE)
+            for name in owned.sizes
+        }
         for seed, (name, shape) in enumerate(case.shapes.items()):
             draw, size = torch.Generator().manual_seed(seed), matrix(shape)
-            bits = torch.randint(-(2**15), 2**15, (size.rows, size.columns), generator=draw, dtype=torch.int16)
-            for piece in (piece for piece in held.pieces if piece.tensor == name):
+            bits = torch.randint(
+                -(2**15), 2**15, (size.rows, size.columns), generator=draw, dtype=torch.int16
+            )
+            for piece in (piece for piece in owned.pieces if piece.tensor == name):
                 top, bottom, left, right = piece.box
                 piece.view(self.weights[name]).copy_(bits[top:bottom, left:right].view(DTYPE))
         share = case.engine_bytes if case.rank == 0 else case.engine_bytes // case.layout.size
@@ -135,7 +166,11 @@ class Trainer:
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         if turn["way"] == "memcpy":
-            share = self.case.engine_bytes // turn["processes"] if self.case.rank < turn["processes"] else 0
+            share = (
+                self.case.engine_bytes // turn["processes"]
+                if self.case.rank < turn["processes"]
+                else 0
+            )
             self.pair[1][:share].copy_(self.pair[0][:share])
             return {}
         if turn["way"] != "per parameter":
@@ -165,7 +200,12 @@ class Trainer:
 
     def _publisher(self, bucket_mib: int) -> wire.Publisher:
         case, task = self.case, self.case.task
-        policy = {"zero_stage": task["zero"], "shapes": case.shapes, "shards": case.shards, "held": lambda: self.weights}
+        policy = {
+            "zero_stage": task["zero"],
+            "shapes": case.shapes,
+            "shards": case.shards,
+            "owned": lambda: self.weights,
+        }
         settings: Any = {
             "table": case.table,
             "policy": SimpleNamespace(**policy),
@@ -179,7 +219,9 @@ class Trainer:
             "max_tokens": 2,
             "seed": 0,
         }
-        publish = PublishConfig(bucket_mib=bucket_mib, probe_every=0, replacements=0, timeout_s=task["deadline"])
+        publish = WeightSyncConfig(
+            bucket_mib=bucket_mib, probe_every=0, replacements=0, timeout_s=task["deadline"]
+        )
         return wire.Publisher(publish, **settings)
 
     def _per_parameter(self, through: str) -> None:
@@ -195,20 +237,22 @@ class Trainer:
             if post is not None:
                 post.send(whole)
 
-    def _gather(self, name: str, shape: tuple[int, ...], last: Any, slices: Any, parts: Any) -> torch.Tensor:
+    def _gather(
+        self, name: str, shape: tuple[int, ...], last: Any, slices: Any, parts: Any
+    ) -> torch.Tensor:
         """A parameter from all ranks' shares, flat; in `last`, if anything was to be gathered."""
-        case, held, shard = self.case, self.weights[name], self.case.shards.get(name)
+        case, owned, shard = self.case, self.weights[name], self.case.shards.get(name)
         if case.is_sliced:
-            length = max(case.held[rank].sizes[name] for rank in case.replicas.ranks)
+            length = max(case.owned[rank].sizes[name] for rank in case.replicas.ranks)
             found = last if shard is None else slices
-            gather(found[: length * case.replicas.size], held[:length], case.replicas)
-            held = found
+            gather(found[: length * case.replicas.size], owned[:length], case.replicas)
+            owned = found
         if shard is None:
-            return held[: math.prod(shape)]
+            return owned[: math.prod(shape)]
         length = max(shard.lengths) * math.prod(shape) // shard.whole
         even_rows = shard.dim == 0 and len(set(shard.lengths)) == 1
         found = (last if even_rows else parts)[: length * case.tensor.size]
-        gather(found, held[:length], case.tensor)
+        gather(found, owned[:length], case.tensor)
         whole = last[: math.prod(shape)]
         for number, count in enumerate(shard.lengths if not even_rows else ()):
             target = whole.view(shape).narrow(shard.dim, shard.edges[number], count)
@@ -216,7 +260,7 @@ class Trainer:
         return whole
 
 
-# -------------------------------------------------------------------------------------------------------- an engine rank
+# ----------------------------------------------------------------------------------- an engine rank
 
 
 class Reader:
@@ -225,9 +269,11 @@ class Reader:
     def __init__(self, case: Case) -> None:
         self.case, self.ends, self.naive = case, {}, {}
         self.engine, self.part = divmod(case.wire.rank - 1, case.task["engine_tensor"])
-        self.held = case.engine[self.part]
-        self.buffers = empty_buffers(self.held, DTYPE)
-        self.padding = sum(piece.box.area for piece in self.held.pieces if piece.tensor == ZEROS) * ITEMSIZE
+        self.owned = case.engine[self.part]
+        self.buffers = empty_buffers(self.owned, DTYPE)
+        self.padding = (
+            sum(piece.box.area for piece in self.owned.pieces if piece.tensor == ZEROS) * ITEMSIZE
+        )
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         if turn["way"] == "memcpy":
@@ -242,7 +288,10 @@ class Reader:
             self.ends.clear()
             self.naive.clear()
         if is_first and turn["way"] != "publish":
-            told["content"] = [DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape)) for buffer in self.buffers.values()]
+            told["content"] = [
+                DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape))
+                for buffer in self.buffers.values()
+            ]
         return told
 
     def _publish(self, turn: dict[str, Any]) -> dict[str, Any]:
@@ -251,30 +300,42 @@ class Reader:
             info = broadcast_object([], self.case.wire)[self.engine]
             spec = RouteSpec(**info["spec"])
             route, image = Route.of(spec, self.case.table), spec.image(self.engine, self.part)
-            receiver = RECEIVERS[info["carrier"]](route, self.engine, self.part, info["invitation"])
+            receiver = RECEIVERS[info["transport"]](
+                route, self.engine, self.part, info["init_info"]
+            )
             self.ends[mib] = receiver, receive.Intake(route, receiver, image)
         receiver, intake = self.ends[mib]
-        digests, seconds = [0] * len(intake.route.tensors), {"wait": 0.0, "digest": 0.0, "install": 0.0}
-        version, watch = broadcast_object(0, self.case.wire), receive.deadline_watch(self.case.task["deadline"])
+        digests, seconds = (
+            [0] * len(intake.route.tensors),
+            {"wait": 0.0, "digest": 0.0, "install": 0.0},
+        )
+        version, watch = (
+            broadcast_object(0, self.case.wire),
+            receive.deadline_watch(self.case.task["deadline"]),
+        )
         receiver.begin(version)
         for bucket in intake.route.buckets:
             buffers = intake.take(bucket, watch, seconds)
             intake.digest(bucket, buffers, digests, seconds)
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())
             for name, buffer in buffers.items() if turn["way"] == "publish + copy" else ():
                 start = bucket.starts[name]
                 self.buffers[name][start : start + len(buffer)] = buffer
-            seconds["install"] += time.perf_counter() - begun
+            seconds["install"] += time.perf_counter() - started_at
             receiver.release(bucket)
-        held = {"version": version, "digests": [signed(value) for value in digests], "seconds": seconds}
-        gather_objects([held], self.case.wire)
+        owned = {
+            "version": version,
+            "digests": [signed(value) for value in digests],
+            "seconds": seconds,
+        }
+        gather_objects([owned], self.case.wire)
         return {"received": received}
 
     def _per_parameter(self, through: str) -> int:
         if through not in self.naive:
             self.naive[through] = THROUGH[through](self.case)
-        post, received, pieces = self.naive[through], 0, iter(self.held.pieces)
+        post, received, pieces = self.naive[through], 0, iter(self.owned.pieces)
         wanted: dict[str, list[Any]] = {}
         for piece in pieces:
             wanted.setdefault(piece.tensor, []).append(piece)
@@ -318,8 +379,10 @@ class RealEngine:
             self.loop.run_until_complete(self.engine.connect(info))
         self.is_connected = not is_first  # the trainer begins anew after the first round
         version = broadcast_object(0, self.case.wire)
-        held = self.loop.run_until_complete(self.engine.update(version, self.case.task["deadline"]))
-        gather_objects(held, self.case.wire)
+        owned = self.loop.run_until_complete(
+            self.engine.update(version, self.case.task["deadline"])
+        )
+        gather_objects(owned, self.case.wire)
         return {}
 
     def close(self) -> None:
@@ -333,9 +396,22 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     peak_memory.return_freed_memory(True)
     peak_memory.check()
     case = Case(task)
-    role = Trainer(case) if case.trainers else RealEngine(case) if task["with_engine"] else Reader(case)
-    found = {"turns": case.rounds(role.do), "engine_bytes": case.engine_bytes, "is_trainer": bool(case.trainers)}
-    found |= {"parameters": sum(map(math.prod, case.shapes.values())), "rank_bytes": [sum(h.sizes.values()) for h in case.engine]}
+    role = (
+        Trainer(case)
+        if case.trainers
+        else RealEngine(case)
+        if task["with_engine"]
+        else Reader(case)
+    )
+    found = {
+        "turns": case.rounds(role.do),
+        "engine_bytes": case.engine_bytes,
+        "is_trainer": bool(case.trainers),
+    }
+    found |= {
+        "parameters": sum(map(math.prod, case.shapes.values())),
+        "rank_bytes": [sum(h.sizes.values()) for h in case.engine],
+    }
     if isinstance(role, RealEngine):
         role.close()
     dist.barrier()  # gloo's threads do not like peers that leave first

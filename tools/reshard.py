@@ -1,26 +1,33 @@
-"""Weights from one layout to another: how much moves (before there are any), and the moving, bit by bit.
+"""Weights from one layout to another: how much moves (before there are any), and the moving, bit by
+bit.
 
-    python tools/reshard.py plan CONFIG.json --source "data 8 tensor 8 zero 3" --engines 8 --engine-tensor 8
-    python tools/reshard.py plan CONFIG.json --source "data 8 zero 3" --target "data 2 tensor 4 zero 3"
-    python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2 zero 3"
-    python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
+    python tools/reshard.py plan CONFIG.json --source "data 8 tensor 8 zero 3" --engines 8
+    --engine-tensor 8 python tools/reshard.py plan CONFIG.json --source "data 8 zero 3" --target
+    "data 2 tensor 4 zero 3" python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2
+    zero 3" python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
     python tools/reshard.py join SHARDED OUT
-    python tools/reshard.py checkpoint RUN/checkpoints/step_000010 NEW_RUN/checkpoints/step_000010 --layout "tensor 2 zero 1"
+    python tools/reshard.py checkpoint RUN/checkpoints/step_000010 NEW_RUN/checkpoints/step_000010
+    --layout "tensor 2 zero 1"
 
-plan     dry run from a config.json: no weights, no network. What every rank holds on either side, the copies between them,
-         each element counted, and the time a link of --link-gb-s would take where every rank sends and receives at once.
-         `naive` is what a plan is for: all weights gathered on one source rank, and sent whole to every destination rank.
-         A layout is of training (data, sequence, tensor, zero; what is not named is 1, zero 0); engines are vLLM's.
-split    a Hugging Face folder (safetensors, one file or several) to what the ranks of a layout hold: a sharded checkpoint
+plan     dry run from a config.json: no weights, no network. What every rank holds on either side,
+         the copies between them, each element counted, and the time a link of --link-gb-s would
+         take where every rank sends and receives at once. `naive` is what a plan is for: all
+         weights gathered on one source rank, and sent whole to every destination rank. A layout is
+         of training (data, sequence, tensor, zero; what is not named is 1, zero 0); engines are
+         vLLM's.
+split    a Hugging Face folder (safetensors, one file or several) to what the ranks of a layout
+         hold: a sharded checkpoint
 convert  one of these to one of another layout
 join     one of these to a Hugging Face folder that `from_pretrained` loads
-checkpoint   a run's checkpoint (weights, optimizer, random states, prompt cursor) to one that a run of another layout and ZeRO
-         stage resumes, in the same precision; its weights are a Hugging Face folder already, `model/`
+checkpoint   a run's checkpoint (weights, optimizer, random states, prompt cursor) to one that a run
+             of another layout and ZeRO
+         stage resumes, in the same precision; its weights are a Hugging Face folder already,
+         `model/`
 
-Tensors are read where they lie; in memory is one buffer at a time, which is a tensor or a rank's part of it (of a run's
-checkpoint, one file at a time). Dtypes stay.
-A sharded checkpoint is checked against its digests before it is read. What is written is whole or absent: written aside,
-digested, synced, renamed.
+Tensors are read where they lie; in memory is one buffer at a time, which is a tensor or a rank's
+part of it (of a run's checkpoint, one file at a time). Dtypes stay.
+A sharded checkpoint is checked against its digests before it is read. What is written is whole or
+absent: written aside, digested, synced, renamed.
 """
 
 from __future__ import annotations
@@ -41,15 +48,16 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
+from megarl.checkpoints import files
+from megarl.checkpoints.checkpoint import DIGESTS, damage, fingerprint, read_progress, seal
 from megarl.parallel.layout import Layout
-from megarl.parallel.reshard import files
+from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
-from megarl.parallel.reshard.pieces import ZEROS, Held
+from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
-from megarl.parallel.reshard.table import Row, engine_held, training_held, training_shards, whole_held
-from megarl.publish.families import parameter_table, refuse_engine_tensor
-from megarl.training.checkpoint import DIGESTS, damage, fingerprint, read_progress, seal
-from megarl.training.sharding import refuse_tensor
+from megarl.trainer.sharding import refuse_tensor
+from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
+from megarl.weight_sync.parameters import ParameterSpec, engine_owned, training_shards
 
 HEAD = "lm_head.weight"
 RECOMPUTED = ".rotary_emb.inv_freq"
@@ -72,7 +80,7 @@ class Model:
     """What a config.json says of a model."""
 
     config: dict[str, Any]
-    table: list[Row]
+    table: list[ParameterSpec]
     settings: transformers.PretrainedConfig
 
     @property
@@ -83,16 +91,18 @@ class Model:
     def parameters(self) -> int:
         return sum(torch.Size(row.shape).numel() for row in self.table)
 
-    def held(self, degrees: Degrees) -> list[Held]:
-        """What each rank of a training layout holds; raises `ValueError` where it cannot be cut so."""
+    def owned(self, degrees: Degrees) -> list[Owned]:
+        """What each rank of a training layout holds; raises `ValueError` where it cannot be cut
+        so.
+        """
         refuse_tensor(self.settings, degrees.layout.tensor)
         shards = training_shards(self.table, degrees.layout.tensor)
-        return training_held(self.shapes, shards, degrees.layout, degrees.zero_stage)
+        return training_owned(self.shapes, shards, degrees.layout, degrees.zero_stage)
 
-    def engine(self, tensor: int) -> list[Held]:
+    def engine(self, tensor: int) -> list[Owned]:
         """What each rank of an engine holds; raises `ValueError` where it cannot be cut so."""
         refuse_engine_tensor(self.config, tensor)
-        return engine_held(self.table, tensor)
+        return engine_owned(self.table, tensor)
 
 
 def load_model(path: Path) -> Model:
@@ -101,39 +111,53 @@ def load_model(path: Path) -> Model:
     try:
         return as_model(json.loads(path.read_text()), path)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); name a model's config.json or its folder") from None
+        raise ValueError(
+            f"{path} cannot be read ({error}); name a model's config.json or its folder"
+        ) from None
 
 
 def as_model(config: Any, path: Path) -> Model:
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{path} does not say model_type, so it is no model's config.json; name one that is")
+        raise ValueError(
+            f"{path} does not say model_type, so it is no model's config.json; name one that is"
+        )
     try:
         return Model(config, parameter_table(config), transformers.AutoConfig.for_model(**config))
     except (StrictDataclassError, TypeError) as error:
-        raise ValueError(f"{path} contradicts itself: {str(error).splitlines()[-1].strip()}; fetch it again") from None
+        raise ValueError(
+            f"{path} contradicts itself: {str(error).splitlines()[-1].strip()}; fetch it again"
+        ) from None
 
 
-# -------------------------------------------------------------------------------------------------------------- plan
+# --------------------------------------------------------------------------------------------- plan
 
 
 def plan_of(args: argparse.Namespace) -> dict[str, Any]:
     """The dry run."""
     model, itemsize = load_model(args.model), getattr(torch, args.dtype).itemsize
-    sources = model.held(args.source)
+    sources = model.owned(args.source)
     if args.target is not None:
-        destinations, target = model.held(args.target), "{}, ZeRO {}".format(*args.target)
+        destinations, target = model.owned(args.target), "{}, ZeRO {}".format(*args.target)
     else:
         destinations = model.engine(args.engine_tensor) * args.engines
         target = f"{args.engines} engines x tensor {args.engine_tensor}"
-    local = {rank: rank for rank in range(min(len(sources), len(destinations)))} if args.colocated else {}
+    local = (
+        {rank: rank for rank in range(min(len(sources), len(destinations)))}
+        if args.colocated
+        else {}
+    )
     started, whole = time.perf_counter(), model.parameters
     plan = make_plan(sources, destinations, local)
     planned_s = time.perf_counter() - started
     return {
-        "model": {"type": model.config["model_type"], "tensors": len(model.table), "parameters": whole},
+        "model": {
+            "type": model.config["model_type"],
+            "tensors": len(model.table),
+            "parameters": whole,
+        },
         "dtype": args.dtype,
-        "source": {"layout": "{}, ZeRO {}".format(*args.source), **held_bytes(sources, itemsize)},
-        "target": {"layout": target, **held_bytes(destinations, itemsize)},
+        "source": {"layout": "{}, ZeRO {}".format(*args.source), **owned_bytes(sources, itemsize)},
+        "target": {"layout": target, **owned_bytes(destinations, itemsize)},
         "planned_s": planned_s,
         "link_gb_s": args.link_gb_s,
         **traffic(plan, itemsize, args.link_gb_s * 1e9),
@@ -143,10 +167,15 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def held_bytes(held: list[Held], itemsize: int) -> dict[str, int]:
+def owned_bytes(owned: list[Owned], itemsize: int) -> dict[str, int]:
     """Bytes that ranks hold; padding is counted as the weights it lies among."""
-    each = [sum(one.sizes.values()) * itemsize for one in held]
-    return {"ranks": len(held), "smallest_rank_bytes": min(each), "largest_rank_bytes": max(each), "bytes": sum(each)}
+    each = [sum(one.sizes.values()) * itemsize for one in owned]
+    return {
+        "ranks": len(owned),
+        "smallest_rank_bytes": min(each),
+        "largest_rank_bytes": max(each),
+        "bytes": sum(each),
+    }
 
 
 def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
@@ -162,7 +191,11 @@ def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
         "moved_bytes": links.total(),
         "minimum_bytes": plan.minimum(itemsize),
         "links": len(links),
-        "largest_link": {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]} if busiest else None,
+        "largest_link": (
+            {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
+            if busiest
+            else None
+        ),
         "most_sent_bytes": max(sent.values(), default=0),
         "most_received_bytes": max(received.values(), default=0),
         "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
@@ -170,8 +203,10 @@ def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
 
 
 def coverage(plan: Plan) -> dict[str, int]:
-    """Elements that destinations want, that copies write, and padding that nothing fills; unequal is an error of ours."""
-    pieces = [piece for held in plan.destinations for piece in held.pieces]
+    """Elements that destinations want, that copies write, and padding that nothing fills; unequal
+    is an error of ours.
+    """
+    pieces = [piece for owned in plan.destinations for piece in owned.pieces]
     wanted = sum(piece.box.area for piece in pieces if piece.tensor != ZEROS)
     written = sum(copy.area for copy in plan.copies)
     assert wanted == written, (wanted, written)
@@ -179,19 +214,24 @@ def coverage(plan: Plan) -> dict[str, int]:
     return {"wanted_elements": wanted, "written_elements": written, "padding_elements": padding}
 
 
-def naive(sources: list[Held], destinations: int, whole: int) -> int:
-    """Elements sent where rank 0 gathers what it lacks, and sends all of it to every destination rank."""
+def naive(sources: list[Owned], destinations: int, whole: int) -> int:
+    """Elements sent where rank 0 gathers what it lacks, and sends all of it to every destination
+    rank.
+    """
     return whole - sum(piece.box.area for piece in sources[0].pieces) + whole * destinations
 
 
-def buckets_of(destinations: list[Held], itemsize: int, limit_bytes: int) -> dict[str, int]:
+def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
     """Of the destination rank with most."""
-    made = [make_buckets(held, itemsize, limit_bytes) for held in files.distinct(destinations)[0]]
+    made = [make_buckets(owned, itemsize, limit_bytes) for owned in files.distinct(destinations)[0]]
     most = max(made, key=len)
-    return {"rank_buckets": len(most), "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets)}
+    return {
+        "rank_buckets": len(most),
+        "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets),
+    }
 
 
-# ----------------------------------------------------------------------------------------------------- moving weights
+# ----------------------------------------------------------------------------------- moving weights
 
 
 @dataclass(frozen=True)
@@ -200,7 +240,7 @@ class Source:
 
     model: Model
     folder: Path
-    held: list[Held]
+    owned: list[Owned]
     stores: list[files.Store]
     left_out: list[str]
     """Tensors of the files that are no weights of their own."""
@@ -211,7 +251,7 @@ class Source:
 
 
 def open_hugging_face(folder: Path) -> Source:
-    """A Hugging Face folder, its weights held against what its config says."""
+    """A Hugging Face folder, its weights checked against what its config says."""
     model, store = load_model(folder), files.open_whole(folder)
     wanted = model.shapes
     left_out = [name for name in store.shapes if name.endswith(RECOMPUTED)]
@@ -219,7 +259,7 @@ def open_hugging_face(folder: Path) -> Source:
         files.refuse_untied(store, folder, HEAD, embedding=next(iter(wanted)))
         left_out.append(HEAD)
     files.refuse_others(store, folder, wanted, left_out)
-    return Source(model, folder, whole_held(wanted), [store], left_out)
+    return Source(model, folder, whole_owned(wanted), [store], left_out)
 
 
 def refuse_damaged(folder: Path) -> None:
@@ -233,20 +273,23 @@ def open_sharded(folder: Path) -> Source:
     refuse_damaged(folder)
     model = as_model(described.config, folder / files.LAYOUT)
     if fingerprint(model.shapes) != described.fingerprint:
-        raise ValueError(f"{folder}: the names and shapes it was written for are not those that its config gives; write it again")
+        raise ValueError(
+            f"{folder}: the names and shapes it was written for are not those that its config"
+            " gives; write it again"
+        )
     degrees = Degrees(described.degrees, described.zero_stage)
-    held, stores = files.open_ranks(folder, model.held(degrees), described.files)
-    return Source(model, folder, held, stores, [])
+    owned, stores = files.open_ranks(folder, model.owned(degrees), described.files)
+    return Source(model, folder, owned, stores, [])
 
 
 def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
     """Into an empty folder; returns bytes."""
-    held, names, rank_names = files.rank_files(source.model.held(degrees))
-    outputs = [files.Output(folder / name, one, {}) for one, name in zip(held, names, strict=True)]
+    owned, names, rank_names = files.rank_files(source.model.owned(degrees))
+    outputs = [files.Output(folder / name, one, {}) for one, name in zip(owned, names, strict=True)]
     shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
     about = (source.model.config, fingerprint(source.model.shapes))
     files.Description(files.FORMAT, shape, degrees.zero_stage, *about, rank_names).write(folder)
-    return files.write_outputs(source.held, source.stores, outputs, source.dtypes)
+    return files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
 
 
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
@@ -271,15 +314,20 @@ def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]
     """A run's checkpoint, optimizer and all."""
     started = time.perf_counter()
     model = load_model(folder / "model")
-    model.held(degrees)
+    model.owned(degrees)
     refuse_damaged(folder)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
-        from megarl.training.zero_files import reshard_checkpoint
+        from megarl.checkpoints.deepspeed_files import reshard_checkpoint
     with files.written_aside(out, finish=seal) as aside:
         reshard_checkpoint(folder, aside, model.table, *degrees)
         size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
     progress = read_progress(out)
-    made = {"out": str(out), "layout": progress.layout, "step": progress.step, "parameters": model.parameters}
+    made = {
+        "out": str(out),
+        "layout": progress.layout,
+        "step": progress.step,
+        "parameters": model.parameters,
+    }
     return {**made, "bytes": size, "seconds": time.perf_counter() - started}
 
 
@@ -292,34 +340,73 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.command == "checkpoint":
         return move_checkpoint(args.folder, args.out, args.layout)
     if args.command != "join":
-        load_model(args.folder).held(args.layout)
-    source = open_hugging_face(args.folder) if args.command == "split" else open_sharded(args.folder)
+        load_model(args.folder).owned(args.layout)
+    source = (
+        open_hugging_face(args.folder) if args.command == "split" else open_sharded(args.folder)
+    )
     if args.command == "join":
         given, limit = (source.model.shapes, source.dtypes), int(args.file_gb * 1e9)
-        return move(source, args.out, lambda folder: files.write_whole(source.held, source.stores, folder, *given, limit))
+        return move(
+            source,
+            args.out,
+            lambda folder: files.write_whole(source.owned, source.stores, folder, *given, limit),
+        )
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
 
 
 def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A dry run as rows of a table."""
     model, cover, link = found["model"], found["coverage"], found["largest_link"]
-    yield "model", f"{model['type']}, {model['parameters']:,} parameters in {model['tensors']:,} tensors, {found['dtype']}"
+    yield (
+        "model",
+        (
+            f"{model['type']}, {model['parameters']:,} parameters in {model['tensors']:,} tensors,"
+            f" {found['dtype']}"
+        ),
+    )
     for name in ("source", "target"):
         side = found[name]
         each = f"{gb(side['smallest_rank_bytes'])} to {gb(side['largest_rank_bytes'])} each"
         yield name, f"{side['layout']}: {side['ranks']} ranks, {each}, {gb(side['bytes'])} in all"
-    yield "copies", f"{found['copies']:,}, {found['local_copies']:,} within a memory; planned in {found['planned_s']:.1f} s"
+    yield (
+        "copies",
+        (
+            f"{found['copies']:,}, {found['local_copies']:,} within a memory; planned in"
+            f" {found['planned_s']:.1f} s"
+        ),
+    )
     written = f"{cover['written_elements']:,} of {cover['wanted_elements']:,} elements, each once"
     yield "coverage", f"{written}; {cover['padding_elements']:,} of padding"
     yield "moved", f"{gb(found['moved_bytes'])}; the minimum is {gb(found['minimum_bytes'])}"
-    yield "naive", f"{gb(found['naive_bytes'])}: gathered on one rank, sent whole to every target rank"
-    yield "a rank", f"sends {gb(found['most_sent_bytes'])} at most, receives {gb(found['most_received_bytes'])}"
+    yield (
+        "naive",
+        f"{gb(found['naive_bytes'])}: gathered on one rank, sent whole to every target rank",
+    )
+    yield (
+        "a rank",
+        (
+            f"sends {gb(found['most_sent_bytes'])} at most, receives"
+            f" {gb(found['most_received_bytes'])}"
+        ),
+    )
     if link is not None:
-        ends = f"{gb(link['bytes'])}, source rank {link['source']} to target rank {link['destination']}"
+        ends = (
+            f"{gb(link['bytes'])}, source rank {link['source']} to target rank"
+            f" {link['destination']}"
+        )
         yield "links", f"{found['links']:,}, the largest {ends}"
-    yield "predicted", f"{found['predicted_s']:.3f} s at {found['link_gb_s']:g} GB/s a rank, each way"
+    yield (
+        "predicted",
+        f"{found['predicted_s']:.3f} s at {found['link_gb_s']:g} GB/s a rank, each way",
+    )
     buckets = found["buckets"]
-    yield "buckets", f"{buckets['rank_buckets']} a rank, the largest {buckets['largest_bytes'] / 2**20:,.1f} MiB"
+    yield (
+        "buckets",
+        (
+            f"{buckets['rank_buckets']} a rank, the largest"
+            f" {buckets['largest_bytes'] / 2**20:,.1f} MiB"
+        ),
+    )
 
 
 def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -328,7 +415,13 @@ def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, list):
             value = ", ".join(value) or "none"
         elif not isinstance(value, str):
-            value = gb(value) if name == "bytes" else f"{value:,.1f}" if name == "seconds" else f"{value:,}"
+            value = (
+                gb(value)
+                if name == "bytes"
+                else f"{value:,.1f}"
+                if name == "seconds"
+                else f"{value:,}"
+            )
         yield name.replace("_", " "), value
 
 
@@ -346,18 +439,29 @@ def parse_degrees(text: str) -> Degrees:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="dry run from a config.json")
     plan.add_argument("model", type=Path, help="a config.json, or its folder")
-    plan.add_argument("--source", type=parse_degrees, required=True, help='training layout, as "data 8 tensor 8 zero 3"')
+    plan.add_argument(
+        "--source",
+        type=parse_degrees,
+        required=True,
+        help='training layout, as "data 8 tensor 8 zero 3"',
+    )
     target = plan.add_mutually_exclusive_group(required=True)
     target.add_argument("--target", type=parse_degrees, help="another training layout")
     target.add_argument("--engines", type=int, help="number of engines")
     plan.add_argument("--engine-tensor", type=int, default=1, help="tensor ranks of each engine")
-    plan.add_argument("--colocated", action="store_true", help="source rank n and target rank n share a memory")
+    plan.add_argument(
+        "--colocated", action="store_true", help="source rank n and target rank n share a memory"
+    )
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    plan.add_argument("--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way")
+    plan.add_argument(
+        "--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way"
+    )
     plan.add_argument("--bucket-mib", type=float, default=8.0, help="size of what is sent together")
     for name, folder, what in (
         ("split", "a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
@@ -369,11 +473,20 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         one.add_argument("folder", type=Path, help=folder)
         one.add_argument("out", type=Path, help="folder to be made")
         if name == "join":
-            one.add_argument("--file-gb", type=float, default=5.0, help="largest file, in GB, if no tensor is larger")
+            one.add_argument(
+                "--file-gb",
+                type=float,
+                default=5.0,
+                help="largest file, in GB, if no tensor is larger",
+            )
         else:
-            one.add_argument("--layout", type=parse_degrees, required=True, help='as "data 2 tensor 2 zero 3"')
+            one.add_argument(
+                "--layout", type=parse_degrees, required=True, help='as "data 2 tensor 2 zero 3"'
+            )
     for one in commands.choices.values():
-        one.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+        one.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of the table"
+        )
     args = parser.parse_args(argv)
     for name in ("engines", "engine_tensor", "link_gb_s", "bucket_mib", "file_gb"):
         value = getattr(args, name, None)
@@ -391,7 +504,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"reshard: {error}", file=sys.stderr)
         return 1
     show = show_plan if args.command == "plan" else show_moved
-    print(json.dumps(found) if args.json else "\n".join(f"{name:10} {text}" for name, text in show(found)))
+    print(
+        json.dumps(found)
+        if args.json
+        else "\n".join(f"{name:10} {text}" for name, text in show(found))
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Verifiers: a rollout goes in, a verdict comes out.
+"""Environments: a rollout goes in, a verdict with a reward comes out.
 
-To add one, write an async function and name it `file.py:function` in the recipe.
+To add a verifier, write an async function and name it `file.py:function` in the recipe.
 """

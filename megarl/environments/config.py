@@ -7,7 +7,9 @@ from megarl.schema import config, require, require_range
 
 @config
 class OverlongConfig:
-    """DAPO's soft length penalty: 0 up to `limit - buffer` tokens, then linear down to -1 at `limit` (arXiv:2503.14476)."""
+    """DAPO's soft length penalty: 0 up to `limit - buffer` tokens, then linear down to -1 at
+    `limit` (arXiv:2503.14476).
+    """
 
     limit_tokens: int = 0
     """Response length at which the penalty reaches -1; 0 turns it off."""
@@ -18,8 +20,8 @@ class OverlongConfig:
         require_range("environment.overlong.limit_tokens", self.limit_tokens, 0)
         require(
             self.limit_tokens == 0 or 0 < self.buffer_tokens <= self.limit_tokens,
-            f"environment.overlong.buffer_tokens is {self.buffer_tokens}; "
-            f"set it between 1 and limit_tokens ({self.limit_tokens}), or limit_tokens to 0 to turn the penalty off",
+            f"environment.overlong.buffer_tokens is {self.buffer_tokens}; set it between 1 and"
+            f" limit_tokens ({self.limit_tokens}), or limit_tokens to 0 to turn the penalty off",
         )
 
 
@@ -28,9 +30,13 @@ class EnvironmentConfig:
     """A verifier and its bounds."""
 
     verifier: str = "exact_match"
-    """`exact_match`, `math` (boxed or final mathematics, by math-verify), or `path/to/file.py:function` of your own."""
+    """`exact_match`, `math` (boxed or final mathematics, by math-verify), or
+    `path/to/file.py:function` of your own.
+    """
     answer_after: str = ""
-    """`exact_match` compares what follows the last occurrence of this marker in the response; empty compares all of it."""
+    """`exact_match` compares what follows the last occurrence of this marker in the response; empty
+    compares all of it.
+    """
     correct: float = 1.0
     """Reward of a right answer."""
     wrong: float = 0.0
@@ -45,6 +51,9 @@ class EnvironmentConfig:
     """A verdict that takes longer costs that sample (counted as a time-out), never the run."""
 
     def __post_init__(self) -> None:
-        require(bool(self.verifier), "environment.verifier is empty; set 'exact_match', 'math' or 'file.py:function'")
+        require(
+            bool(self.verifier),
+            "environment.verifier is empty; set 'exact_match', 'math' or 'file.py:function'",
+        )
         require_range("environment.num_workers", self.num_workers, 1)
         require_range("environment.time_limit_s", self.time_limit_s, 0.01)

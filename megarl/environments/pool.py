@@ -2,9 +2,10 @@
 
     VerifierPool.judge(prompt, response) -> Outcome
 
-A verifier that hangs, even in C code, costs its process and its own sample, nothing else: the process is killed and the
-next request of that lane starts another. One lane is one thread of this process and one worker process; a process is
-started afresh as a program (never forked: the parent has threads) and ends with its parent, even one killed by force.
+A verifier that hangs, even in C code, costs its process and its own sample, nothing else: the
+process is killed and the next request of that lane starts another. One lane is one thread of this
+process and one worker process; a process is started afresh as a program (never forked: the parent
+has threads) and ends with its parent, even one killed by force.
 """
 
 from __future__ import annotations
@@ -61,35 +62,43 @@ class _Worker:
     """One worker process and the channel to it; used by one thread."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        """Start the process and wait until its verifier is loaded; raises `ValueError` with the cure where it does not load."""
+        """Start the process and wait until its verifier is loaded; raises `ValueError` with the fix
+        where it does not load.
+        """
         self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
             self.process = subprocess.Popen(
-                # -P: the working folder stays off the path, where a file of the user's may hide a library.
+                # -P: the working folder stays off the path, where a file of the user's may hide a
+                # library.
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
                 stdin=theirs.fileno(),
                 # A verifier is code nobody vouches for, and what it says ends up in transcripts.
                 env={name: value for name, value in os.environ.items() if not SECRET.search(name)},
-                start_new_session=True,  # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
+                # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
+                start_new_session=True,
             )
         try:
             reply = self.ask(config, START_WITHIN_S)
         except _Ended as error:
             self.discard()
-            raise ValueError(f"environment.verifier '{config.verifier}': its process ended at start, {error}") from None
+            raise ValueError(
+                f"environment.verifier '{config.verifier}': its process ended at start, {error}"
+            ) from None
         except TimeoutError:
             self.discard()
             raise ValueError(
-                f"environment.verifier '{config.verifier}' did not load within {START_WITHIN_S:g} s; "
-                "move what takes long out of its file's top level"
+                f"environment.verifier '{config.verifier}' did not load within {START_WITHIN_S:g}"
+                " s; move what takes long out of its file's top level"
             ) from None
         if "refused" in reply:
             self.discard()
             raise ValueError(reply["refused"])
 
     def ask(self, message: Any, limit_s: float) -> dict[str, Any]:
-        """Send and wait for the reply; raises `TimeoutError` after `limit_s`, `_Ended` where the process ended."""
+        """Send and wait for the reply; raises `TimeoutError` after `limit_s`, `_Ended` where the
+        process ended.
+        """
         body = pickle.dumps(message)
         deadline = time.monotonic() + limit_s
         try:
@@ -109,14 +118,21 @@ class _Worker:
         return json.loads(reply)
 
     def ended(self) -> bool:
-        """Has the process ended? It is not reaped by asking, so that its number stays its own until `kill`."""
+        """Has the process ended? It is not reaped by asking, so that its number stays its own until
+        `kill`.
+        """
         with self._lock:
             if self.process.returncode is not None:
                 return True
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            return (
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is not None
+            )
 
     def _let_end(self) -> None:
-        """Give a process that closed its channel the moment it needs to end in its own way, for the words of the error."""
+        """Give a process that closed its channel the moment it needs to end in its own way, for the
+        words of the error.
+        """
         deadline = time.monotonic() + END_WITHIN_S
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -154,7 +170,9 @@ class VerifierPool:
         await asyncio.wrap_future(self._lanes.submit(self._worker))
 
     async def judge(self, prompt: Prompt, response: str) -> Outcome:
-        """The verifier's outcome; raises `ValueError` only where the verifier cannot be loaded at all."""
+        """The verifier's outcome; raises `ValueError` only where the verifier cannot be loaded at
+        all.
+        """
         return await asyncio.wrap_future(self._lanes.submit(self._judge, prompt, response))
 
     async def close(self) -> None:
@@ -163,7 +181,9 @@ class VerifierPool:
             self._closed = True
             workers = list(self._workers)
             self._workers.clear()
-        self._lanes.shutdown(wait=False, cancel_futures=True)  # first, or a lane that loses its worker goes on with the next
+        self._lanes.shutdown(
+            wait=False, cancel_futures=True
+        )  # first, or a lane that loses its worker goes on with the next
         for worker in workers:
             worker.kill()  # a lane that waits on it sees it end
         await asyncio.to_thread(self._lanes.shutdown)
@@ -173,7 +193,9 @@ class VerifierPool:
     def _worker(self) -> _Worker:
         """The calling thread's worker, started where it has none."""
         worker: _Worker | None = getattr(self._own, "worker", None)
-        if worker is not None and worker.ended():  # killed from outside, for memory perhaps, while it waited
+        if (
+            worker is not None and worker.ended()
+        ):  # killed from outside, for memory perhaps, while it waited
             self._drop(worker)
             worker = None
         if worker is None:
@@ -203,10 +225,15 @@ class VerifierPool:
             return Outcome(**worker.ask((prompt, response), limit_s))
         except TimeoutError:
             self._drop(worker)
-            return Outcome(failure="timeout", detail=f"no verdict within environment.time_limit_s = {limit_s:g} s")
+            return Outcome(
+                failure="timeout",
+                detail=f"no verdict within environment.time_limit_s = {limit_s:g} s",
+            )
         except _Ended as error:
             self._drop(worker)
             return Outcome(failure="error", detail=f"the verifier's process ended {error}")
-        except Exception as error:  # a prompt that cannot be pickled, a reply that a verifier forged
+        except (
+            Exception
+        ) as error:  # a prompt that cannot be pickled, a reply that a verifier forged
             self._drop(worker)
             return Outcome(failure="error", detail=f"{type(error).__name__}: {error}")

@@ -1,10 +1,12 @@
-"""Verifiers: is a response right? Each is an async function (prompt, response) -> score, 1.0 right, 0.0 wrong.
+"""Verifiers: is a response right? Each is an async function (prompt, response) -> score, 1.0 right,
+0.0 wrong.
 
     EnvironmentConfig --load_verifier--> verifier
 
-To add one to the house, write a function that makes it from the configuration and name it in `VERIFIERS`; to use one of
-your own, write `environment.verifier: path/to/file.py:function`, where the function takes a `megarl.types.Prompt` and
-the response's text, may be async, may raise and may hang: `megarl.environments.pool` bounds it.
+To add one to the house, write a function that makes it from the configuration and name it in
+`VERIFIERS`; to use one of your own, write `environment.verifier: path/to/file.py:function`, where
+the function takes a `megarl.types.Prompt` and the response's text, may be async, may raise and may
+hang: `megarl.environments.pool` bounds it.
 """
 
 from __future__ import annotations
@@ -13,20 +15,26 @@ import importlib.util
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megarl.contracts import Verifier
 from megarl.environments.config import EnvironmentConfig
 from megarl.schema import require
 from megarl.types import Prompt
 
+Verifier = Callable[[Prompt, str], Awaitable[float]]
+"""(prompt, response text) -> score: 1.0 right, 0.0 wrong, or a number between. May raise and may
+be slow.
+"""
+
 NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
 FINAL = "####"  # GSM8K's mark of a final answer
-NUMBER = re.compile(r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?")
+NUMBER = re.compile(
+    r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?"
+)
 UNIT = re.compile(r"^(.*\d)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
 # Words that change the number before them, so that it may not be read alone.
 NOT_UNITS = re.compile(
@@ -37,7 +45,9 @@ NOT_UNITS = re.compile(
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
-    """Right where what follows the last `answer_after` marker (or all of the response) is the answer, outer blanks aside."""
+    """Right where what follows the last `answer_after` marker (or all of the response) is the
+    answer, outer blanks aside.
+    """
     marker = config.answer_after
 
     async def verify(prompt: Prompt, response: str) -> float:
@@ -53,9 +63,10 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
 def math(config: EnvironmentConfig) -> Verifier:
     """Right where the final expression of the response equals the answer as mathematics.
 
-    Final is what follows the last `####` or stands in the last `\\boxed{}`, whichever comes later; without either, what
-    math-verify takes for the final expression. Plain numbers are compared exactly, all else by math-verify
-    (its documentation says what it holds equal). A reference answer that is no mathematics raises.
+    Final is what follows the last `####` or stands in the last `\\boxed{}`, whichever comes later;
+    without either, what math-verify takes for the final expression. Plain numbers are compared
+    exactly, all else by math-verify (its documentation says what it holds equal). A reference
+    answer that is no mathematics raises.
     """
     import math_verify
 
@@ -89,11 +100,16 @@ def math(config: EnvironmentConfig) -> Verifier:
     return verify
 
 
-VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {"exact_match": exact_match, "math": math}
+VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
+    "exact_match": exact_match,
+    "math": math,
+}
 
 
 def final_expression(text: str) -> str | None:
-    """What the text marks as its final answer, by `####` or `\\boxed{}`, whichever comes last; None where nothing is marked."""
+    """What the text marks as its final answer, by `####` or `\\boxed{}`, whichever comes last; None
+    where nothing is marked.
+    """
     hashed, boxed = text.rfind(FINAL), text.rfind("\\boxed{")
     if boxed > hashed:
         start, depth = boxed + len("\\boxed{"), 1
@@ -104,16 +120,26 @@ def final_expression(text: str) -> str | None:
         return ""  # an open box is not an answer
     if hashed >= 0:
         line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
-        if len(line) <= 1 or re.search(r"[\d\\]", line):  # else it is a heading, as in "#### Conclusion"
+        if len(line) <= 1 or re.search(
+            r"[\d\\]", line
+        ):  # else it is a heading, as in "#### Conclusion"
             return line
     return None
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The number a text is, when it is nothing else: signs, `$`, thousands separators, a final stop and a unit aside."""
+    """The number a text is, when it is nothing else: signs, `$`, thousands separators, a final stop
+    and a unit aside.
+    """
     if len(text) > NUMBER_CHARACTERS:
         return None
-    text = text.replace("\\$", "$").replace("{,}", ",").replace("\\!", "").replace("\u2212", "-").strip()
+    text = (
+        text.replace("\\$", "$")
+        .replace("{,}", ",")
+        .replace("\\!", "")
+        .replace("\u2212", "-")
+        .strip()
+    )
     if len(text) > 2 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1].strip()
     text = text.removesuffix(".").rstrip()
@@ -133,21 +159,30 @@ def _latex(number: Fraction) -> str:
 
 
 def split_name(name: str) -> tuple[Path, str] | None:
-    """(file, function) of `path/to/file.py:function`, or None for a verifier of the house; raises `ValueError` otherwise."""
+    """(file, function) of `path/to/file.py:function`, or None for a verifier of the house; raises
+    `ValueError` otherwise.
+    """
     if name in VERIFIERS:
         return None
     file, colon, function = name.rpartition(":")
     require(
         bool(colon) and file.endswith(".py") and function.isidentifier(),
-        f"environment.verifier is '{name}'; set it to one of {', '.join(VERIFIERS)}, or to path/to/file.py:function",
+        f"environment.verifier is '{name}'; set it to one of {', '.join(VERIFIERS)}, or to"
+        " path/to/file.py:function",
     )
     path = Path(file)
-    require(path.is_file(), f"environment.verifier is '{name}', but there is no file {path}; set the path of one there is")
+    require(
+        path.is_file(),
+        f"environment.verifier is '{name}', but there is no file {path}; set the path of one"
+        " there is",
+    )
     return path, function
 
 
 def load_verifier(config: EnvironmentConfig) -> Verifier:
-    """The verifier that the configuration names; raises `ValueError` where a file or function cannot be had."""
+    """The verifier that the configuration names; raises `ValueError` where a file or function
+    cannot be had.
+    """
     own = split_name(config.verifier)
     if own is None:
         return VERIFIERS[config.verifier](config)
@@ -160,15 +195,24 @@ def load_verifier(config: EnvironmentConfig) -> Verifier:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(
-            f"environment.verifier: {path} does not import: {type(error).__name__}: {error}; mend the file"
+            f"environment.verifier: {path} does not import: {type(error).__name__}: {error}; mend"
+            " the file"
         ) from error
     found = getattr(module, name, None)
-    public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    public = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and not key.startswith("_")
+    ]
     listed = ", ".join(public) or "(none)"
-    require(found is not None, f"environment.verifier: {path} has no function '{name}'; set one of: {listed}")
+    require(
+        found is not None,
+        f"environment.verifier: {path} has no function '{name}'; set one of: {listed}",
+    )
     require(
         callable(found),
-        f"environment.verifier: '{name}' of {path} is {type(found).__name__}, not a function; set one of: {listed}",
+        f"environment.verifier: '{name}' of {path} is {type(found).__name__}, not a function; set"
+        f" one of: {listed}",
     )
 
     async def verify(prompt: Prompt, response: str) -> float:

@@ -1,7 +1,9 @@
-"""A process of the verifier's pool: what `megarl.environments.pool` starts, spoken to through its standard input.
+"""A process of the verifier's pool: what `megarl.environments.pool` starts, spoken to through its
+standard input.
 
-Messages both ways are 8 bytes of length and a body. In: pickles from the parent (a configuration, then (prompt, response)
-pairs). Out: JSON only, because a verifier runs code nobody vouches for, and the parent must not unpickle what that sends.
+Messages both ways are 8 bytes of length and a body. In: pickles from the parent (a configuration,
+then (prompt, response) pairs). Out: JSON only, because a verifier runs code nobody vouches for, and
+the parent must not unpickle what that sends.
 """
 
 from __future__ import annotations
@@ -53,28 +55,42 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def judge(loop: asyncio.AbstractEventLoop, verifier: Any, prompt: Any, response: str) -> dict[str, Any]:
+def judge(
+    loop: asyncio.AbstractEventLoop, verifier: Any, prompt: Any, response: str
+) -> dict[str, Any]:
     """The verifier's score, or why there is none: {score} or {failure, detail}."""
     try:
         score = loop.run_until_complete(verifier(prompt, response))
     except Exception as error:
-        return {"failure": "error", "detail": f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]}
+        return {
+            "failure": "error",
+            "detail": f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS],
+        }
     try:
         number = math.nan if isinstance(score, str | bytes) else float(score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        return {"failure": "nan", "detail": f"the verifier returned {score!r:.200}, not a finite number"}
+        return {
+            "failure": "nan",
+            "detail": f"the verifier returned {score!r:.200}, not a finite number",
+        }
     if not 0.0 <= number <= 1.0:
-        return {"failure": "error", "detail": f"the verifier returned {number:g}; a score lies between 0 (wrong) and 1 (right)"}
+        return {
+            "failure": "error",
+            "detail": (
+                f"the verifier returned {number:g}; a score lies between 0 (wrong) and 1 (right)"
+            ),
+        }
     return {"score": number}
 
 
 def main(parent: int) -> None:
     """Serve until the parent's end of the channel closes."""
     _die_with_parent(parent)
-    # The channel moves away from standard input, so that a verifier may read without breaking it; what one prints goes
-    # to standard error, because the parent's standard output may be read by a program.
+    # The channel moves away from standard input, so that a verifier may read without breaking it;
+    # what one prints goes # to standard error, because the parent's standard output may be read by
+    # a # program.
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -93,7 +109,12 @@ def main(parent: int) -> None:
             sys.path.insert(0, str(Path(own[0]).resolve().parent))
         verifier = load_verifier(config)
     except Exception as error:
-        _send(channel, refused=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        _send(
+            channel,
+            refused=(
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            ),
+        )
         return
     _send(channel, ready=True)
     loop = asyncio.new_event_loop()

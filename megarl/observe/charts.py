@@ -1,7 +1,8 @@
 """Charts as HTML around inline SVG: drawn here, sized by the browser, readable without any script.
 
-The shapes live in an SVG that stretches with its box (strokes do not scale), the numbers and words in HTML over it, so type keeps
-its size from a phone to a wide screen. A small JSON beside each chart feeds the tooltip (`megarl.observe.page`).
+The shapes live in an SVG that stretches with its box (strokes do not scale), the numbers and words
+in HTML over it, so type keeps its size from a phone to a wide screen. A small JSON beside each
+chart feeds the tooltip (`megarl.observe.page`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Series:
     colour: int
     """1 .. 5, a colour of the page's palette."""
     kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line"
-    """faint: raw values under a smoothed line; points and rings: single measurements, joined thinly; bars are stacked."""
+    """faint: raw values under a smoothed line; points and rings: single measurements, joined
+    thinly; bars are stacked.
+    """
     each: int = 1
     """Steps that a value stands for, `steps` being their middle."""
 
@@ -65,7 +68,11 @@ def power(value: float) -> str:
     digits, exponent = f"{value:.1e}".split("e")
     raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     digits = digits.removesuffix(".0")
-    return ("" if digits == "1" else digits.replace("-", "\N{MINUS SIGN}") + "\N{MULTIPLICATION SIGN}") + "10" + raised
+    return (
+        ("" if digits == "1" else digits.replace("-", "\N{MINUS SIGN}") + "\N{MULTIPLICATION SIGN}")
+        + "10"
+        + raised
+    )
 
 
 def duration(seconds: float) -> str:
@@ -81,7 +88,9 @@ def duration(seconds: float) -> str:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """[n] mean over the `window` (odd) values around each, fewer at the ends; NaN are not counted."""
+    """[n] mean over the `window` (odd) values around each, fewer at the ends; NaN are not
+    counted.
+    """
     known = np.isfinite(values)
     ones = np.ones(window)
     total = np.convolve(np.where(known, values, 0.0), ones, mode="full")
@@ -91,14 +100,20 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def thin(steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `limit` of the points: the least and the greatest of each stretch, so that no spike is lost."""
+def thin(
+    steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS
+) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `limit` of the points: the least and the greatest of each stretch, so that no
+    spike is lost.
+    """
     if len(steps) <= limit:
         return steps, values
     chosen: list[int] = [0]
     for stretch in np.array_split(np.arange(len(steps)), limit // 2):
         if np.isfinite(values[stretch]).any():
-            chosen += sorted({stretch[np.nanargmin(values[stretch])], stretch[np.nanargmax(values[stretch])]})
+            chosen += sorted(
+                {stretch[np.nanargmin(values[stretch])], stretch[np.nanargmax(values[stretch])]}
+            )
         else:
             chosen.append(stretch[0])
     index = np.unique([*chosen, len(steps) - 1])
@@ -106,7 +121,9 @@ def thin(steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS) -> tu
 
 
 def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Series:
-    """At most `limit` points, each the mean (or the largest) of as many steps; for what would otherwise be a solid band."""
+    """At most `limit` points, each the mean (or the largest) of as many steps; for what would
+    otherwise be a solid band.
+    """
     size = -(-len(one.steps) // limit)
     if size <= 1:
         return one
@@ -118,13 +135,19 @@ def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Se
     else:
         values = np.add.reduceat(np.where(known, one.values, 0.0), cuts) / np.maximum(count, 1)
     values = np.where(count > 0, values, np.nan)
-    return dataclasses.replace(one, steps=one.steps[cuts] + (size - 1) / 2, values=values, each=size)
+    return dataclasses.replace(
+        one, steps=one.steps[cuts] + (size - 1) / 2, values=values, each=size
+    )
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Round (or whole) numbers from at most `low` to at least `high`: about `count` intervals of 1, 2 or 5 times 10^n."""
+    """Round (or whole) numbers from at most `low` to at least `high`: about `count` intervals of 1,
+    2 or 5 times 10^n.
+    """
     if not high > low:
-        low, high = (low - 0.5, high + 0.5) if low == 0 else (low - abs(low) / 2, high + abs(low) / 2)
+        low, high = (
+            (low - 0.5, high + 0.5) if low == 0 else (low - abs(low) / 2, high + abs(low) / 2)
+        )
     rough = max((high - low) / count, 1.0 if whole else 0.0)
     size = 10.0 ** math.floor(math.log10(rough))
     stride = next(m * size for m in (1, 2, 5, 10) if m * size >= rough * 0.999)
@@ -152,7 +175,11 @@ class _Scale:
 
 
 def _y_scale(
-    values: np.ndarray, span: tuple[float, float] | None, log: bool, whole: bool, words: Callable[[float], str]
+    values: np.ndarray,
+    span: tuple[float, float] | None,
+    log: bool,
+    whole: bool,
+    words: Callable[[float], str],
 ) -> _Scale:
     values = values[np.isfinite(values)]
     if log:
@@ -168,7 +195,12 @@ def _y_scale(
     labels = [words(round(tick, 12)) for tick in at]
     if len(set(labels)) < len(labels):  # three digits do not tell these apart
         labels = [f"{tick:.6g}" for tick in at]
-    return _Scale(low, high, False, [((tick - low) / (high - low), label) for tick, label in zip(at, labels, strict=True)])
+    return _Scale(
+        low,
+        high,
+        False,
+        [((tick - low) / (high - low), label) for tick, label in zip(at, labels, strict=True)],
+    )
 
 
 def chart(
@@ -204,7 +236,11 @@ def chart(
     stacked = any(one.kind == "bars" for one in series)
     drawn = [gather(one) if stacked else _thinned(one) for one in series]
     stack = [one for one in drawn if one.kind == "bars"]
-    tops = np.cumsum([np.nan_to_num(one.values) for one in stack], axis=0) if stack else np.zeros((0, 0))
+    tops = (
+        np.cumsum([np.nan_to_num(one.values) for one in stack], axis=0)
+        if stack
+        else np.zeros((0, 0))
+    )
     first, last = x_span or (
         min(float(one.steps.min()) - (one.each - 1) / 2 for one in drawn),
         max(float(one.steps.max()) + (one.each - 1) / 2 for one in drawn),
@@ -212,7 +248,9 @@ def chart(
     bar = float(np.diff(stack[0].steps).min()) if stack and len(stack[0].steps) > 1 else 1.0
     margin = 0.5 if stack or first == last else 0.0
     first, last = first - margin, last + margin
-    everything = np.concatenate([tops.ravel(), *(one.values for one in drawn if one.kind != "bars")])
+    everything = np.concatenate(
+        [tops.ravel(), *(one.values for one in drawn if one.kind != "bars")]
+    )
     known = everything[np.isfinite(everything)]
     if log and not (known > 0).any():
         note += "; every one of these is exactly 0"
@@ -230,15 +268,30 @@ def chart(
             top = tops[number]
             number += 1
             width = bar / (last - first) * (0.78 if len(one.steps) <= 60 else 1.0)
-            shapes.append(_bars(one, across(one.steps), scale.height(bottom), scale.height(top), width))
+            shapes.append(
+                _bars(one, across(one.steps), scale.height(bottom), scale.height(top), width)
+            )
             heights, bottom = scale.height(top), top
         else:
             heights = scale.height(one.values)
             shapes.append(_line(one, across(one.steps), heights, over_bars=bool(stack)))
         rows.append(_tooltip_row(one, across(one.steps), heights, words))
-    x_marks = [(float(across(np.array(tick))), f"{tick:,.0f}") for tick in _x_ticks(first + margin, last - margin)]
+    x_marks = [
+        (float(across(np.array(tick))), f"{tick:,.0f}")
+        for tick in _x_ticks(first + margin, last - margin)
+    ]
     names = ", ".join(one.label for one in series)
-    return _figure(title, note, series, "".join(shapes), scale.marks, x_marks, rows, f"{title}: {names}, by step", wide)
+    return _figure(
+        title,
+        note,
+        series,
+        "".join(shapes),
+        scale.marks,
+        x_marks,
+        rows,
+        f"{title}: {names}, by step",
+        wide,
+    )
 
 
 def _thinned(one: Series) -> Series:
@@ -254,12 +307,20 @@ def _x_ticks(first: float, last: float) -> list[float]:
 
 
 def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
-    return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}" vector-effect="non-scaling-stroke"{extra}/>'
+    return (
+        f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"'
+        f' vector-effect="non-scaling-stroke"{extra}/>'
+    )
 
 
 def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
-    """A polyline broken at NaN; points are zero-length strokes with round ends, which no stretching makes oval."""
-    places = [(f"{_UNIT * a:.1f} {_UNIT * (1 - b):.1f}" if np.isfinite(b) else "") for a, b in zip(x, y, strict=True)]
+    """A polyline broken at NaN; points are zero-length strokes with round ends, which no stretching
+    makes oval.
+    """
+    places = [
+        (f"{_UNIT * a:.1f} {_UNIT * (1 - b):.1f}" if np.isfinite(b) else "")
+        for a, b in zip(x, y, strict=True)
+    ]
     path, pen = [], "M"
     for place in places:
         if place:
@@ -285,7 +346,8 @@ def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
 
 def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: float) -> str:
     path = "".join(
-        f"M{_UNIT * (a - width / 2):.1f} {_UNIT * (1 - b):.1f}h{_UNIT * width:.1f}V{_UNIT * (1 - t):.1f}h{-_UNIT * width:.1f}z"
+        f"M{_UNIT * (a - width / 2):.1f}"
+        f" {_UNIT * (1 - b):.1f}h{_UNIT * width:.1f}V{_UNIT * (1 - t):.1f}h{-_UNIT * width:.1f}z"
         for a, b, t in zip(x, low, high, strict=True)
         if t > b
     )
@@ -295,13 +357,26 @@ def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: 
 
 def _named(step: float, each: int) -> str:
     half = (each - 1) / 2
-    return f"step {step:,.0f}" if each == 1 else f"steps {step - half:,.0f}\N{EN DASH}{step + half:,.0f}"
+    return (
+        f"step {step:,.0f}"
+        if each == 1
+        else f"steps {step - half:,.0f}\N{EN DASH}{step + half:,.0f}"
+    )
 
 
-def _tooltip_row(one: Series, x: np.ndarray, y: np.ndarray, words: Callable[[float], str]) -> dict[str, object]:
-    """What the page's script needs of a series: [place across, place up or null, steps in words, value in words]."""
+def _tooltip_row(
+    one: Series, x: np.ndarray, y: np.ndarray, words: Callable[[float], str]
+) -> dict[str, object]:
+    """What the page's script needs of a series: [place across, place up or null, steps in words,
+    value in words].
+    """
     points = [
-        [round(float(a), 4), round(float(b), 4) if np.isfinite(b) else None, _named(float(step), one.each), words(float(value))]
+        [
+            round(float(a), 4),
+            round(float(b), 4) if np.isfinite(b) else None,
+            _named(float(step), one.each),
+            words(float(value)),
+        ]
         for a, b, step, value in zip(x, y, one.steps, one.values, strict=True)
         if np.isfinite(value)
     ]
@@ -321,18 +396,27 @@ def _figure(
 ) -> str:
     grid = "".join(f"M0 {_UNIT * (1 - at):.1f}H{_UNIT:g}" for at, _ in y_marks)
     legend = "".join(
-        f'<li><i class="key {one.kind}" style="--c:var(--c{one.colour})"></i>{escape(one.label)}</li>' for one in series
+        f'<li><i class="key {one.kind}"'
+        f' style="--c:var(--c{one.colour})"></i>{escape(one.label)}</li>'
+        for one in series
     )
     # "<" cannot end the script element early, whatever a label holds.
     data = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<figure class="chart{" wide" if wide else ""}"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
-        f'</figcaption><ul class="legend">{legend}</ul><div class="frame"><div class="y" aria-hidden="true">'
-        + "".join(f'<span style="top:{100 * (1 - at):.2f}%">{escape(text)}</span>' for at, text in y_marks)
-        + f'</div><div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'
-        f'<svg viewBox="0 0 {_UNIT:g} {_UNIT:g}" preserveAspectRatio="none" fill="none" stroke-linejoin="round" '
-        f'stroke-linecap="round" aria-hidden="true">{_stroke(grid, "var(--grid)", 1)}{shapes}</svg>'
-        '<div class="cursor" hidden></div><div class="tip" hidden></div></div><div class="x" aria-hidden="true">'
-        + "".join(f'<span style="left:{100 * at:.2f}%">{escape(text)}</span>' for at, text in x_marks)
-        + f'</div><div class="unit" aria-hidden="true">step</div></div><script type="application/json">{data}</script></figure>'
+        "<figure"
+        f' class="chart{" wide" if wide else ""}"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p></figcaption><ul'
+        f' class="legend">{legend}</ul><div class="frame"><div class="y" aria-hidden="true">'
+        + "".join(
+            f'<span style="top:{100 * (1 - at):.2f}%">{escape(text)}</span>' for at, text in y_marks
+        )
+        + f'</div><div class="plot" tabindex="0" role="img" aria-label="{escape(name)}"><svg'
+        f' viewBox="0 0 {_UNIT:g} {_UNIT:g}" preserveAspectRatio="none" fill="none"'
+        ' stroke-linejoin="round" stroke-linecap="round"'
+        f' aria-hidden="true">{_stroke(grid, "var(--grid)", 1)}{shapes}</svg><div class="cursor"'
+        ' hidden></div><div class="tip" hidden></div></div><div class="x" aria-hidden="true">'
+        + "".join(
+            f'<span style="left:{100 * at:.2f}%">{escape(text)}</span>' for at, text in x_marks
+        )
+        + '</div><div class="unit" aria-hidden="true">step</div></div><script'
+        f' type="application/json">{data}</script></figure>'
     )

@@ -11,7 +11,9 @@ class ObserveConfig:
 
     tensorboard: bool = True
     wandb_project: str = ""
-    """Where set, metrics also go to this Weights & Biases project (the key comes from the environment)."""
+    """Where set, metrics also go to this Weights & Biases project (the key comes from the
+    environment).
+    """
     transcripts_per_step: int = 2
     """Groups whose rollouts are written out at every step."""
     progress: bool = True

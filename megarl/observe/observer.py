@@ -1,7 +1,8 @@
 """One place that a run reports to: files, sinks and a line or a bar for whoever watches.
 
-Written into the run folder: `metrics.jsonl` (a line a step), `evaluations.jsonl` (numbers and transcripts of each evaluation),
-`transcripts.jsonl` (some groups of each step) and `tensorboard/`. Only one process of a run may hold an `Observer`.
+Written into the run folder: `metrics.jsonl` (a line a step), `evaluations.jsonl` (numbers and
+transcripts of each evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`.
+Only one process of a run may hold an `Observer`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Observer:
         config: which sinks.
         folder: the run folder; created where missing.
         total_steps: steps of the whole run.
-        first_step: steps already done. What the files hold of later steps, from a process that went further than its last
+        first_step: steps already done. What the files hold of later steps, from a process that went
+        further than its last
             checkpoint, is dropped. With 0 the files start empty.
         resolved: the recipe as plain data, for sinks that show it.
 
@@ -57,11 +59,17 @@ class Observer:
         self._sinks = open_sinks(config, folder, first_step, resolved or {})
         self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step - 1)
         self._transcripts = MetricsFile(folder / TRANSCRIPTS, keep_until_step=first_step - 1)
-        # An evaluation numbered k is of the weights after k steps: that of the checkpoint itself stays, unless all starts anew.
+        # An evaluation numbered k is of the weights after k steps: that of the checkpoint itself
+        # stays, unless all starts anew.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
         for record in read_records(folder / EVALUATIONS):
-            if record["step"] == first_step:  # TensorBoard hides it on resume together with what came later
-                self._sink(first_step, {name: value for name, value in record.items() if name.startswith("eval")})
+            if (
+                record["step"] == first_step
+            ):  # TensorBoard hides it on resume together with what came later
+                self._sink(
+                    first_step,
+                    {name: value for name, value in record.items() if name.startswith("eval")},
+                )
         self._progress = Progress(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
@@ -71,27 +79,35 @@ class Observer:
         if self._progress is not None:
             self._progress.step(report.step, report.metrics)
 
-    def evaluation(self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]) -> None:
+    def evaluation(
+        self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
+    ) -> None:
         """Write the numbers and transcripts of an evaluation of the weights after `step` steps.
 
         Args:
             step: steps done; 0 is before training.
-            metrics: named `eval/...`, `eval_sampled/...`; several calls with one `step` complete each other.
-            transcripts: a problem each: prompt, answer, response, correct, reward, tokens.
+            metrics: named `eval/...`, `eval_sampled/...`; several calls with one `step` complete
+            each other. transcripts: a problem each: prompt, answer, response, correct, reward,
+            tokens.
 
         Raises:
             ValueError: a metric's name does not begin with `eval`.
         """
         wrong = [name for name in metrics if not name.startswith("eval")]
         if wrong:
-            raise ValueError(f"metrics of an evaluation are named eval/... or eval_<kind>/..., but these are not: {wrong}")
+            raise ValueError(
+                "metrics of an evaluation are named eval/... or eval_<kind>/..., but these are"
+                f" not: {wrong}"
+            )
         self._evaluations.write(step, {**metrics, "transcripts": transcripts})
         self._sink(step, metrics)
         if self._progress is not None:
             self._progress.evaluation(step, metrics)
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Append the first `observe.transcripts_per_step` of `groups` (ordinal, prompt, answer, rollouts) to their file."""
+        """Append the first `observe.transcripts_per_step` of `groups` (ordinal, prompt, answer,
+        rollouts) to their file.
+        """
         for group in groups[: self._config.transcripts_per_step]:
             self._transcripts.write(step, group)
 
@@ -106,7 +122,12 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -117,7 +138,9 @@ class Observer:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere (a log file, CI) a short line now and then, always for the first and the last step."""
+    """A bar on a terminal; elsewhere (a log file, CI) a short line now and then, always for the
+    first and the last step.
+    """
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total = total_steps
@@ -125,7 +148,13 @@ class Progress:
         self._last_line = float("-inf")
         self._bar = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, file=sys.stderr, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step,
+                file=sys.stderr,
+                unit="step",
+                dynamic_ncols=True,
+            )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show step number `step` (from 0)."""
@@ -136,11 +165,15 @@ class Progress:
         now = time.monotonic()
         if now - self._last_line >= LINE_INTERVAL_S or step + 1 >= self._total:
             self._last_line = now
-            self._line(f"step {step + 1}/{self._total}  {shown(metrics)}  [{now - self._started:.0f} s]")
+            self._line(
+                f"step {step + 1}/{self._total}  {shown(metrics)}  [{now - self._started:.0f} s]"
+            )
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation; these are rare, so each gets a line."""
-        words = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
+        words = "  ".join(
+            f"{name} {value:.4g}" for name, value in metrics.items() if value is not None
+        )
         self._line(f"evaluation after {step} steps  {words}")
 
     def close(self) -> None:
@@ -166,12 +199,16 @@ _SHOWN = (
 
 
 def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
-    """The main numbers of a step in words; those a run does not have (SFT has no reward) are left out."""
+    """The main numbers of a step in words; those a run does not have (SFT has no reward) are left
+    out.
+    """
     hidden = set()
     if "reward/mean" in metrics:
         hidden.add("loss")  # a policy gradient's loss says nothing about progress
     if "tokens/generated_per_s" in metrics:
         hidden.add("tokens/trained_per_s")
     return separator.join(
-        words.format(metrics[name]) for name, words in _SHOWN if name not in hidden and metrics.get(name) is not None
+        words.format(metrics[name])
+        for name, words in _SHOWN
+        if name not in hidden and metrics.get(name) is not None
     )

@@ -1,7 +1,8 @@
-"""The frame of the report: style and script, both inline, so that the page is one file and asks the network for nothing.
+"""The frame of the report: style and script, both inline, so that the page is one file and asks the
+network for nothing.
 
-A content security policy allows this very script (by its digest) and nothing else: even if text of a model slipped through the
-escaping, it could neither run nor load anything.
+A content security policy allows this very script (by its digest) and nothing else: even if text of
+a model slipped through the escaping, it could neither run nor load anything.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 
 
 def words(text: object) -> str:
-    """Any text, a model's too, as harmless HTML: escaped, control characters made visible, direction overrides closed."""
+    """Any text, a model's too, as harmless HTML: escaped, control characters made visible,
+    direction overrides closed.
+    """
     return "<bdi>" + _escaped(text) + "</bdi>"
 
 
@@ -153,7 +156,10 @@ def _escaped(text: object) -> str:
 def page(title: str, body: str) -> str:
     """The whole document around `body`."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri"
+        " 'none'; form-action 'none'"
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'

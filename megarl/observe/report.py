@@ -1,6 +1,8 @@
-"""`report.html`: a run on one page that opens from disk, with nothing to install and nothing loaded.
+"""`report.html`: a run on one page that opens from disk, with nothing to install and nothing
+loaded.
 
-To add a chart: a line in `_learning`, `_systems` or `_optimisation`; one whose metrics a run does not have is left out.
+To add a chart: a line in `_learning`, `_systems` or `_optimisation`; one whose metrics a run does
+not have is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from megarl.observe.charts import DRAWN_BARS, Series, chart, compact, duration, gather, percent, smooth
+from megarl.observe.charts import (
+    DRAWN_BARS,
+    Series,
+    chart,
+    compact,
+    duration,
+    gather,
+    percent,
+    smooth,
+)
 from megarl.observe.page import page, words
 from megarl.observe.summary import Evaluation, Run, read_run, summarise
 
@@ -26,8 +37,8 @@ def write_report(folder: Path, *, title: str) -> Path:
     """Write `report.html` into a run folder, in one atomic rename.
 
     Args:
-        folder: holds `metrics.jsonl`, and `evaluations.jsonl`, `transcripts.jsonl`, `recipe.yaml` where the run wrote them.
-        title: heading of the page.
+        folder: holds `metrics.jsonl`, and `evaluations.jsonl`, `transcripts.jsonl`, `recipe.yaml`
+        where the run wrote them. title: heading of the page.
 
     Returns:
         The file.
@@ -50,7 +61,9 @@ def write_report(folder: Path, *, title: str) -> Path:
     target = folder / "report.html"
     being_written = folder / f".report.{os.getpid()}.html"
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
-    being_written.write_text(page(title, f"<main>{''.join(sections)}</main>"), encoding="utf-8", errors="replace")
+    being_written.write_text(
+        page(title, f"<main>{''.join(sections)}</main>"), encoding="utf-8", errors="replace"
+    )
     being_written.replace(target)
     return target
 
@@ -58,7 +71,12 @@ def write_report(folder: Path, *, title: str) -> Path:
 def _section(title: str, note: str, body: str) -> str:
     if not body:
         return ""
-    return f"<section><h2>{title}</h2>" + (f'<p class="soft">{note}</p>' if note else "") + body + "</section>"
+    return (
+        f"<section><h2>{title}</h2>"
+        + (f'<p class="soft">{note}</p>' if note else "")
+        + body
+        + "</section>"
+    )
 
 
 def _charts(drawn: list[str]) -> str:
@@ -85,7 +103,10 @@ def _header(run: Run, title: str) -> str:
     tiles.append(_tile("Steps", f"{told['steps']:,}"))
     if told["seconds"] is not None:
         tiles.append(_tile("Time of the steps", duration(told["seconds"])))
-    for name, label in (("generated_tokens_per_s", "Generation"), ("trained_tokens_per_s", "Training")):
+    for name, label in (
+        ("generated_tokens_per_s", "Generation"),
+        ("trained_tokens_per_s", "Training"),
+    ):
         if told[name] is not None:
             tiles.append(_tile(label, f"{compact(told[name])} <small>tokens/s</small>"))
     return f'<header><h1>{words(title)}</h1></header><dl class="tiles">{"".join(tiles)}</dl>'
@@ -93,7 +114,9 @@ def _header(run: Run, title: str) -> str:
 
 def _tile(label: str, value: str, note: str = "", *, main: bool = False) -> str:
     small = f'<dd class="note">{note}</dd>' if note else ""
-    return f'<div class="tile{" main" if main else ""}"><dt>{label}</dt><dd>{value}</dd>{small}</div>'
+    return (
+        f'<div class="tile{" main" if main else ""}"><dt>{label}</dt><dd>{value}</dd>{small}</div>'
+    )
 
 
 def _change(before: float | None, after: float | None, told: Any) -> str:
@@ -103,12 +126,16 @@ def _change(before: float | None, after: float | None, told: Any) -> str:
 
 
 def _window(count: int) -> int:
-    """Steps a smoothed line averages over: odd, about a twentieth of the run; 1 (no smoothing) where there are few."""
+    """Steps a smoothed line averages over: odd, about a twentieth of the run; 1 (no smoothing)
+    where there are few.
+    """
     return (count // 20) | 1
 
 
 def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
-    """A metric of the steps: raw and faint under its moving mean, or as it is where the run is short."""
+    """A metric of the steps: raw and faint under its moving mean, or as it is where the run is
+    short.
+    """
     steps, values = run.series(name)
     window = _window(len(steps))
     if window == 1:
@@ -137,10 +164,21 @@ def _learning(run: Run) -> list[str]:
 
     supervised = not len(run.series("reward/mean")[0])
     return [
-        learnt("Accuracy", "share of responses judged right", "accuracy", words=percent, span=(0.0, 1.0), wide=True),
+        learnt(
+            "Accuracy",
+            "share of responses judged right",
+            "accuracy",
+            words=percent,
+            span=(0.0, 1.0),
+            wide=True,
+        ),
         learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
         learnt("Response length", "mean tokens", "length/mean", zero=True),
-        chart("Loss", "", _smoothed(run, "loss", "loss", 1), x_span=span, wide=True) if supervised else "",
+        (
+            chart("Loss", "", _smoothed(run, "loss", "loss", 1), x_span=span, wide=True)
+            if supervised
+            else ""
+        ),
     ]
 
 
@@ -148,35 +186,55 @@ def _systems(run: Run) -> list[str]:
     def line(name: str, label: str, colour: int, kind: Any = "line", **how: Any) -> Series:
         return gather(Series(label, *run.series(name), colour, kind), 2 * DRAWN_BARS, **how)
 
-    rates = [line("tokens/trained_per_s", "training", 2), line("tokens/generated_per_s", "generation", 1)]
+    rates = [
+        line("tokens/trained_per_s", "training", 2),
+        line("tokens/generated_per_s", "generation", 1),
+    ]
     gaps = [
         line("mismatch/max_abs", "largest", 2, largest=True),
         line("mismatch/mean_abs", "mean", 1),
         line("probe/max_abs", "largest on the probe, same weights", 3, "dashed", largest=True),
     ]
     ages = [line("staleness/max", "oldest", 1, largest=True)]
-    about_gaps = "difference of their log-probs of the sampled tokens, logarithmic; exact zeros are not drawn"
+    about_gaps = (
+        "difference of their log-probs of the sampled tokens, logarithmic; exact zeros are not"
+        " drawn"
+    )
     return [
         _time(run),
         chart("Throughput", "tokens a second", rates, zero=True),
         chart("Do trainer and engine agree?", about_gaps, gaps, log=True),
-        chart("Age of the weights", "steps behind, at most, when a rollout was trained on", ages, zero=True, whole=True),
+        chart(
+            "Age of the weights",
+            "steps behind, at most, when a rollout was trained on",
+            ages,
+            zero=True,
+            whole=True,
+        ),
     ]
 
 
 def _time(run: Run) -> str:
-    """Seconds of a step by what the trainer did; rollouts run beside it, so their time is a line, not a layer."""
+    """Seconds of a step by what the trainer did; rollouts run beside it, so their time is a line,
+    not a layer.
+    """
     steps = np.array([record["step"] for record in run.metrics], dtype=float)
 
     def seconds(name: str) -> np.ndarray:
-        return np.array([np.nan if record.get(name) is None else record[name] for record in run.metrics], dtype=float)
+        return np.array(
+            [np.nan if record.get(name) is None else record[name] for record in run.metrics],
+            dtype=float,
+        )
 
     phases = {
         "waiting for rollouts": seconds("time/wait_s"),
         "training": seconds("time/train_s"),
         "publishing weights": seconds("time/publish_s"),
     }
-    rest = np.maximum(seconds("time/step_s") - np.sum([np.nan_to_num(one) for one in phases.values()], axis=0), 0.0)
+    rest = np.maximum(
+        seconds("time/step_s") - np.sum([np.nan_to_num(one) for one in phases.values()], axis=0),
+        0.0,
+    )
     named = any(np.isfinite(one).any() for one in phases.values())
     layers = [
         Series(label, steps, values, colour, "bars")
@@ -193,9 +251,24 @@ def _optimisation(run: Run) -> list[str]:
         ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
         ("entropy", "Entropy", "nats a token", {"zero": True}),
         ("grad_norm", "Gradient norm", "before clipping", {"zero": True}),
-        ("clip_share", "Clipped", "share of tokens outside the clip range", {"zero": True, "words": percent}),
-        ("length/truncated_share", "Cut off", "share of responses at the token limit", {"zero": True, "words": percent}),
-        ("groups/rejected", "Groups rejected", "by dynamic sampling", {"zero": True, "whole": True}),
+        (
+            "clip_share",
+            "Clipped",
+            "share of tokens outside the clip range",
+            {"zero": True, "words": percent},
+        ),
+        (
+            "length/truncated_share",
+            "Cut off",
+            "share of responses at the token limit",
+            {"zero": True, "words": percent},
+        ),
+        (
+            "groups/rejected",
+            "Groups rejected",
+            "by dynamic sampling",
+            {"zero": True, "whole": True},
+        ),
         ("learning_rate", "Learning rate", "", {"zero": True}),
     )
     supervised = not len(run.series("reward/mean")[0])
@@ -213,26 +286,44 @@ def _optimisation(run: Run) -> list[str]:
 
 
 def _examples(run: Run) -> tuple[str, str]:
-    """(note, HTML) of the same problems at the first and the last evaluation, or of the first and last groups trained on."""
+    """(note, HTML) of the same problems at the first and the last evaluation, or of the first and
+    last groups trained on.
+    """
     told = [one for one in run.evaluations if one.transcripts]
     if not told:
         return _groups(run)
     first, last = told[0], told[-1]
     if first is last:
-        shown = "".join(_problem(one, [(_after(first), one)]) for one in first.transcripts[:EXAMPLES])
-        return f"The first {min(EXAMPLES, len(first.transcripts))} held-out problems, in their order.", shown
+        shown = "".join(
+            _problem(one, [(_after(first), one)]) for one in first.transcripts[:EXAMPLES]
+        )
+        return (
+            f"The first {min(EXAMPLES, len(first.transcripts))} held-out problems, in their order.",
+            shown,
+        )
     pairs = _pairs(first.transcripts, last.transcripts)
     count = min(EXAMPLES, len(pairs))
-    note = f"Held-out problems at the first and the last evaluation: the first {count}, in their order; none was picked."
-    shown = "".join(_problem(old, [(_after(first), old), (_after(last), new)]) for old, new in pairs[:EXAMPLES])
+    note = (
+        f"Held-out problems at the first and the last evaluation: the first {count}, in their"
+        " order; none was picked."
+    )
+    shown = "".join(
+        _problem(old, [(_after(first), old), (_after(last), new)]) for old, new in pairs[:EXAMPLES]
+    )
     return note, _moves(pairs) + shown
 
 
 def _after(one: Evaluation) -> str:
-    return "before training" if one.step == 0 else f"after {one.step:,} step{'s' if one.step != 1 else ''}"
+    return (
+        "before training"
+        if one.step == 0
+        else f"after {one.step:,} step{'s' if one.step != 1 else ''}"
+    )
 
 
-def _pairs(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _pairs(
+    first: list[dict[str, Any]], last: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Transcripts of the same prompt; a prompt that comes twice is matched in order."""
     waiting: dict[str, list[dict[str, Any]]] = {}
     for one in last:
@@ -249,15 +340,22 @@ def _moves(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         return f"<td>{sum(bool(a['correct']) == old and bool(b['correct']) == new for a, b in pairs):,}</td>"
 
     return (
-        f'<table class="moves"><tr><th>of {len(pairs):,} problems written out</th><th>right after</th><th>wrong after</th></tr>'
-        f"<tr><th>right before</th>{count(True, True)}{count(True, False)}</tr>"
-        f"<tr><th>wrong before</th>{count(False, True)}{count(False, False)}</tr></table>"
+        f'<table class="moves"><tr><th>of {len(pairs):,} problems written out</th><th>right'
+        " after</th><th>wrong after</th></tr><tr><th>right"
+        f" before</th>{count(True, True)}{count(True, False)}</tr><tr><th>wrong"
+        f" before</th>{count(False, True)}{count(False, False)}</tr></table>"
     )
 
 
 def _groups(run: Run) -> tuple[str, str]:
-    shown = [_problem(group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]]) for group in run.groups]
-    return "Rollouts trained on at the first and the last step, at most four of each group.", "".join(shown)
+    shown = [
+        _problem(group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]])
+        for group in run.groups
+    ]
+    return (
+        "Rollouts trained on at the first and the last step, at most four of each group.",
+        "".join(shown),
+    )
 
 
 def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -> str:
@@ -288,7 +386,10 @@ def _text(text: object) -> str:
     missing = len(plain) - SHOWN_CHARACTERS
     if missing <= 0:
         return words(plain)
-    return words(plain[:SHOWN_CHARACTERS]) + f'<span class="soft"> \N{HORIZONTAL ELLIPSIS} {missing:,} more characters</span>'
+    return (
+        words(plain[:SHOWN_CHARACTERS])
+        + f'<span class="soft"> \N{HORIZONTAL ELLIPSIS} {missing:,} more characters</span>'
+    )
 
 
 def _recipe(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Where numbers are written. To add a sink: a class with `write(step, metrics)` and `close()`, and a line in `SINKS`.
+"""Where numbers are written. To add a sink: a class with `write(step, metrics)` and `close()`, and
+a line in `SINKS`.
 
 `metrics.jsonl` is always written and is the truth; the sinks in `SINKS` are copies for a viewer.
 """
@@ -25,7 +26,9 @@ class Sink(Protocol):
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that JSON cannot hold (NaN, infinities) as None, at any depth, and numpy scalars as Python's."""
+    """`value` with every float that JSON cannot hold (NaN, infinities) as None, at any depth, and
+    numpy scalars as Python's.
+    """
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -41,7 +44,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a JSON-lines file, none where the file does not exist.
 
     Raises:
-        ValueError: a line is not a JSON object with a step. A last line without its newline, which a killed process leaves,
+        ValueError: a line is not a JSON object with a step. A last line without its newline, which
+        a killed process leaves,
             is passed over.
     """
     if not path.exists():
@@ -53,9 +57,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON ({error}); delete the line") from None
+                raise ValueError(
+                    f"{path}, line {number} is not JSON ({error}); delete the line"
+                ) from None
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError(f"{path}, line {number} has no whole number `step`; delete the line")
+                raise ValueError(
+                    f"{path}, line {number} has no whole number `step`; delete the line"
+                )
             yield record
 
 
@@ -64,7 +72,8 @@ class MetricsFile:
 
     Args:
         path: the file; created with its folder where missing.
-        keep_until_step: on resume, lines of later steps are dropped (in one atomic rename), since they will be written again.
+        keep_until_step: on resume, lines of later steps are dropped (in one atomic rename), since
+        they will be written again.
             None keeps every whole line.
 
     Raises:
@@ -75,7 +84,8 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _keep(path, keep_until_step)
-        # A lone surrogate, which a broken decoder can leave in a transcript, becomes its JSON escape.
+        # A lone surrogate, which a broken decoder can leave in a transcript, becomes its JSON
+        # escape.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -106,7 +116,8 @@ class TensorBoardSink:
 
     Args:
         folder: the log folder.
-        first_step: on resume, what an earlier process logged from this step on is hidden by TensorBoard.
+        first_step: on resume, what an earlier process logged from this step on is hidden by
+        TensorBoard.
 
     Raises:
         ValueError: the package tensorboard is not installed.
@@ -150,8 +161,8 @@ class WandbSink:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
-                f"observe.wandb_project is {project!r}, but the package wandb cannot be imported ({error}); "
-                '`pip install wandb`, or set observe.wandb_project to ""'
+                f"observe.wandb_project is {project!r}, but the package wandb cannot be imported"
+                f' ({error}); `pip install wandb`, or set observe.wandb_project to ""'
             ) from error
         self._run = wandb.init(project=project, config=dict(config), name=name or None)
 
@@ -166,17 +177,25 @@ class WandbSink:
 
 SINKS: dict[str, Callable[[ObserveConfig, Path, int, Mapping[str, Any]], Sink | None]] = {
     "tensorboard": lambda config, folder, first_step, recipe: (
-        TensorBoardSink(folder / "tensorboard", first_step=first_step) if config.tensorboard else None
+        TensorBoardSink(folder / "tensorboard", first_step=first_step)
+        if config.tensorboard
+        else None
     ),
     "wandb": lambda config, folder, first_step, recipe: (
         WandbSink(config.wandb_project, recipe, name=folder.name) if config.wandb_project else None
     ),
 }
-"""Name -> (config, run folder, first step, resolved recipe) -> the sink, or None where the config does not ask for it."""
+"""Name -> (config, run folder, first step, resolved recipe) -> the sink, or None where the config
+does not ask for it.
+"""
 
 
-def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Mapping[str, Any]) -> list[Sink]:
-    """Every sink that `config` asks for; if one cannot be opened, those already open are closed and its error goes on."""
+def open_sinks(
+    config: ObserveConfig, folder: Path, first_step: int, recipe: Mapping[str, Any]
+) -> list[Sink]:
+    """Every sink that `config` asks for; if one cannot be opened, those already open are closed and
+    its error goes on.
+    """
     with contextlib.ExitStack() as opened:
         sinks: list[Sink] = []
         for make in SINKS.values():

@@ -36,12 +36,18 @@ class Run:
     """Transcripts of the first and of the last step that has some."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite. Empty where no step has it."""
-        return _series([(record["step"], record[name]) for record in self.metrics if name in record])
+        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite. Empty
+        where no step has it.
+        """
+        return _series(
+            [(record["step"], record[name]) for record in self.metrics if name in record]
+        )
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """([n] steps, [n] values) of a metric of the evaluations."""
-        return _series([(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics])
+        return _series(
+            [(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics]
+        )
 
 
 def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +73,9 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:
-    """Evaluations by step; greedy transcripts go before those of another kind. Keeps few transcripts in memory."""
+    """Evaluations by step; greedy transcripts go before those of another kind. Keeps few
+    transcripts in memory.
+    """
     found: dict[int, Evaluation] = {}
     greedy: set[int] = set()
     for record in read_records(path):
@@ -100,9 +108,10 @@ def summary(folder: Path) -> dict[str, Any]:
     """The run in a few numbers; None where the files do not say.
 
     Returns:
-        accuracy_before, accuracy_after, length_before, length_after (tokens): from the greedy evaluations (`measured_on` is
-        "evaluation"), or, in a run that was never evaluated, means over the first and last steps' rollouts ("rollouts");
-        steps; seconds (sum of `time/step_s`); generated_tokens_per_s and trained_tokens_per_s (means over time).
+        accuracy_before, accuracy_after, length_before, length_after (tokens): from the greedy
+        evaluations (`measured_on` is "evaluation"), or, in a run that was never evaluated, means
+        over the first and last steps' rollouts ("rollouts"); steps; seconds (sum of `time/step_s`);
+        generated_tokens_per_s and trained_tokens_per_s (means over time).
 
     Raises:
         ValueError: the folder is not one of a run.
@@ -112,7 +121,10 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def summarise(run: Run) -> dict[str, Any]:
     """`summary` of files already read."""
-    evaluated = any("eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics for one in run.evaluations)
+    evaluated = any(
+        "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
+        for one in run.evaluations
+    )
     ends = _evaluated_ends if evaluated else _rollout_ends
     accuracy, length = ends(run, "accuracy"), ends(run, "length/mean")
     _, step_s = run.series("time/step_s")
@@ -131,7 +143,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def _overlap(run: Run) -> float | None:
-    """Time of all steps but the first five over that of their longer part, rollout or training: 1 is perfect overlap."""
+    """Time of all steps but the first five over that of their longer part, rollout or training: 1
+    is perfect overlap.
+    """
     parts = {
         name: dict(zip(*map(np.ndarray.tolist, run.series(f"time/{name}_s")), strict=True))
         for name in ("step", "rollout", "train")
@@ -142,7 +156,9 @@ def _overlap(run: Run) -> float | None:
 
 
 def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """First and last evaluation; a single one is the state before training only if no step had been done."""
+    """First and last evaluation; a single one is the state before training only if no step had been
+    done.
+    """
     steps, values = run.evaluated("eval/" + name)
     if len(values) == 0:
         return None, None
@@ -162,13 +178,19 @@ def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def _rate(run: Run, name: str, weight: str) -> float | None:
-    """Mean of a rate, each step weighted by the seconds of its phase where the run has them: tokens over seconds."""
+    """Mean of a rate, each step weighted by the seconds of its phase where the run has them: tokens
+    over seconds.
+    """
     records = [record for record in run.metrics if record.get(name) is not None]
     if not records:
         return None
     rates = np.array([record[name] for record in records], dtype=float)
-    weights = np.array([record.get(weight) or record.get("time/step_s") or 0.0 for record in records], dtype=float)
-    return round(float(np.average(rates, weights=weights) if weights.sum() > 0 else rates.mean()), 1)
+    weights = np.array(
+        [record.get(weight) or record.get("time/step_s") or 0.0 for record in records], dtype=float
+    )
+    return round(
+        float(np.average(rates, weights=weights) if weights.sum() > 0 else rates.mean()), 1
+    )
 
 
 def _number(value: float) -> float | None:

@@ -1,1 +1,1 @@
-"""Engines, and the service that turns prompts into groups of scored rollouts."""
+"""Inference engines, and the rollout service that turns prompts into groups of scored rollouts."""

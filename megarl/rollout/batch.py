@@ -1,4 +1,6 @@
-"""A step's groups become samples dealt out to data ranks, with the bookkeeping every rank needs of the whole step."""
+"""A step's groups become samples dealt out to data ranks, with the bookkeeping every rank needs of
+the whole step.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,20 @@ def shares(
     accepted: list[Group],
     seconds: float,
     num_data_ranks: int,
-    mini_batches: int,
+    num_mini_batches: int,
     micro_batch_tokens: int,
     transcripts: int,
 ) -> StepGroups:
-    """Deal `accepted` out: mini-batches of whole groups, samples balanced over ranks, equal numbers of rows on each.
+    """Deal `accepted` out: mini-batches of whole groups, samples balanced over ranks, equal numbers
+    of rows on each.
 
-    Fewer accepted groups than mini-batches make fewer mini-batches; none at all make a step that trains on nothing.
+    Fewer accepted groups than mini-batches make fewer mini-batches; none at all make a step that
+    trains on nothing.
     """
     samples: list[Sample] = []
     number_of: list[int] = []
     part_of: list[int] = []
-    parts = min(mini_batches, len(accepted))
+    parts = min(num_mini_batches, len(accepted))
     for number, group in enumerate(accepted):
         for rollout in group.rollouts:
             samples.append(to_sample(len(samples), group, rollout))
@@ -66,7 +70,9 @@ def shares(
         mine = [sample for sample, belongs in zip(samples, part_of, strict=True) if belongs == part]
         lengths = [len(sample.token_ids) for sample in mine]
         split = balance.split(lengths, num_data_ranks)
-        packed = balance.rows_in_step([[lengths[i] for i in rank] for rank in split], micro_batch_tokens)
+        packed = balance.rows_in_step(
+            [[lengths[i] for i in rank] for rank in split], micro_batch_tokens
+        )
         for rank, positions in enumerate(split):
             dealt[rank].append([mine[i] for i in positions])
             rows[rank].append(packed[rank])
@@ -93,13 +99,20 @@ def shares(
     )
 
 
-def describe(step: int, drawn: list[Group], accepted: list[Group], seconds: float) -> dict[str, float]:
-    """Statistics over everything drawn: the accepted groups alone would flatter or belittle the policy."""
+def describe(
+    step: int, drawn: list[Group], accepted: list[Group], seconds: float
+) -> dict[str, float]:
+    """Statistics over everything drawn: the accepted groups alone would flatter or belittle the
+    policy.
+    """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
     rewards = [rollout.verdict.reward for rollout in rollouts]
     lengths = [rollout.num_tokens for rollout in rollouts]
     failures = [rollout.verdict.failure for rollout in rollouts]
-    oldest = [min(version for turn in rollout.turns for version, _ in turn.versions) for rollout in rollouts]
+    oldest = [
+        min(version for turn in rollout.turns for version, _ in turn.versions)
+        for rollout in rollouts
+    ]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),

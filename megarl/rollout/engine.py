@@ -1,7 +1,9 @@
-"""One inference engine: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and their log-probs out.
+"""One inference engine: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and their
+log-probs out.
 
-`Engine` is a plain class; `megarl.cluster` makes a Ray actor of it. Weights arrive through vLLM's weight-transfer
-interface, so version 0 is published like every other and no engine reads a checkpoint.
+`Engine` is a plain class; `megarl.cluster.ray_cluster` makes a Ray actor of it. Weights arrive
+through vLLM's weight-transfer interface, so version 0 is published like every other and no engine
+reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from megarl.types import Turn
 BACKEND = "megarl"
 """vLLM weight-transfer backend through which weights arrive."""
 
-WORKER_EXTENSION = "megarl.publish.engine_end.EngineEnd"
+WORKER_EXTENSION = "megarl.weight_sync.receiver.EngineEnd"
 """Class that vLLM's workers load, by name; its module registers the backend."""
 
 
@@ -39,8 +41,8 @@ class Engine:
         load: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """`load` reads the model's own weights; otherwise they are random until version 0 is published.
-        `sleeps`: the engine can give its memory to the trainer and take it back."""
+        """`load` reads the model's own weights; otherwise they are random until version 0 is
+        published. `sleeps`: the engine can give its memory to the trainer and take it back."""
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version = -1
@@ -60,34 +62,45 @@ class Engine:
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": not config.compile or "VLLM_CPU_KVCACHE_SPACE" in environment,
             "enable_prefix_caching": True,
-            # Log-probs of the law that was sampled from: temperature applied. The default would be raw.
+            # Log-probs of the law that was sampled from: temperature applied. The default would be
+            # raw.
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": WORKER_EXTENSION,
             "enable_sleep_mode": sleeps,
             "disable_log_stats": True,
         }
         if "VLLM_CPU_KVCACHE_SPACE" in environment:
-            # Half a prompt in one step would need a seeded generator to go back, which CPU generators cannot.
+            # Half a prompt in one step would need a seeded generator to go back, which CPU
+            # generators cannot.
             self._arguments["enable_chunked_prefill"] = False
         if config.tensor > 1 or "VLLM_CPU_KVCACHE_SPACE" in environment:
-            # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
+            # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for
+            # them.
             self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
 
     async def start(self) -> dict[str, Any]:
-        """Load vLLM and allocate its cache; returns {processes, seconds}. Raises what vLLM raises."""
-        begun = time.monotonic()
+        """Load vLLM and allocate its cache; returns {processes, seconds}. Raises what vLLM
+        raises.
+        """
+        started_at = time.monotonic()
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
-        arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+        arguments = AsyncEngineArgs(
+            **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
+        )
         self._llm = AsyncLLM.from_engine_args(arguments)
-        return {"processes": _own_processes(), "seconds": time.monotonic() - begun}
+        return {"processes": _own_processes(), "seconds": time.monotonic() - started_at}
 
-    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
-        """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence token is part of it."""
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+    ) -> Turn:
+        """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence
+        token is part of it.
+        """
         sampling = self._sampling(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -114,7 +127,9 @@ class Engine:
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of token_ids[1:] given what precedes them, at temperature 1."""
         final = None
-        sampling = self._sampling(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        sampling = self._sampling(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
+        )
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
         async for final in self._llm.generate(prompt, sampling, self._name("score")):  # pyright: ignore[reportArgumentType]
             pass
@@ -123,47 +138,61 @@ class Engine:
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
     async def connect(self, info: dict[str, Any]) -> None:
-        """Tell the engine's ranks where weights come from (`megarl.publish.receive.InitInfo`)."""
+        """Tell the engine's ranks where weights come from
+        (`megarl.weight_sync.bucket_receiver.InitInfo`).
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-        self._refuse_problem(await self._llm.collective_rpc("megarl_held"))
+        self._refuse_problem(await self._llm.collective_rpc("megarl_owned"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Take in a version under running generation; what each rank holds then (`megarl.publish.engine_end.EngineEnd`).
+        """Take in a version under running generation; what each rank holds then
+        (`megarl.weight_sync.receiver.EngineEnd`).
 
-        Requests under way are kept: their cache is computed again with the new weights, and each token's version recorded.
-        After a failure the weights are a mix, and generation stays paused until a version has arrived whole.
+        Requests under way are kept: their cache is computed again with the new weights, and each
+        token's version recorded. After a failure the weights are a mix, and generation stays paused
+        until a version has arrived whole.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s}))
-        held = await self._llm.collective_rpc("megarl_held")
-        is_whole = not any(rank["problem"] for rank in held)
+        await self._llm.update_weights(
+            WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
+        )
+        owned = await self._llm.collective_rpc("megarl_owned")
+        is_whole = not any(rank["problem"] for rank in owned)
         await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
-        self._refuse_problem(held)
+        self._refuse_problem(owned)
         self.version = version
         if self._asleep:
             await self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         await self._llm.resume_generation()
-        return held
+        return owned
 
-    def _refuse_problem(self, held: list[dict[str, Any]]) -> None:
-        """Raise what an engine rank could not do; each answers for itself, since one that raised would confuse the others."""
-        for rank, answer in enumerate(held):
+    def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
+        """Raise what an engine rank could not do; each answers for itself, since one that raised
+        would confuse the others.
+        """
+        for rank, answer in enumerate(owned):
             if answer["problem"]:
-                raise RuntimeError(f"rank {rank}: {answer['problem']}" if len(held) > 1 else answer["problem"])
+                raise RuntimeError(
+                    f"rank {rank}: {answer['problem']}" if len(owned) > 1 else answer["problem"]
+                )
 
     async def sleep(self) -> None:
-        """Give weights and cache away, in favour of who shares the GPU; on CPU vLLM only stops. Requests stay in the queue."""
+        """Give weights and cache away, in favour of who shares the GPU; on CPU vLLM only stops.
+        Requests stay in the queue.
+        """
         await self._llm.sleep(level=2, mode="keep")
         self._asleep = True
 
     async def wake(self) -> None:
-        """Take the weights' memory back, empty. The cache's follows with a version: vLLM generates once it has both."""
+        """Take the weights' memory back, empty. The cache's follows with a version: vLLM generates
+        once it has both.
+        """
         await self._llm.wake_up(tags=["weights"])
 
     async def stop(self) -> None:
@@ -185,8 +214,13 @@ class Engine:
 
 
 def _own_processes() -> list[tuple[str, int, float]]:
-    """(host, process id, time of birth) of this process and of vLLM's below it: numbers alone may be others' one day."""
+    """(host, process id, time of birth) of this process and of vLLM's below it: numbers alone may
+    be others' one day.
+    """
     import psutil
 
     own = psutil.Process()
-    return [(socket.gethostname(), process.pid, process.create_time()) for process in (own, *own.children(recursive=True))]
+    return [
+        (socket.gethostname(), process.pid, process.create_time())
+        for process in (own, *own.children(recursive=True))
+    ]

@@ -1,9 +1,12 @@
-"""The rollout service: prompts go to engines, finished rollouts are scored, groups fill batches, ranks take their share.
+"""The rollout service: prompts go to engines, finished rollouts are scored, groups fill batches,
+ranks take their share.
 
-    prompts --dispatch rule--> engines --Turn--> environment --Verdict--> Group --in order--> StepBatch per data rank
+    prompts --dispatch rule--> engines --Turn--> environment --Verdict--> Group --in order-->
+    StepBatch per data rank
 
-One asyncio process owns all of it, so every decision is a plain call. `megarl.cluster` makes a Ray actor of it.
-A failure of any part is kept and raised from whatever the trainer asks next.
+One asyncio process owns all of it, so every decision is a plain call. `megarl.cluster.ray_cluster`
+makes a Ray actor of it. A failure of any part is kept and raised from whatever the trainer asks
+next.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
-from megarl.contracts import EngineLost, PromptSource
+from megarl.errors import EngineLost
 from megarl.rollout.batch import StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.window import Window
@@ -29,14 +32,28 @@ REPLACEMENT_POLL_S = 0.2
 """Between two looks at whether another engine is in the place of one that died."""
 
 
+class PromptSource(Protocol):
+    """Prompts by ordinal: a pure function of (seed, ordinal), so that a cursor is one number."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, ordinal: int) -> Prompt:
+        """The prompt trained as number `ordinal`; each epoch is shuffled anew."""
+        ...
+
+
 class EngineHandle(Protocol):
     """What the service asks of an engine, wherever it runs."""
 
-    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn: ...
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+    ) -> Turn: ...
 
 
 def request_seed(run_seed: int, *place: int | str) -> int:
-    """A request's seed: a function of the run's seed and the request's place alone, so order of arrival changes nothing."""
+    """A request's seed: a function of the run's seed and the request's place alone, so order of
+    arrival changes nothing.
+    """
     text = "/".join(str(part) for part in (run_seed, *place))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
@@ -54,7 +71,7 @@ class RolloutService:
         score: Callable[[Prompt, str, int, bool], Coroutine[Any, Any, Verdict]],
         decode: Callable[[list[int]], str],
         num_data_ranks: int,
-        mini_batches: int,
+        num_mini_batches: int,
         micro_batch_tokens: int,
         last_step: int,
         transcripts_per_step: int,
@@ -63,10 +80,18 @@ class RolloutService:
     ) -> None:
         self.config, self.seed, self.prompts, self.engines = config, seed, prompts, list(engines)
         self.score, self.decode = score, decode
-        self.num_data_ranks, self.mini_batches, self.micro_batch_tokens = num_data_ranks, mini_batches, micro_batch_tokens
+        self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
+            num_data_ranks,
+            num_mini_batches,
+            micro_batch_tokens,
+        )
         self.transcripts_per_step = transcripts_per_step
         sampling = config.dynamic_sampling
-        draws = round(sampling.max_draws * config.groups_per_step) if sampling.enabled else config.groups_per_step
+        draws = (
+            round(sampling.max_draws * config.groups_per_step)
+            if sampling.enabled
+            else config.groups_per_step
+        )
         self.window = Window(
             per_step=config.groups_per_step,
             max_draws=draws,
@@ -77,7 +102,8 @@ class RolloutService:
             step=first_step,
             version=first_step,
         )
-        # An engine's own queue stays short, so that a request's deadline is about the engine and not about the queue.
+        # An engine's own queue stays short, so that a request's deadline is about the engine and
+        # not about the queue.
         limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
         self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
@@ -93,7 +119,7 @@ class RolloutService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._evaluations: dict[tuple[str, int], asyncio.Future[Evaluated]] = {}
 
-    # ------------------------------------------------------------------------------------------- asked by the trainer
+    # ------------------------------------------------------------------------- asked by the trainer
 
     def use_engine(self, number: int, engine: EngineHandle) -> None:
         """A fresh engine takes the place of one that died; requests that waited for it go on."""
@@ -105,17 +131,23 @@ class RolloutService:
         await self._dispatch()
 
     async def take(self, step: int, data_rank: int) -> StepBatch:
-        """Wait for step `step` and return the share of `data_rank`. Raises whatever ended collection."""
+        """Wait for step `step` and return the share of `data_rank`. Raises whatever ended
+        collection.
+        """
         with self._waits():
             async with self._changed:
-                await self._changed.wait_for(lambda: self._failure is not None or step in self._ready)
+                await self._changed.wait_for(
+                    lambda: self._failure is not None or step in self._ready
+                )
         if self._failure is not None:
             raise RuntimeError(f"rollouts stopped: {self._failure}") from self._failure
         ready = self._ready[step]
         return ready.share(data_rank)
 
     async def release(self, version: int) -> None:
-        """Weights `version` are on the engines: its predecessor's batch is done with, newer groups may start."""
+        """Weights `version` are on the engines: its predecessor's batch is done with, newer groups
+        may start.
+        """
         self.window.version = max(self.window.version, version)
         self._released_at.setdefault(version, time.monotonic())
         for step in [step for step in self._ready if step < version]:
@@ -125,15 +157,23 @@ class RolloutService:
         await self._dispatch()
 
     async def cursor(self, step: int) -> int:
-        """First ordinal not yet trained once `step` steps are done: all that a checkpoint needs to know of the prompts."""
+        """First ordinal not yet trained once `step` steps are done: all that a checkpoint needs to
+        know of the prompts.
+        """
         return self._cursors[step]
 
     async def evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
-        """One answer to each of `prompts` -> (metrics, transcripts). Every rank may ask: it is done once a version."""
+        """One answer to each of `prompts` -> (metrics, transcripts). Every rank may ask: it is done
+        once a version.
+        """
         key = (name, self.window.version)
         if key not in self._evaluations:
-            self._evaluations = {known: task for known, task in self._evaluations.items() if known[1] == key[1]}
-            self._evaluations[key] = asyncio.ensure_future(self._evaluate(prompts, temperature, name))
+            self._evaluations = {
+                known: task for known, task in self._evaluations.items() if known[1] == key[1]
+            }
+            self._evaluations[key] = asyncio.ensure_future(
+                self._evaluate(prompts, temperature, name)
+            )
         with self._waits():
             return await asyncio.shield(self._evaluations[key])
 
@@ -151,11 +191,15 @@ class RolloutService:
         finally:
             self._waiting -= 1
 
-    async def _evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
+    async def _evaluate(
+        self, prompts: Sequence[Prompt], temperature: float, name: str
+    ) -> Evaluated:
         """Seeds depend on the problem alone."""
 
         async def one(prompt: Prompt) -> tuple[Prompt, Turn, Verdict]:
-            turn = await self._generate(prompt, request_seed(self.seed, name, prompt.index), temperature)
+            turn = await self._generate(
+                prompt, request_seed(self.seed, name, prompt.index), temperature
+            )
             text = self.decode(turn.token_ids)
             verdict = await self.score(prompt, text, len(turn.token_ids), turn.finish == "length")
             return prompt, turn, verdict
@@ -166,7 +210,8 @@ class RolloutService:
             "accuracy": sum(verdict.correct for _, _, verdict in answers) / count,
             "reward/mean": sum(verdict.reward for _, _, verdict in answers) / count,
             "length/mean": sum(len(turn.token_ids) for _, turn, _ in answers) / count,
-            "length/truncated_share": sum(turn.finish == "length" for _, turn, _ in answers) / count,
+            "length/truncated_share": sum(turn.finish == "length" for _, turn, _ in answers)
+            / count,
             "problems": float(len(answers)),
         }
         transcripts = [
@@ -182,7 +227,7 @@ class RolloutService:
         ]
         return metrics, transcripts
 
-    # ------------------------------------------------------------------------------------------------------ collection
+    # ----------------------------------------------------------------------------------- collection
 
     async def _dispatch(self) -> None:
         """Start every group the window allows, up to the last step's."""
@@ -195,8 +240,10 @@ class RolloutService:
         """All rollouts of one group; then whatever batch that completes."""
         try:
             prompt, version = self.prompts.at(ordinal), self.window.version
-            samples = range(self.config.samples_per_group)
-            rollouts = await asyncio.gather(*(self._rollout(prompt, ordinal, sample, version) for sample in samples))
+            samples = range(self.config.group_size)
+            rollouts = await asyncio.gather(
+                *(self._rollout(prompt, ordinal, sample, version) for sample in samples)
+            )
             self._groups[ordinal] = group = Group(ordinal, prompt, list(rollouts))
             self.window.finish(ordinal, self._accepts(group))
             while (accepted := self._close()) is not None:
@@ -215,8 +262,11 @@ class RolloutService:
         """Dynamic sampling: a group whose rewards are all equal has no advantage to learn from."""
         if not self.config.dynamic_sampling.enabled:
             return True
-        # Without the length penalty: answers that are all wrong stay a group to reject, however long they are.
-        scores = {round(rollout.verdict.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts}
+        # Without the length penalty: answers that are all wrong stay a group to reject, however
+        # long they are.
+        scores = {
+            round(rollout.verdict.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts
+        }
         return len(scores) > 1
 
     def _close(self) -> StepGroups | None:
@@ -228,18 +278,19 @@ class RolloutService:
         now = time.monotonic()
         drawn = [self._groups.pop(ordinal) for ordinal in range(first, self.window.first)]
         chosen = set(accepted)
-        # A batch's time begins when its groups might first start, or when the batch before it was complete.
+        # A batch's time begins when its groups might first start, or when the batch before it was
+        # complete.
         allowed = min(self._released_at.get(step - self.window.staleness, self._closed_at), now)
-        begun = max(self._closed_at, allowed)
+        started_at = max(self._closed_at, allowed)
         self._closed_at = now
         self._cursors[step + 1] = self.window.first
         return shares(
             step=step,
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
-            seconds=now - begun,
+            seconds=now - started_at,
             num_data_ranks=self.num_data_ranks,
-            mini_batches=self.mini_batches,
+            num_mini_batches=self.num_mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
             transcripts=self.transcripts_per_step,
         )
@@ -251,7 +302,9 @@ class RolloutService:
         text = self.decode(turn.token_ids)
         verdict = await self.score(prompt, text, len(turn.token_ids), turn.finish == "length")
         said = Turn(turn.token_ids, turn.logprobs, turn.versions, turn.finish, text)
-        return Rollout(sample=sample, seed=seed, turns=[said], verdict=verdict, dispatched_at=version)
+        return Rollout(
+            sample=sample, seed=seed, turns=[said], verdict=verdict, dispatched_at=version
+        )
 
     async def _generate(self, prompt: Prompt, seed: int, temperature: float) -> Turn:
         """Ask the least loaded engine, within the deadline."""
@@ -263,7 +316,10 @@ class RolloutService:
                 while True:
                     engine = self.engines[number]
                     answer = engine.generate(
-                        prompt.token_ids, seed=seed, max_tokens=self.config.max_new_tokens, temperature=temperature
+                        prompt.token_ids,
+                        seed=seed,
+                        max_tokens=self.config.max_new_tokens,
+                        temperature=temperature,
                     )
                     try:
                         return await asyncio.wait_for(answer, deadline)
@@ -278,7 +334,9 @@ class RolloutService:
             self._load[number] -= 1
 
     async def _replacement(self, number: int, dead: EngineHandle, lost: EngineLost) -> None:
-        """Wait until another engine is in the place of `dead`; its requests are asked again, with their seeds."""
+        """Wait until another engine is in the place of `dead`; its requests are asked again, with
+        their seeds.
+        """
         # The trainer replaces engines while it publishes; once it waits for rollouts, nobody will.
         while self.engines[number] is dead:
             if self._waiting:

@@ -1,9 +1,11 @@
-"""The dispatch rule: which group may start now, and which groups make up which step. Pure arithmetic.
+"""The dispatch rule: which group may start now, and which groups make up which step. Pure
+arithmetic.
 
-Groups have ordinals 0, 1, 2, ... and are consumed in that order. A group is *accepted* into a step or *rejected* by
-dynamic sampling. A step's batch closes with `per_step` accepted groups, or short of that once it has looked at
-`max_draws` groups. Group o may start at trainer version v only if it is certain to be trained by step v + staleness:
-then the age of what is trained never exceeds `staleness`, and nothing is dropped for age.
+Groups have ordinals 0, 1, 2, ... and are consumed in that order. A group is *accepted* into a step
+or *rejected* by dynamic sampling. A step's batch closes with `per_step` accepted groups, or short
+of that once it has looked at `max_draws` groups. Group o may start at trainer version v only if it
+is certain to be trained by step v + staleness: then the age of what is trained never exceeds
+`staleness`, and nothing is dropped for age.
 
 Without a draw limit this is `o - rejected < (v + 1 + staleness) * per_step`.
 """
@@ -15,7 +17,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Window:
-    """State of the rule. `first` is the cursor: the oldest group that is not part of a closed batch."""
+    """State of the rule. `first` is the cursor: the oldest group that is not part of a closed
+    batch.
+    """
 
     per_step: int
     max_draws: int
@@ -50,7 +54,9 @@ class Window:
         self.known[ordinal] = accepted
 
     def close(self) -> list[int] | None:
-        """The accepted ordinals of the open batch once it is complete, else None. Closing it opens the next."""
+        """The accepted ordinals of the open batch once it is complete, else None. Closing it opens
+        the next.
+        """
         end, accepted = self._end(self.first, assume=False)
         if end is None:
             return None
@@ -79,7 +85,8 @@ class Window:
     def _latest_step(self, ordinal: int) -> int:
         """The latest step that can train `ordinal`.
 
-        That is where it lands if every unfinished group is accepted: a rejection can only pull later groups forward.
+        That is where it lands if every unfinished group is accepted: a rejection can only pull
+        later groups forward.
         """
         first, step = self.first, self.step
         while True:

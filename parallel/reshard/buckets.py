@@ -1,6 +1,8 @@
-"""Buckets: a destination's buffers in groups that travel together, each group one block of memory (an image).
+"""Buckets: a destination's buffers in groups that travel together, each group one block of memory
+(an image).
 
-Small buffers share a bucket; a buffer larger than a bucket is cut between rows, and has buckets of its own.
+Small buffers share a bucket; a buffer larger than a bucket is cut between rows, and has buckets of
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from megarl.parallel.reshard.pieces import Held, Piece
+from megarl.parallel.reshard.boxes import Owned, Piece
 from megarl.parallel.reshard.plan import Copy, Plan
 
 ALIGN = 64
@@ -35,14 +37,25 @@ class Bucket:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the image."""
-        return max((self.offsets[name] + _aligned(size * self.itemsize) for name, size in self.sizes.items()), default=0)
+        return max(
+            (
+                self.offsets[name] + _aligned(size * self.itemsize)
+                for name, size in self.sizes.items()
+            ),
+            default=0,
+        )
 
     def buffers(self, image: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The flat buffers (or parts) in an image (bytes [num_bytes] or more), uncopied."""
-        return {name: image[start : start + self.sizes[name] * self.itemsize].view(dtype) for name, start in self.offsets.items()}
+        return {
+            name: image[start : start + self.sizes[name] * self.itemsize].view(dtype)
+            for name, start in self.offsets.items()
+        }
 
     def part(self, piece: Piece) -> Piece | None:
-        """What of a piece of a whole buffer is here, placed in the part of the buffer that is; None if nothing is."""
+        """What of a piece of a whole buffer is here, placed in the part of the buffer that is; None
+        if nothing is.
+        """
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the usual: the buffer is whole, or at least the piece
@@ -55,30 +68,41 @@ class Bucket:
         return part._replace(offset=part.offset - start)
 
 
-def make_buckets(held: Held, itemsize: int, limit_bytes: int) -> list[Bucket]:
+def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
     """The buffers of a destination in their order, as many to a bucket as fit into `limit_bytes`.
 
-    Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit: an engine rebuilds a module at a
-    time. A larger buffer is cut between rows, into parts that fit (of one row, if need be).
+    Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit: an engine
+    rebuilds a module at a time. A larger buffer is cut between rows, into parts that fit (of one
+    row, if need be).
     """
-    widths = _widths(held)
+    widths = _widths(owned)
     modules: dict[str, list[str]] = {}
-    for name in held.sizes:
+    for name in owned.sizes:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     made: list[dict[str, tuple[int, int]]] = [{}]
     for names in modules.values():
-        parts = [part for name in names for part in _parts(name, held.sizes[name], widths[name], itemsize, limit_bytes)]
+        parts = [
+            part
+            for name in names
+            for part in _parts(name, owned.sizes[name], widths[name], itemsize, limit_bytes)
+        ]
         fits = sum(_aligned(size * itemsize) for _, _, size in parts) <= limit_bytes
         for number, (name, start, size) in enumerate(parts):
             together = parts[number:] if fits and number == 0 else [(name, start, size)]
-            if made[-1] and (not fits or number == 0) and _bytes(made[-1], itemsize, together) > limit_bytes:
+            if (
+                made[-1]
+                and (not fits or number == 0)
+                and _bytes(made[-1], itemsize, together) > limit_bytes
+            ):
                 made.append({})
             made[-1][name] = start, size
     return [_bucket(number, parts, itemsize) for number, parts in enumerate(made) if parts]
 
 
 def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """A plan's copies, by bucket; where a buffer is cut they are too. They put to what the bucket has of a buffer."""
+    """A plan's copies, by bucket; where a buffer is cut they are too. They put to what the bucket
+    has of a buffer.
+    """
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         for name in bucket.sizes:
@@ -94,16 +118,20 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
     return made
 
 
-def _widths(held: Held) -> dict[str, int]:
-    """Elements of a row of each buffer; 0 where it is not made of whole rows of one width (a slice), and so cannot be cut."""
-    found = dict.fromkeys(held.sizes, -1)
-    for piece in held.pieces:
+def _widths(owned: Owned) -> dict[str, int]:
+    """Elements of a row of each buffer; 0 where it is not made of whole rows of one width (a
+    slice), and so cannot be cut.
+    """
+    found = dict.fromkeys(owned.sizes, -1)
+    for piece in owned.pieces:
         fits = found[piece.buffer] in (-1, piece.stride) and piece.offset % piece.stride == 0
         found[piece.buffer] = piece.stride if fits and piece.stride == piece.box.columns else 0
     return found
 
 
-def _parts(name: str, size: int, width: int, itemsize: int, limit_bytes: int) -> list[tuple[str, int, int]]:
+def _parts(
+    name: str, size: int, width: int, itemsize: int, limit_bytes: int
+) -> list[tuple[str, int, int]]:
     """(buffer, first element, elements) of the parts of a buffer; a small one is one part."""
     if size * itemsize <= limit_bytes or width <= 0:
         return [(name, 0, size)]
@@ -111,8 +139,12 @@ def _parts(name: str, size: int, width: int, itemsize: int, limit_bytes: int) ->
     return [(name, start, min(step, size - start)) for start in range(0, size, step)]
 
 
-def _bytes(filled: Mapping[str, tuple[int, int]], itemsize: int, more: list[tuple[str, int, int]]) -> int:
-    """Bytes of a bucket with `more` in it; endless where it has another part of the same buffer already."""
+def _bytes(
+    filled: Mapping[str, tuple[int, int]], itemsize: int, more: list[tuple[str, int, int]]
+) -> int:
+    """Bytes of a bucket with `more` in it; endless where it has another part of the same buffer
+    already.
+    """
     if any(name in filled for name, _, _ in more):
         return 2**63
     sizes = [size for _, size in filled.values()] + [size for _, _, size in more]
@@ -125,7 +157,9 @@ def _bucket(number: int, parts: Mapping[str, tuple[int, int]], itemsize: int) ->
         offsets[name] = filled
         filled += _aligned(size * itemsize)
     sizes = {name: size for name, (_, size) in parts.items()}
-    return Bucket(number, offsets, sizes, {name: start for name, (start, _) in parts.items()}, itemsize)
+    return Bucket(
+        number, offsets, sizes, {name: start for name, (start, _) in parts.items()}, itemsize
+    )
 
 
 def _aligned(count: int) -> int:

@@ -1,9 +1,12 @@
-"""The plan: from what source ranks hold and what destination ranks want, the copies that bring it there. A pure function.
+"""The plan: from what source ranks hold and what destination ranks want, the copies that bring it
+there. A pure function.
 
-    [Held of each source rank], [Held of each destination rank]  ->  [Copy ...], each element of each destination once
+    [Owned of each source rank], [Owned of each destination rank]  ->  [Copy ...], each element of
+    each destination once
 
-Where several sources hold the same piece, the work is dealt out evenly; where one of them shares the destination's memory, it
-is taken from there. Both ends of a wire make the same plan from the same arguments, so that no plan has to travel.
+Where several sources hold the same piece, the work is dealt out evenly; where one of them shares
+the destination's memory, it is taken from there. Both ends of a wire make the same plan from the
+same arguments, so that no plan has to travel.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.parallel.reshard.pieces import ZEROS, Box, Held, Piece, fills, tiles
+from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills, tiles
 
 GRAIN = 2**20
 """Elements below which a region is not cut up for the sake of balance."""
@@ -44,8 +47,8 @@ class Plan:
     """Every copy of a resharding, in the destinations' order."""
 
     copies: list[Copy]
-    sources: Sequence[Held]
-    destinations: Sequence[Held]
+    sources: Sequence[Owned]
+    destinations: Sequence[Owned]
     local: Mapping[int, int]
     """Destination rank -> the source rank in the same memory, where there is one."""
 
@@ -66,20 +69,26 @@ class Plan:
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Fewest bytes any plan can move: what each destination wants and its own memory does not hold."""
+        """Fewest bytes any plan can move: what each destination wants and its own memory does not
+        hold.
+        """
         wanted = 0
-        for rank, held in enumerate(self.destinations):
+        for rank, owned in enumerate(self.destinations):
             here = self.local.get(rank)
             have: dict[str, list[Box]] = defaultdict(list)
             for piece in self.sources[here].pieces if here is not None else ():
                 have[piece.tensor].append(piece.box)
-            for piece in held.pieces:
+            for piece in owned.pieces:
                 if piece.tensor != ZEROS:
-                    wanted += piece.box.area - sum(met.area for box in have[piece.tensor] if (met := piece.box.meet(box)))
+                    wanted += piece.box.area - sum(
+                        met.area for box in have[piece.tensor] if (met := piece.box.meet(box))
+                    )
         return wanted * itemsize
 
     def seconds(self, itemsize: int, *, bytes_per_s: float) -> float:
-        """Predicted time where every rank sends and receives at `bytes_per_s` at once: that of the busiest one."""
+        """Predicted time where every rank sends and receives at `bytes_per_s` at once: that of the
+        busiest one.
+        """
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
         for (source, destination), count in self.links(itemsize).items():
@@ -88,25 +97,33 @@ class Plan:
         return max([*out.values(), *into.values(), 0]) / bytes_per_s
 
 
-def make_plan(sources: Sequence[Held], destinations: Sequence[Held], local: Mapping[int, int] | None = None) -> Plan:
+def make_plan(
+    sources: Sequence[Owned], destinations: Sequence[Owned], local: Mapping[int, int] | None = None
+) -> Plan:
     """The copies that fill every destination from the sources, each element once.
 
-    Raises `ValueError` where a destination wants what no source holds, or sources hold overlapping pieces of a tensor: with
-    the tensor's name. Coverage is counted, not assumed.
+    Raises `ValueError` where a destination wants what no source holds, or sources hold overlapping
+    pieces of a tensor: with the tensor's name. Coverage is counted, not assumed.
     """
     local = local or {}
     holders, grain = _holders(sources), _grain(destinations)
     needs: list[_Need] = []
-    found: dict[tuple[str, Box, int | None], list[_Region]] = {}  # engines want the same: what makes up a box is found once
-    for rank, held in enumerate(destinations):
-        broken = fills(held)
+    found: dict[
+        tuple[str, Box, int | None], list[_Region]
+    ] = {}  # engines want the same: what makes up a box is found once
+    for rank, owned in enumerate(destinations):
+        broken = fills(owned)
         if broken:
-            raise ValueError(f"the pieces of {broken} on destination rank {rank} do not fill it exactly once")
-        for piece in held.pieces:
+            raise ValueError(
+                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
+            )
+        for piece in owned.pieces:
             if piece.tensor != ZEROS:
                 key = piece.tensor, piece.box, local.get(rank)
                 if key not in found:
-                    found[key] = _regions(rank, piece, holders.get(piece.tensor, {}), local.get(rank), grain)
+                    found[key] = _regions(
+                        rank, piece, holders.get(piece.tensor, {}), local.get(rank), grain
+                    )
                 needs += [_Need(rank, piece, box, candidates) for box, candidates in found[key]]
     copies = _deal(needs, len(sources), local)
     return Plan(copies, sources, destinations, local)
@@ -125,11 +142,13 @@ class _Need(NamedTuple):
     candidates: list[tuple[int, Piece]]
 
 
-def _holders(sources: Sequence[Held]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
-    """Tensor -> box -> the ranks that hold exactly this box. Raises where different boxes of a tensor overlap."""
+def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
+    """Tensor -> box -> the ranks that hold exactly this box. Raises where different boxes of a
+    tensor overlap.
+    """
     found: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(sources):
-        for piece in held.pieces:
+    for rank, owned in enumerate(sources):
+        for piece in owned.pieces:
             if piece.tensor != ZEROS:
                 found[piece.tensor][piece.box].append((rank, piece))
     for tensor, boxes in found.items():
@@ -140,12 +159,18 @@ def _holders(sources: Sequence[Held]) -> dict[str, dict[Box, list[tuple[int, Pie
             max(box.right for box in boxes),
         )
         if not tiles(boxes, whole):
-            raise ValueError(f"the sources' pieces of {tensor} overlap or leave gaps: they are not of one layout")
+            raise ValueError(
+                f"the sources' pieces of {tensor} overlap or leave gaps: they are not of one layout"
+            )
     return {tensor: dict(sorted(boxes.items())) for tensor, boxes in found.items()}
 
 
 def _regions(
-    rank: int, piece: Piece, boxes: Mapping[Box, list[tuple[int, Piece]]], here: int | None, grain: int
+    rank: int,
+    piece: Piece,
+    boxes: Mapping[Box, list[tuple[int, Piece]]],
+    here: int | None,
+    grain: int,
 ) -> list[_Region]:
     """The regions that make up one destination piece."""
     made: list[_Region] = []
@@ -153,44 +178,62 @@ def _regions(
         region = piece.box.meet(box)
         if region is None:
             continue
-        # Where several could send it, a large region is shared between them; from its own memory it comes at once.
+        # Where several could send it, a large region is shared between them; from its own memory it
+        # comes at once.
         is_shared = len(candidates) > 1 and all(source != here for source, _ in candidates)
         rows = max(1, grain // region.columns) if is_shared else region.rows
         made += [(band, candidates) for band in region.bands(rows)]
     if not tiles([box for box, _ in made], piece.box):
-        raise ValueError(f"no source holds all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that rank {rank} wants")
+        raise ValueError(
+            f"no source holds all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that"
+            f" rank {rank} wants"
+        )
     return made
 
 
-def _grain(destinations: Sequence[Held]) -> int:
+def _grain(destinations: Sequence[Owned]) -> int:
     """Elements that are dealt out at once: a small part of all, so that shares come out even."""
-    return max(GRAIN, sum(sum(held.sizes.values()) for held in destinations) // 1024)
+    return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
 
 
 def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) -> list[Copy]:
-    """Choose a source for every need: its own memory, else the only one, else the least loaded; largest needs first."""
+    """Choose a source for every need: its own memory, else the only one, else the least loaded;
+    largest needs first.
+    """
     load = [0] * num_sources
     chosen: list[tuple[int, Piece] | None] = [None] * len(needs)
     open_needs = []
     for number, need in enumerate(needs):
-        here = [candidate for candidate in need.candidates if candidate[0] == local.get(need.destination, -1)]
+        here = [
+            candidate
+            for candidate in need.candidates
+            if candidate[0] == local.get(need.destination, -1)
+        ]
         if here or len(need.candidates) == 1:
             chosen[number] = rank, piece = (here or need.candidates)[0]
             load[rank] += 0 if here else need.box.area
         else:
             open_needs.append(number)
     for number in sorted(open_needs, key=lambda number: (-needs[number].box.area, number)):
-        rank, piece = min(needs[number].candidates, key=lambda candidate: (load[candidate[0]], candidate[0]))
+        rank, piece = min(
+            needs[number].candidates, key=lambda candidate: (load[candidate[0]], candidate[0])
+        )
         chosen[number] = (rank, piece)
         load[rank] += needs[number].box.area
     made = []
     for need, choice in zip(needs, chosen, strict=True):
         assert choice is not None
-        made.append(Copy(choice[0], choice[1].part(need.box), need.destination, need.piece.part(need.box)))
+        made.append(
+            Copy(choice[0], choice[1].part(need.box), need.destination, need.piece.part(need.box))
+        )
     return made
 
 
-def apply(plan: Plan, sources: Sequence[Mapping[str, torch.Tensor]], destinations: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def apply(
+    plan: Plan,
+    sources: Sequence[Mapping[str, torch.Tensor]],
+    destinations: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
     """Carry out a plan between flat buffers of one process."""
     for copy in plan.copies:
         taken = copy.taken.view(sources[copy.source][copy.taken.buffer])

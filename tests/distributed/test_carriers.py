@@ -1,7 +1,8 @@
-"""Every carrier between gloo trainer ranks and engine ranks that are processes of their own: what arrives, and what is said if it
-does not.
+"""Every transport between gloo trainer ranks and engine ranks that are processes of their own: what
+arrives, and what is said if it does not.
 
-One launch a layout brings versions across through every carrier in turn, then kills a receiver, gives up, and waits for nobody.
+One launch a layout brings versions across through every transport in turn, then kills a receiver,
+gives up, and waits for nobody.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import time
 from collections import Counter
 from dataclasses import astuple
@@ -21,10 +21,9 @@ from unittest.mock import Mock, patch
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from engine_ranks import DEADLINE_S, Case, Engines, spec_of, table, weights
-from ranks import run_ranks
+from support.engine_ranks import DEADLINE_S, Case, Engines, spec_of, table, weights
+from support.ranks import run_ranks
 
 NEVER_S = 1.0
 """Patience with a receiver that does not come."""
@@ -34,14 +33,14 @@ DIE_AT, STOP_AT = 5, 4
 
 
 SHARDED, CUT, ALONE = Case(2, 1, 3, 2, 1), Case(1, 2, 1, 1, 2), Case(1, 1, 2, 2, 2)
-CARRIERS = ("shared_memory", "point_to_point", "disk")
+TRANSPORTS = ("shared_memory", "point_to_point", "disk")
 
 
 def attempt(
     sender: Any,
     engines: Engines | None,
     axis: Any,
-    carrier: str,
+    transport: str,
     version: int,
     *,
     timeout_s: float = DEADLINE_S,
@@ -49,33 +48,39 @@ def attempt(
     die_at: int = -1,
     without: int = -1,
 ) -> dict[str, Any]:
-    """One try at a version, as a publisher does it, the same on all ranks: what went wrong on each, and what was found."""
+    """One try at a version, as a publisher does it, the same on all ranks: what went wrong on each,
+    and what was found.
+    """
     import torch
 
     from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
-    from megarl.parallel.reshard.pieces import scatter
-    from megarl.publish.digests import carry
+    from megarl.parallel.reshard.boxes import scatter
+    from megarl.weight_sync.checksums import carry
 
-    route, begun, problem, answers = sender._route, time.monotonic(), "", []
+    route, started_at, problem, answers = sender._route, time.monotonic(), "", []
     sources = scatter(route.plan.sources[axis.rank], weights(version))
     digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
     place = {name: number for number, name in enumerate(route.tensors)}
 
     def watch() -> None:
-        if time.monotonic() > begun + timeout_s:
+        if time.monotonic() > started_at + timeout_s:
             raise RuntimeError("the deadline has passed")
-        if engines is not None and carrier != "point_to_point":  # which notices by itself
+        if engines is not None and transport != "point_to_point":  # which notices by itself
             engines.poll()
 
     sender.begin(version)
     try:
         if engines is not None:
-            engines.connect(carrier, route.spec, sender.invitation() if engines.connected != carrier else {})
+            engines.connect(
+                transport, route.spec, sender.init_info() if engines.connected != transport else {}
+            )
             engines.update(version, without, die_at)
         for bucket in route.buckets:
             for copy, target in sender.reserve(bucket, watch):
                 source = copy.taken.view(sources[copy.taken.buffer])
-                digests[copy.destination, place[copy.tensor]] += carry(source, target, copy.taken.box)
+                digests[copy.destination, place[copy.tensor]] += carry(
+                    source, target, copy.taken.box
+                )
             if bucket.number == stop_at and axis.rank == axis.size - 1:
                 raise ValueError("stopped on purpose")
             sender.commit(bucket, watch)
@@ -83,35 +88,42 @@ def attempt(
         if engines is not None:
             answers = engines.answers(timeout_s)
             if without >= 0 or any("error" in answer for answer in answers):
-                raise RuntimeError("the deadline has passed" if without >= 0 else f"engines failed: {answers}")
+                raise RuntimeError(
+                    "the deadline has passed" if without >= 0 else f"engines failed: {answers}"
+                )
     except Exception as error:
-        problem, seconds = f"{type(error).__name__}: {error}", time.monotonic() - begun
+        problem, seconds = f"{type(error).__name__}: {error}", time.monotonic() - started_at
         sender.abort()
         progress = sender.progress(0) if axis.rank == 0 else 0
         if engines is not None:
             answers = answers or engines.answers(3.0)
         found = {"seconds": seconds, "progress": progress}
     else:
-        found = {"seconds": time.monotonic() - begun, "progress": len(route.buckets)}
+        found = {"seconds": time.monotonic() - started_at, "progress": len(route.buckets)}
     problems = gather_objects(problem, axis)
     sent = Counter(getattr(sender, "sent", {}))
-    found |= {"sent": sum(gather_objects(sent, axis), Counter()), "digests": all_reduce(digests, axis).tolist()}
+    found |= {
+        "sent": sum(gather_objects(sent, axis), Counter()),
+        "digests": all_reduce(digests, axis).tolist(),
+    }
     found = broadcast_object(found | {"answers": answers}, axis)
     return found | {"problems": problems}
 
 
-def through(carrier: str, case: Case, axis: Any, engines: Engines | None, faults: bool, folder: str) -> dict[str, Any]:
-    """What one carrier did: the attempts by name, and what was planned."""
+def through(
+    transport: str, case: Case, axis: Any, engines: Engines | None, faults: bool, folder: str
+) -> dict[str, Any]:
+    """What one transport did: the attempts by name, and what was planned."""
     from megarl.parallel.collectives import barrier
-    from megarl.publish.carriers import SENDERS
-    from megarl.publish.route import Route
+    from megarl.weight_sync.route import Route
+    from megarl.weight_sync.transports.registry import SENDERS
 
-    route = Route.of(spec_of(case, carrier), table())
-    sender = SENDERS[carrier](route, axis, folder)
+    route = Route.of(spec_of(case, transport), table())
+    sender = SENDERS[transport](route, axis, folder)
     found: dict[str, Any] = {}
 
     def bring(what: str, version: int, **options: Any) -> None:
-        found[what] = attempt(sender, engines, axis, carrier, version, **options)
+        found[what] = attempt(sender, engines, axis, transport, version, **options)
 
     for version in range(3):
         bring(f"version {version}", version)
@@ -124,7 +136,11 @@ def through(carrier: str, case: Case, axis: Any, engines: Engines | None, faults
         bring("version 4", 4)
         bring("never", 5, without=case.engines * case.engine_tensor - 1, timeout_s=NEVER_S)
         bring("version 5", 5)
-    images = [route.spec.image(engine, rank) for engine in range(case.engines) for rank in range(case.engine_tensor)]
+    images = [
+        route.spec.image(engine, rank)
+        for engine in range(case.engines)
+        for rank in range(case.engine_tensor)
+    ]
     found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written}
     found |= {"buckets": len(route.buckets), "images": images}
     barrier(axis)
@@ -132,8 +148,10 @@ def through(carrier: str, case: Case, axis: Any, engines: Engines | None, faults
     return found
 
 
-def drive(sizes: tuple[int, ...], carriers: tuple[str, ...], faults: bool, folder: str) -> dict[str, dict[str, Any]]:
-    """What each carrier did, on one trainer rank."""
+def drive(
+    sizes: tuple[int, ...], transports: tuple[str, ...], faults: bool, folder: str
+) -> dict[str, dict[str, Any]]:
+    """What each transport did, on one trainer rank."""
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier, gather_objects
     from megarl.parallel.layout import Layout
@@ -144,11 +162,11 @@ def drive(sizes: tuple[int, ...], carriers: tuple[str, ...], faults: bool, folde
     found: dict[str, dict[str, Any]] = {}
     with ProcessMesh(Layout(case.data, 1, case.tensor), timeout_s=60) as mesh:
         axis = mesh.world
-        engines = Engines(case, len(carriers) if faults else 0) if axis.rank == 0 else None
+        engines = Engines(case, len(transports) if faults else 0) if axis.rank == 0 else None
         barrier(axis)
         try:
-            for carrier in carriers:
-                found[carrier] = through(carrier, case, axis, engines, faults, folder)
+            for transport in transports:
+                found[transport] = through(transport, case, axis, engines, faults, folder)
         finally:
             if engines is not None:
                 engines.close()
@@ -158,10 +176,21 @@ def drive(sizes: tuple[int, ...], carriers: tuple[str, ...], faults: bool, folde
 
 
 @cache
-def outcome(case: Case, carriers: tuple[str, ...], faults: bool, folder: str, gpu: bool = False) -> dict[str, dict[str, Any]]:
+def outcome(
+    case: Case, transports: tuple[str, ...], faults: bool, folder: str, gpu: bool = False
+) -> dict[str, dict[str, Any]]:
     """What `drive` found on rank 0."""
     with patch.dict(os.environ, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}):
-        return run_ranks(case.num_ranks, __file__, "drive", astuple(case), carriers, faults, folder, timeout_s=120)[0]
+        return run_ranks(
+            case.num_ranks,
+            __file__,
+            "drive",
+            astuple(case),
+            transports,
+            faults,
+            folder,
+            timeout_s=120,
+        )[0]
 
 
 @pytest.fixture(scope="module")
@@ -176,54 +205,65 @@ def check_version(found: dict[str, Any], images: list[int]) -> None:
         assert answer["digests"] == found["digests"][image]
 
 
-def check_versions(here: dict[str, Any], carrier: str) -> None:
+def check_versions(here: dict[str, Any], transport: str) -> None:
     assert here["buckets"] > 10
     assert here["written"] == here["links"].total()
     versions = [name for name in here if name.startswith("version")]
     for name in versions:
         check_version(here[name], here["images"])
-        if carrier == "point_to_point":
+        if transport == "point_to_point":
             assert here[name]["sent"] == here["links"]
     assert len({str(here[name]["digests"]) for name in versions}) == len(versions)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", [SHARDED, CUT, ALONE], ids=str)
-def test_every_version_arrives_whole(case: Case, carrier: str, folder: str) -> None:
-    check_versions(outcome(case, CARRIERS, case == SHARDED, folder)[carrier], carrier)
+def test_every_version_arrives_whole(case: Case, transport: str, folder: str) -> None:
+    check_versions(outcome(case, TRANSPORTS, case == SHARDED, folder)[transport], transport)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(carrier: str, folder: str) -> None:
-    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
+    transport: str, folder: str
+) -> None:
+    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
     killed = here["killed"]
     assert killed["seconds"] < 5, killed
-    said = "rank 0 of engine 0 is gone" if carrier == "point_to_point" else "died"
+    said = "rank 0 of engine 0 is gone" if transport == "point_to_point" else "died"
     assert any(said in problem for problem in killed["problems"]), killed
     assert killed["answers"][0] == {"error": "died"}
     assert killed["progress"] == DIE_AT
     check_version(here["version 3"], here["images"])
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_receivers_of_a_version_given_up_are_told(carrier: str, folder: str) -> None:
-    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_receivers_of_a_version_given_up_are_told(transport: str, folder: str) -> None:
+    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
     stopped = here["stopped"]
     assert stopped["problems"][1] == "ValueError: stopped on purpose"
     assert stopped["problems"][0].startswith("Aborted"), stopped
-    assert [answer["error"].split(":")[0] for answer in stopped["answers"]] == ["Aborted", "Aborted"]
+    assert [answer["error"].split(":")[0] for answer in stopped["answers"]] == [
+        "Aborted",
+        "Aborted",
+    ]
     assert stopped["seconds"] < 3
     check_version(here["version 4"], here["images"])
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(carrier: str, folder: str) -> None:
-    here = outcome(SHARDED, CARRIERS, True, folder)[carrier]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(
+    transport: str, folder: str
+) -> None:
+    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
     never = here["never"]
     assert any("the deadline has passed" in problem for problem in never["problems"])
-    assert all(problem.startswith(("RuntimeError: the deadline has", "Aborted")) for problem in never["problems"] if problem)
+    assert all(
+        problem.startswith(("RuntimeError: the deadline has", "Aborted"))
+        for problem in never["problems"]
+        if problem
+    )
     assert never["seconds"] < NEVER_S + 3
-    assert never["seconds"] > 0.9 * NEVER_S or carrier == "disk"  # whose senders wait for nobody
+    assert never["seconds"] > 0.9 * NEVER_S or transport == "disk"  # whose senders wait for nobody
     check_version(here["version 5"], here["images"])
 
 
@@ -235,13 +275,15 @@ def test_memory_of_gpus(folder: str) -> None:
 # ---- what one process can find out
 
 
-def alone(carrier: str, folder: str) -> Any:
+def alone(transport: str, folder: str) -> Any:
     """The only trainer rank's sender."""
     from megarl.parallel.mesh import Axis
-    from megarl.publish.carriers import SENDERS
-    from megarl.publish.route import Route
+    from megarl.weight_sync.route import Route
+    from megarl.weight_sync.transports.registry import SENDERS
 
-    return SENDERS[carrier](Route.of(spec_of(ALONE, carrier), table()), Axis("world", 1, 0, (0,), None), folder)
+    return SENDERS[transport](
+        Route.of(spec_of(ALONE, transport), table()), Axis("world", 1, 0, (0,), None), folder
+    )
 
 
 def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,15 +293,19 @@ def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="cannot be written"):
         alone("disk", str(tmp_path / "file"))
     sender = alone("disk", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 0))
-    with pytest.raises(RuntimeError, match=rf"no room for version 0 in {tmp_path}.* 0\.0 MiB are left"):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 0)
+    )
+    with pytest.raises(
+        RuntimeError, match=rf"no room for version 0 in {tmp_path}.* 0\.0 MiB are left"
+    ):
         sender.begin(0)
     monkeypatch.undo()
     sender.begin(1)
     bucket = sender._route.buckets[0]
     sender.reserve(bucket, lambda: None)
     full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    monkeypatch.setattr("megarl.publish.disk.open", lambda *_: full, raising=False)
+    monkeypatch.setattr("megarl.weight_sync.transports.disk.open", lambda *_: full, raising=False)
     with pytest.raises(RuntimeError, match=f"no room for version 1 in {tmp_path}"):
         sender.commit(bucket, lambda: None)
     sender.abort()
@@ -283,18 +329,18 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
 
 
 def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
-    from megarl.publish.carriers import RECEIVERS
+    from megarl.weight_sync.transports.registry import RECEIVERS
 
     sender = alone("disk", str(tmp_path))
     sender.close()
     with pytest.raises(ValueError, match=r"is not there on .*publish\.folder"):
-        RECEIVERS["disk"](sender._route, 0, 0, sender.invitation())
+        RECEIVERS["disk"](sender._route, 0, 0, sender.init_info())
 
 
 def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from megarl.publish.carriers import RECEIVERS
+    from megarl.weight_sync.transports.registry import RECEIVERS
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs GPUs"):

@@ -1,23 +1,23 @@
-"""Messages and differentiable collectives over real gloo ranks: uneven and empty ones, gradients, deadlines."""
+"""Messages and differentiable collectives over real gloo ranks: uneven and empty ones, gradients,
+deadlines.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 LENGTHS = (3, 0, 5)
 """Rows that each of three ranks holds."""
 
 
-def held(rank: int) -> Any:
+def owned(rank: int) -> Any:
     """Rank `rank`'s rows [n, 2], recognisable."""
     import torch
 
@@ -41,24 +41,34 @@ def talk() -> dict[str, bool]:
         # Two messages under way on two channels, fetched in the other order.
         for offset in (1, 2, -1, 3):
             source = (rank - offset) % 3
-            on_keys = exchange.shift(held(rank), (LENGTHS[source], 2), offset=offset)
-            on_gradients = exchange.shift(-held(rank), (LENGTHS[source], 2), channel=1, offset=offset)
-            found[f"shift {offset} back"] = torch.equal(on_gradients.wait(), -held(source))
-            found[f"shift {offset}"] = torch.equal(on_keys.wait(), held(source))
-        gathered = exchange.all_gather(held(rank), LENGTHS)
-        found["all_gather"] = all(torch.equal(part, held(r)) for r, part in enumerate(gathered))
-        summed = exchange.reduce_scatter([held(r) * (rank + 1) for r in range(3)])
-        found["reduce_scatter"] = torch.equal(summed, held(rank) * 6)
+            on_keys = exchange.shift(owned(rank), (LENGTHS[source], 2), offset=offset)
+            on_gradients = exchange.shift(
+                -owned(rank), (LENGTHS[source], 2), channel=1, offset=offset
+            )
+            found[f"shift {offset} back"] = torch.equal(on_gradients.wait(), -owned(source))
+            found[f"shift {offset}"] = torch.equal(on_keys.wait(), owned(source))
+        gathered = exchange.all_gather(owned(rank), LENGTHS)
+        found["all_gather"] = all(torch.equal(part, owned(r)) for r, part in enumerate(gathered))
+        summed = exchange.reduce_scatter([owned(r) * (rank + 1) for r in range(3)])
+        found["reduce_scatter"] = torch.equal(summed, owned(rank) * 6)
         shapes = [(LENGTHS[rank], source + 1) for source in range(3)]
-        pieces = [torch.full((LENGTHS[target], rank + 1), 10.0 * rank + target) for target in range(3)]
+        pieces = [
+            torch.full((LENGTHS[target], rank + 1), 10.0 * rank + target) for target in range(3)
+        ]
         traded = exchange.all_to_all(pieces, shapes)
         found["all_to_all"] = all(
-            torch.equal(piece, torch.full(shapes[source], 10.0 * source + rank)) for source, piece in enumerate(traded)
+            torch.equal(piece, torch.full(shapes[source], 10.0 * source + rank))
+            for source, piece in enumerate(traded)
         )
-        whole = all_gather_parts(held(rank).T, mesh.sequence, 1, list(LENGTHS))
-        found["all_gather_parts"] = torch.equal(whole, torch.cat([held(r) for r in range(3)]).T)
-        # Rank r's loss is (r + 1) * y; x is r + 2. What the gradient of the sum of losses is, by hand:
-        expected = {sum_gradient: (rank + 2.0, 6.0), sum_values: (9.0, rank + 1.0), sum_both: (9.0, 6.0)}
+        whole = all_gather_parts(owned(rank).T, mesh.sequence, 1, list(LENGTHS))
+        found["all_gather_parts"] = torch.equal(whole, torch.cat([owned(r) for r in range(3)]).T)
+        # Rank r's loss is (r + 1) * y; x is r + 2. What the gradient of the sum of losses is, by
+        # hand:
+        expected = {
+            sum_gradient: (rank + 2.0, 6.0),
+            sum_values: (9.0, rank + 1.0),
+            sum_both: (9.0, 6.0),
+        }
         for function, (value, gradient) in expected.items():
             x = torch.tensor([rank + 2.0], requires_grad=True)
             y = function(x, mesh.sequence)
@@ -88,13 +98,13 @@ def wait_for_nobody() -> float:
     mesh = ProcessMesh(Layout(sequence=2), timeout_s=3)
     exchange = RingExchange(mesh.ring, mesh.ring_back)
     exchange.shift(torch.zeros(4), (4,)).wait()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     if mesh.rank == 1:
         time.sleep(8)
         return 0.0
     with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
         exchange.shift(torch.zeros(4), (4,)).wait()
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 def test_a_neighbour_that_does_not_answer_ends_the_wait() -> None:

@@ -1,18 +1,17 @@
-"""Model families against transformers itself: its eager attention, a document at a time, against ours under layouts.
+"""Model families against transformers itself: its eager attention, a document at a time, against
+ours under layouts.
 
 log-probs of every token, and the gradient of every parameter, of a weighted sum of them
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -26,7 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "gpt_neox": {},
 }  # fmt: skip
-"""Changes to a small configuration of each family: whatever could be left out of a forward pass of ours."""
+"""Changes to a small configuration of each family: whatever could be left out of a forward pass of
+ours.
+"""
 
 LAYOUTS = [(1, 1, 4), (1, 2, 2)]
 TEMPERATURE = 0.8
@@ -36,7 +37,7 @@ def configuration(kind: str) -> Any:
     """Two layers, four heads, two key heads, 40 words of which 0 is padding."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from megarl.training.model import without_dropout
+    from megarl.trainer.model import without_dropout
 
     sizes = dict(
         vocab_size=40,
@@ -62,7 +63,9 @@ def build(config: Any, attention: str) -> Any:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
     draw = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         noise = 0.2 * torch.randn(parameter.shape, generator=draw)
@@ -103,17 +106,22 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from megarl.parallel.collectives import all_reduce
-    from megarl.training.config import TrainingConfig
-    from megarl.training.model import ATTENTION, PolicyModel
-    from megarl.training.packing import pack_shared
+    from megarl.trainer.config import TrainingConfig
+    from megarl.trainer.model import ATTENTION, PolicyModel
+    from megarl.trainer.packing import pack_shared
     from megarl.types import Sample
 
     policy = PolicyModel(build(config, ATTENTION), mesh, TrainingConfig())
-    samples = [Sample(row, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids)) for row, ids in enumerate(documents())]
+    samples = [
+        Sample(row, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))
+        for row, ids in enumerate(documents())
+    ]
     micro = pack_shared(samples, torch.device("cpu"), mesh.sequence)
     logp, entropy = policy(micro, TEMPERATURE)
     lengths = torch.tensor([len(document) - 1 for document in documents()])[micro.rows[micro.mask]]
-    ((logp * weight(micro.position_ids[micro.mask], lengths)).sum() + 0.0 * entropy.sum()).backward()
+    (
+        (logp * weight(micro.position_ids[micro.mask], lengths)).sum() + 0.0 * entropy.sum()
+    ).backward()
     whole = torch.zeros(2, sum(map(len, documents())))
     place = micro.indices[mesh.sequence.rank][micro.mask] if micro.indices else micro.mask
     whole[0, place], whole[1, place] = logp.detach(), 1.0
@@ -121,12 +129,16 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     grads = {}
     for name, parameter in policy.model.named_parameters():
         grad = all_reduce(parameter.grad.clone(), mesh.sequence)
-        grads[name] = policy.shards[name].gather(grad, mesh.tensor) if name in policy.shards else grad
+        grads[name] = (
+            policy.shards[name].gather(grad, mesh.tensor) if name in policy.shards else grad
+        )
     return whole[0][whole[1] > 0], grads
 
 
 def compare() -> dict[str, tuple[float, float, str]]:
-    """{family and layout: largest difference of log-probs, largest relative one of a gradient, whose}. On every rank."""
+    """{family and layout: largest difference of log-probs, largest relative one of a gradient,
+    whose}. On every rank.
+    """
     import torch
 
     from megarl.parallel import mesh as mesh_module
@@ -144,8 +156,12 @@ def compare() -> dict[str, tuple[float, float, str]]:
             with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
                 mine, others = by_us(config, mesh)
             assert grads.keys() == others.keys()
-            # A parameter whose gradient is nothing but rounding is held to a thousandth of the largest.
-            off = {n: float((grads[n] - others[n]).norm()) / max(float(grads[n].norm()), 1e-3 * scale) for n in grads}
+            # A parameter whose gradient is nothing but rounding is held to a thousandth of the
+            # largest.
+            off = {
+                n: float((grads[n] - others[n]).norm()) / max(float(grads[n].norm()), 1e-3 * scale)
+                for n in grads
+            }
             worst = max(off, key=off.__getitem__)
             found[f"{kind} {layout}"] = (float((logp - mine).abs().max()), off[worst], worst)
     mesh_module.finalise()
@@ -155,21 +171,27 @@ def compare() -> dict[str, tuple[float, float, str]]:
 def test_families_are_what_transformers_says() -> None:
     for rank, found in enumerate(run_ranks(4, __file__, "compare", timeout_s=300)):
         assert len(found) == len(FAMILIES) * len(LAYOUTS)
-        wrong = {name: numbers for name, numbers in found.items() if numbers[0] > 2e-5 or numbers[1] > 2e-5}
+        wrong = {
+            name: numbers
+            for name, numbers in found.items()
+            if numbers[0] > 2e-5 or numbers[1] > 2e-5
+        }
         assert not wrong, (rank, wrong)
 
 
 def count_sums() -> dict[bool, int]:
-    """All-reduces of one backward pass over two layers on two tensor ranks, without and with recomputed activations."""
+    """All-reduces of one backward pass over two layers on two tensor ranks, without and with
+    recomputed activations.
+    """
     import torch
 
     from megarl.parallel import collectives
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.training.config import TrainingConfig
-    from megarl.training.model import ATTENTION, PolicyModel
-    from megarl.training.packing import pack
+    from megarl.trainer.config import TrainingConfig
+    from megarl.trainer.model import ATTENTION, PolicyModel
+    from megarl.trainer.packing import pack
     from megarl.types import Sample
 
     mesh_module.initialise(timeout_s=60)
@@ -180,7 +202,10 @@ def count_sums() -> dict[bool, int]:
             if recomputed:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             ids = documents()[0]
-            micro = pack([Sample(0, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))], torch.device("cpu"))
+            micro = pack(
+                [Sample(0, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))],
+                torch.device("cpu"),
+            )
             logp, _ = policy.train()(micro, TEMPERATURE)
             calls.clear()
             collectives.dist.all_reduce = lambda *a, **k: (calls.append(1), real(*a, **k))[1]
@@ -192,6 +217,8 @@ def count_sums() -> dict[bool, int]:
 
 
 def test_layers_of_one_input_share_one_sum_of_gradients() -> None:
-    """Attention and feed-forward of two layers, and the head: five. Recomputing adds the outputs that are needed again."""
+    """Attention and feed-forward of two layers, and the head: five. Recomputing adds the outputs
+    that are needed again.
+    """
     for found in run_ranks(2, __file__, "count_sums"):
         assert found == {False: 5, True: 5 + 2}, found

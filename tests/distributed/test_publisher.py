@@ -1,11 +1,11 @@
-"""What goes wrong on one rank while two publish is told on both, for what it is, and the next version arrives.
+"""What goes wrong on one rank while two publish is told on both, for what it is, and the next
+version arrives.
 
 Engines are threads of rank 0 with the real receiving end; tests/system has the real engines.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +15,9 @@ from unittest.mock import patch
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from engine_ranks import table, weights
-from ranks import run_ranks
+from support.engine_ranks import table, weights
+from support.ranks import run_ranks
 
 DEADLINE_S = 20.0
 
@@ -30,33 +29,46 @@ class Engine:
         self.dies_at = -1
 
     def connect(self, info: dict[str, Any]) -> None:
-        from megarl.publish.carriers import RECEIVERS
-        from megarl.publish.receive import Intake
-        from megarl.publish.route import Route, RouteSpec
+        from megarl.weight_sync.bucket_receiver import Intake
+        from megarl.weight_sync.route import Route, RouteSpec
+        from megarl.weight_sync.transports.registry import RECEIVERS
 
         self.route = Route.of(RouteSpec(**info["spec"]), table())
-        self.receiver = RECEIVERS[info["carrier"]](self.route, info["engine"], 0, info["invitation"])
+        self.receiver = RECEIVERS[info["transport"]](
+            self.route, info["engine"], 0, info["init_info"]
+        )
         self.intake = Intake(self.route, self.receiver, self.route.spec.image(info["engine"], 0))
 
     def take(self, version: int) -> list[dict[str, Any]]:
-        from megarl.publish.digests import signed
-        from megarl.publish.receive import deadline_watch
+        from megarl.weight_sync.bucket_receiver import deadline_watch
+        from megarl.weight_sync.checksums import signed
 
-        digests, seconds = [0] * len(self.route.tensors), dict.fromkeys(("wait", "digest", "install"), 0.0)
+        digests, seconds = (
+            [0] * len(self.route.tensors),
+            dict.fromkeys(("wait", "digest", "install"), 0.0),
+        )
         self.receiver.begin(version)
         for bucket in self.route.buckets:
             if bucket.number == self.dies_at:
                 raise OSError("the engine is gone")
-            held = self.intake.take(bucket, deadline_watch(DEADLINE_S), seconds)
-            self.intake.digest(bucket, held, digests, seconds)
+            owned = self.intake.take(bucket, deadline_watch(DEADLINE_S), seconds)
+            self.intake.digest(bucket, owned, digests, seconds)
             self.receiver.release(bucket)
-        return [{"version": version, "digests": [signed(value) for value in digests], "seconds": seconds}]
+        return [
+            {
+                "version": version,
+                "digests": [signed(value) for value in digests],
+                "seconds": seconds,
+            }
+        ]
 
 
 class Answer:
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
         self.outcomes: dict[int, Any] = {}
-        self.threads = [threading.Thread(target=self._take, args=(n, e, version)) for n, e in enumerate(engines)]
+        self.threads = [
+            threading.Thread(target=self._take, args=(n, e, version)) for n, e in enumerate(engines)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -67,8 +79,8 @@ class Answer:
             self.outcomes[number] = error
 
     def poll(self) -> None:
-        from megarl.contracts import EngineLost
-        from megarl.publish.carrier import Aborted
+        from megarl.errors import EngineLost
+        from megarl.weight_sync.transports.base import Aborted
 
         gone = {n: o for n, o in list(self.outcomes.items()) if isinstance(o, OSError)}
         if gone:
@@ -127,14 +139,16 @@ class Policy:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {row.name: row.shape for row in table()}
 
-    def held(self) -> dict[str, Any]:
+    def owned(self) -> dict[str, Any]:
         from megarl.parallel.layout import Layout
-        from megarl.parallel.reshard.pieces import scatter
-        from megarl.parallel.reshard.table import training_held
+        from megarl.parallel.reshard.boxes import scatter
+        from megarl.parallel.reshard.owned import training_owned
 
         if self.fails:
             raise RuntimeError("out of memory, say")
-        return scatter(training_held(self.shapes, {}, Layout(data=2), 3)[self.rank], weights(self.version))
+        return scatter(
+            training_owned(self.shapes, {}, Layout(data=2), 3)[self.rank], weights(self.version)
+        )
 
     def logprobs(self, samples: Sequence[Any]) -> Any:
         import torch
@@ -143,21 +157,26 @@ class Policy:
 
 
 def publishes(case: str) -> list[str]:
-    """What each of three publishes came to on this rank; the second is the one in which something goes wrong."""
+    """What each of three publishes came to on this rank; the second is the one in which something
+    goes wrong.
+    """
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.publish import wire
-    from megarl.publish.config import PublishConfig
+    from megarl.weight_sync import publisher as wire
+    from megarl.weight_sync.config import WeightSyncConfig
 
     bucket_bytes = 2**20 if "one bucket" in case else 2**10
     mesh_module.initialise(timeout_s=60)
     found = []
-    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh, patch.object(PublishConfig, "bucket_bytes", bucket_bytes):
+    with (
+        ProcessMesh(Layout(data=2), timeout_s=60) as mesh,
+        patch.object(WeightSyncConfig, "bucket_bytes", bucket_bytes),
+    ):
         engines = Engines(2) if mesh.rank == 0 else None
         policy = Policy(mesh.rank)
         publisher = wire.Publisher(
-            PublishConfig(timeout_s=DEADLINE_S),
+            WeightSyncConfig(timeout_s=DEADLINE_S),
             table=table(),
             policy=policy,
             engines=engines,
@@ -178,7 +197,9 @@ def publishes(case: str) -> list[str]:
                 wire.carry = lambda source, target, box: plain(source, target, box) + 1
             if engines is not None:
                 engines.admit_fails = wrong and "admit" in case
-                engines.engines[0].dies_at = 2 if wrong and ("engine dies" in case or "both" in case) else -1
+                engines.engines[0].dies_at = (
+                    2 if wrong and ("engine dies" in case or "both" in case) else -1
+                )
                 engines.engines[1].dies_at = 3 if wrong and "both" in case else -1
             try:
                 metrics = publisher.publish(version)
@@ -205,7 +226,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_both_ranks_hear_what_went_wrong(case: str) -> None:
     says, replaced = CASES[case]
-    for rank, (first, second, third, engines) in enumerate(run_ranks(2, __file__, "publishes", case, timeout_s=90)):
+    for rank, (first, second, third, engines) in enumerate(
+        run_ranks(2, __file__, "publishes", case, timeout_s=90)
+    ):
         assert first == third == "replaced 0", (first, third)
         assert says in second, second
         if rank == 0:

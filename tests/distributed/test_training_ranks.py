@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks
-from tiny import groups, write_model
+from support.ranks import run_ranks
+from support.tiny import groups, write_model
 
 STEPS = 3
-# Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes the update.
+# Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes the
+# update.
 CASES = {
-    "dapo": dict(mini_batches=2, micro_batch_tokens=60, clip_norm=0.5, algorithm={}),
+    "dapo": dict(num_mini_batches=2, micro_batch_tokens=60, clip_norm=0.5, algorithm={}),
     "sequence-mean, KL, entropy": dict(
-        mini_batches=1,
+        num_mini_batches=1,
         micro_batch_tokens=200,
         clip_norm=0.0,
         algorithm=dict(aggregation="sequence", entropy_coefficient=0.01, advantage="rloo"),
     ),
     "tied, recomputed activations, KL in the reward, GSPO": dict(
-        mini_batches=2,
+        num_mini_batches=2,
         micro_batch_tokens=100,
         clip_norm=1.0,
-        algorithm=dict(loss="gspo", aggregation="constant", constant_tokens=24, advantage="reinforce_plus_plus_baseline"),
+        algorithm=dict(
+            loss="gspo",
+            aggregation="constant",
+            constant_tokens=24,
+            advantage="reinforce_plus_plus_baseline",
+        ),
     ),
 }
 
 
-def three_steps(model: str, stages: list[int], case: str, num_groups: int, precision: str = "float32") -> dict[int, Any]:
+def three_steps(
+    model: str, stages: list[int], case: str, num_groups: int, precision: str = "float32"
+) -> dict[int, Any]:
     """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank."""
     import torch
 
-    from megarl.algorithms.config import AlgorithmConfig, KLConfig
+    from megarl.objectives.config import AlgorithmConfig, KLConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.rollout.batch import shares
-    from megarl.training.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.training.policy import Policy
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.policy import Policy
 
     torch.set_num_threads(1)
     settings, found = CASES[case], {}
@@ -58,7 +64,9 @@ def three_steps(model: str, stages: list[int], case: str, num_groups: int, preci
                     zero_stage=stage,
                     precision=precision,
                     gradient_checkpointing="recomputed" in case,
-                    optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=settings["clip_norm"], eps=1e-6),
+                    optimizer=OptimizerConfig(
+                        learning_rate=1e-3, clip_norm=settings["clip_norm"], eps=1e-6
+                    ),
                 ),
                 algorithm=AlgorithmConfig(kl=kl, **settings["algorithm"]),
                 temperature=0.8,
@@ -76,12 +84,14 @@ def three_steps(model: str, stages: list[int], case: str, num_groups: int, preci
                     accepted=made,
                     seconds=1.0,
                     num_data_ranks=mesh.data.size,
-                    mini_batches=settings["mini_batches"],
+                    num_mini_batches=settings["num_mini_batches"],
                     micro_batch_tokens=settings["micro_batch_tokens"],
                     transcripts=0,
                 )
                 reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-            weights = {name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()}
+            weights = {
+                name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()
+            }
             found[stage] = (reports, weights)
             policy.engine.destroy()
     mesh_module.finalise()
@@ -90,21 +100,36 @@ def three_steps(model: str, stages: list[int], case: str, num_groups: int, preci
 
 def differences(one: Any, other: Any) -> dict[str, float]:
     """Largest relative difference of loss, gradient norm and weights."""
-    # A policy loss is a weighted mean of terms of about 1 that cancel: with centred advantages its true value is 0.
-    scales = {"loss": 1.0, "grad_norm": 1e-3, "entropy": 1e-3, "mismatch/mean_abs": 1e-3, "tokens/trained": 1.0}
+    # A policy loss is a weighted mean of terms of about 1 that cancel: with centred advantages its
+    # true value is 0.
+    scales = {
+        "loss": 1.0,
+        "grad_norm": 1e-3,
+        "entropy": 1e-3,
+        "mismatch/mean_abs": 1e-3,
+        "tokens/trained": 1.0,
+    }
     numbers = {
-        name: max(abs(a[name] - b[name]) / max(abs(a[name]), scale) for a, b in zip(one[0], other[0], strict=True))
+        name: max(
+            abs(a[name] - b[name]) / max(abs(a[name]), scale)
+            for a, b in zip(one[0], other[0], strict=True)
+        )
         for name, scale in scales.items()
     }
     assert one[1].keys() == other[1].keys()
-    numbers["weights"] = max(float((one[1][n] - other[1][n]).norm() / one[1][n].norm()) for n in one[1])
+    numbers["weights"] = max(
+        float((one[1][n] - other[1][n]).norm() / one[1][n].norm()) for n in one[1]
+    )
     return numbers
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     """Whether tied -> model folder."""
-    return {tied: str(write_model(tmp_path_factory.mktemp("model"), tied=tied, biases=True)) for tied in (False, True)}
+    return {
+        tied: str(write_model(tmp_path_factory.mktemp("model"), tied=tied, biases=True))
+        for tied in (False, True)
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,7 +144,9 @@ def test_two_ranks_equal_one_under_every_zero_stage(models: dict[bool, str], cas
 
 
 def test_a_rank_without_samples_takes_part(models: dict[bool, str]) -> None:
-    """One group for four ranks: the rank that gets nothing must not stop the others, nor change the result."""
+    """One group for four ranks: the rank that gets nothing must not stop the others, nor change the
+    result.
+    """
     alone = run_ranks(1, __file__, "three_steps", models[False], [2, 3], "dapo", 1)[0]
     together = run_ranks(4, __file__, "three_steps", models[False], [2, 3], "dapo", 1)
     for rank in range(4):
@@ -128,9 +155,13 @@ def test_a_rank_without_samples_takes_part(models: dict[bool, str]) -> None:
 
 
 def test_bfloat16_stays_near_float32(models: dict[bool, str]) -> None:
-    """Rounded weights and activations, float32 master weights: near, not equal; and two ranks near one."""
+    """Rounded weights and activations, float32 master weights: near, not equal; and two ranks near
+    one.
+    """
     exact = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
-    rounded = run_ranks(2, __file__, "three_steps", models[False], [1, 2, 3], "dapo", 4, "bfloat16")[0]
+    rounded = run_ranks(
+        2, __file__, "three_steps", models[False], [1, 2, 3], "dapo", 4, "bfloat16"
+    )[0]
     for stage in (1, 2, 3):
         for mine, theirs in zip(exact[0], rounded[stage][0], strict=True):
             assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 0.05 * mine["grad_norm"]
@@ -138,17 +169,19 @@ def test_bfloat16_stays_near_float32(models: dict[bool, str]) -> None:
 
 
 def save_with_a_full_disk(model: str, folder: str) -> str:
-    """Rank 1 cannot write, once in DeepSpeed's part and once in its own; returns what each rank was told."""
+    """Rank 1 cannot write, once in DeepSpeed's part and once in its own; returns what each rank was
+    told.
+    """
     from pathlib import Path
 
+    from megarl.checkpoints import checkpoint
+    from megarl.data.tokenizer import load_tokenizer
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.prompts.tokenizer import load_tokenizer
-    from megarl.training import checkpoint
-    from megarl.training.config import ModelConfig, TrainingConfig
-    from megarl.training.engine import TrainEngine
-    from megarl.training.model import PolicyModel, load_model
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.trainer.model import PolicyModel, load_model
+    from megarl.trainer.zero import TrainEngine
 
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
@@ -162,11 +195,15 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         network = PolicyModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         engine = TrainEngine(network, training, mesh, device, total_steps=1)
         tokenizer = load_tokenizer(model)
-        made = checkpoint.Checkpoints(Path(folder), keep=2, engine=engine, tokenizer=tokenizer, mesh=mesh, seed=0, data="d")
+        made = checkpoint.Checkpoints(
+            Path(folder), keep=2, engine=engine, tokenizer=tokenizer, mesh=mesh, seed=0, data="d"
+        )
         made.save(step=1, next_ordinal=4)
         told = []
         for step, name in ((2, "torch.save"), (3, "save_file")):
-            where, attribute = (torch, "save") if name == "torch.save" else (checkpoint, "save_file")
+            where, attribute = (
+                (torch, "save") if name == "torch.save" else (checkpoint, "save_file")
+            )
             whole = getattr(where, attribute)
             if mesh.rank == 1:
                 setattr(where, attribute, full)
@@ -180,12 +217,16 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     return "\n".join(told)
 
 
-def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(models: dict[bool, str], tmp_path: Path) -> None:
-    told = run_ranks(2, __file__, "save_with_a_full_disk", models[False], str(tmp_path), timeout_s=120)
+def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
+    models: dict[bool, str], tmp_path: Path
+) -> None:
+    told = run_ranks(
+        2, __file__, "save_with_a_full_disk", models[False], str(tmp_path), timeout_s=120
+    )
     for words in told:
         assert words.count("rank 1: ") == 2 and words.count("No space left on device") == 2
         assert "earlier checkpoints are whole" in words
-    from megarl.training.checkpoint import damage
+    from megarl.checkpoints.checkpoint import damage
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""Log-probs of a vocabulary cut over two gloo ranks, against float64 autograd of the plain formula on the whole of it."""
+"""Log-probs of a vocabulary cut over two gloo ranks, against float64 autograd of the plain formula
+on the whole of it.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,32 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 def inputs(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """hidden, weight (its last column meets a 1), targets, upstream; multiples of 1/8, so that far logits are exact."""
+    """hidden, weight (its last column meets a 1), targets, upstream; multiples of 1/8, so that far
+    logits are exact.
+    """
     draw = torch.Generator().manual_seed(3)
     tokens = case.get("tokens", TOKENS)
-    hidden, weight = ((torch.randn(rows, WIDTH, dtype=torch.float64, generator=draw) * 8).round() / 8 for rows in (tokens, WORDS))
+    hidden, weight = (
+        (torch.randn(rows, WIDTH, dtype=torch.float64, generator=draw) * 8).round() / 8
+        for rows in (tokens, WORDS)
+    )
     hidden[:, -1] = 1
     weight[:, -1] = case.get("offset", 0.0)
     if case.get("masked"):
-        weight[: WORDS // 2, -1] = -torch.inf  # the whole of the first shard, and some of the second
-    return hidden, weight, torch.arange(tokens) % WORDS, torch.randn(2, tokens, dtype=torch.float64, generator=draw)
+        weight[
+            : WORDS // 2, -1
+        ] = -torch.inf  # the whole of the first shard, and some of the second
+    return (
+        hidden,
+        weight,
+        torch.arange(tokens) % WORDS,
+        torch.randn(2, tokens, dtype=torch.float64, generator=draw),
+    )
 
 
-def evaluate(function: Any, case: dict[str, Any], dtype: torch.dtype, rows: slice = slice(None)) -> list[torch.Tensor]:
+def evaluate(
+    function: Any, case: dict[str, Any], dtype: torch.dtype, rows: slice = slice(None)
+) -> list[torch.Tensor]:
     """Outputs and gradients; of hidden's without the last column, where 0 meets -inf and 1e4."""
     hidden, weight, targets, upstream = inputs(case)
     h, w = hidden.to(dtype).requires_grad_(), weight[rows].to(dtype).requires_grad_()
@@ -60,38 +76,55 @@ def on_rank() -> dict[str, list[torch.Tensor]]:
             largest = max(case["cut"], WORDS - case["cut"])
             logprobs.CHUNK_BYTES["cpu"] = 8 * largest * dtype.itemsize
             shard = logprobs.VocabularyShard(
-                edges[axis.rank], largest, partial(all_reduce_max, axis=axis), partial(all_reduce, axis=axis)
+                edges[axis.rank],
+                largest,
+                partial(all_reduce_max, axis=axis),
+                partial(all_reduce, axis=axis),
             )
             rows = slice(edges[axis.rank], edges[axis.rank + 1])
-            found[name] = evaluate(partial(logprobs.linear_logprobs, shard=shard), case, dtype, rows)
+            found[name] = evaluate(
+                partial(logprobs.linear_logprobs, shard=shard), case, dtype, rows
+            )
     finalise()
     return found
 
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, list[torch.Tensor]]]:
-    from ranks import run_ranks
+    from support.ranks import run_ranks
 
     return run_ranks(2, __file__, "on_rank", timeout_s=120)
 
 
-def dense(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+def dense(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, ...]:
     log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=1)
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(1)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_the_whole(of_ranks: list[dict[str, list[torch.Tensor]]], name: str) -> None:
+def test_two_ranks_equal_the_whole(
+    of_ranks: list[dict[str, list[torch.Tensor]]], name: str
+) -> None:
     case = CASES[name]
     wanted = evaluate(dense, case, torch.float64)
     weight = torch.cat([found[name][3] for found in of_ranks])
     for found in of_ranks:
-        for what, a, b in zip(("log-prob", "entropy", "hidden", "weight"), (*found[name][:3], weight), wanted, strict=True):
+        for what, a, b in zip(
+            ("log-prob", "entropy", "hidden", "weight"),
+            (*found[name][:3], weight),
+            wanted,
+            strict=True,
+        ):
             assert a.shape == b.shape, what
             finite = b.isfinite()
             assert torch.equal(a[~finite].double(), b[~finite]), what
             difference = (a.double() - b)[finite].abs() / b[finite].abs().clamp_min(1)
-            assert not difference.numel() or difference.max() < TOLERANCE[case.get("dtype", torch.float32)], what
+            assert (
+                not difference.numel()
+                or difference.max() < TOLERANCE[case.get("dtype", torch.float32)]
+            ), what
     for mine, other in zip(of_ranks[0][name][:3], of_ranks[1][name][:3], strict=True):
         assert torch.equal(mine, other)

@@ -1,5 +1,5 @@
-"""A run's checkpoint under another layout and ZeRO stage: DeepSpeed reads what was written, and training goes on as if nothing
-had happened.
+"""A run's checkpoint under another layout and ZeRO stage: DeepSpeed reads what was written, and
+training goes on as if nothing had happened.
 
 One launch a number of ranks: a start costs more than a case.
 """
@@ -18,23 +18,23 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from commands import megarl, records, write_recipe
-from ranks import run_ranks
-from tiny import groups, write_model
+from support.commands import megarl, records, write_recipe
+from support.ranks import run_ranks
+from support.tiny import groups, write_model
 
+from megarl.checkpoints import deepspeed_files as zero_files
+from megarl.checkpoints.checkpoint import choose, damage, read_progress, seal
 from megarl.parallel.layout import Layout
-from megarl.publish.families import parameter_table
-from megarl.training import zero_files
-from megarl.training.checkpoint import choose, damage, read_progress, seal
+from megarl.weight_sync.families import parameter_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIRST, MORE = 2, 2
 """Steps before the checkpoint, and after it."""
 
 Where = tuple[tuple[int, int, int], int, str, bool]
-"""Layout (data, sequence, tensor), ZeRO stage, precision, and whether the model's words are tied."""
+"""Layout (data, sequence, tensor), ZeRO stage, precision, and whether the model's words are tied.
+"""
 
 
 def spell(where: Where) -> str:
@@ -69,19 +69,23 @@ PAIRS: list[tuple[Where, Where]] = [
     (f32((2, 1, 1), 3, tied=True), f32((1, 1, 2), 2, tied=True)),
     (f32((1, 1, 1), 0, tied=True), f32((2, 1, 1), 3, tied=True)),
 ]
-"""Each stage as a source and as a target; words and key heads that tensor ranks share unevenly; padding of every kind."""
+"""Each stage as a source and as a target; words and key heads that tensor ranks share unevenly;
+padding of every kind.
+"""
 
 
 def train(cases: list[dict[str, Any]]) -> list[Any]:
-    """Per case: load a checkpoint if there is one, save again if asked, take steps; losses, norms, weights. On every rank."""
-    from megarl.algorithms.config import AlgorithmConfig
+    """Per case: load a checkpoint if there is one, save again if asked, take steps; losses, norms,
+    weights. On every rank.
+    """
+    from megarl.checkpoints.checkpoint import Checkpoints
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.prompts.tokenizer import load_tokenizer
     from megarl.rollout.batch import shares
-    from megarl.training.checkpoint import Checkpoints
-    from megarl.training.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.training.policy import Policy
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.policy import Policy
 
     torch.set_num_threads(1)
     device, found = mesh_module.initialise(timeout_s=60), []
@@ -93,7 +97,9 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                 training=TrainingConfig(
                     zero_stage=stage,
                     precision=precision,
-                    optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.5, eps=1e-6, weight_decay=0.01),
+                    optimizer=OptimizerConfig(
+                        learning_rate=1e-3, clip_norm=0.5, eps=1e-6, weight_decay=0.01
+                    ),
                 ),
                 algorithm=AlgorithmConfig(),
                 temperature=0.8,
@@ -103,17 +109,28 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                 seed=1,
             )
             settings: dict[str, Any] = dict(
-                keep=9, engine=policy.engine, tokenizer=load_tokenizer(case["model"]), mesh=mesh, seed=1, data="data"
+                keep=9,
+                engine=policy.engine,
+                tokenizer=load_tokenizer(case["model"]),
+                mesh=mesh,
+                seed=1,
+                data="data",
             )
             first, reports = 0, []
             if case["load"]:
-                progress = Checkpoints(Path(case["load"]).parent, **settings).load(Path(case["load"]))
+                progress = Checkpoints(Path(case["load"]).parent, **settings).load(
+                    Path(case["load"])
+                )
                 first = progress.step
                 assert progress.next_ordinal == 4 * first
-                Checkpoints(Path(case["again"]), **settings).save(step=first, next_ordinal=4 * first)
+                Checkpoints(Path(case["again"]), **settings).save(
+                    step=first, next_ordinal=4 * first
+                )
             for step in range(first, FIRST + MORE):
                 if step == FIRST and not case["load"]:
-                    Checkpoints(Path(case["save"]), **settings).save(step=step, next_ordinal=4 * step)
+                    Checkpoints(Path(case["save"]), **settings).save(
+                        step=step, next_ordinal=4 * step
+                    )
                 made = groups(4, 3, seed=step)
                 dealt = shares(
                     step=step,
@@ -121,13 +138,17 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                     accepted=made,
                     seconds=1.0,
                     num_data_ranks=mesh.data.size,
-                    mini_batches=2,
+                    num_mini_batches=2,
                     micro_batch_tokens=80,
                     transcripts=0,
                 )
                 metrics = policy.train(dealt.share(mesh.data.rank)).metrics
-                reports.append((step, metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]))
-            weights = {name: tensor.detach().float().clone() for name, tensor in policy.engine.weights()}
+                reports.append(
+                    (step, metrics["loss"], metrics["grad_norm"], metrics["learning_rate"])
+                )
+            weights = {
+                name: tensor.detach().float().clone() for name, tensor in policy.engine.weights()
+            }
             found.append((reports, weights, policy.engine.steps_done))
             policy.engine.destroy()
     mesh_module.finalise()
@@ -148,7 +169,10 @@ def launch(cases: list[dict[str, Any]]) -> list[Any]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Whether tied -> four heads, two key heads, an odd vocabulary."""
     sizes: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=41)
-    return {tied: write_model(tmp_path_factory.mktemp("model"), tied=tied, biases=True, **sizes) for tied in (False, True)}
+    return {
+        tied: write_model(tmp_path_factory.mktemp("model"), tied=tied, biases=True, **sizes)
+        for tied in (False, True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +181,21 @@ def model(models: dict[bool, Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(models: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Where, tuple[Path, Any]]:
+def sources(
+    models: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[Where, tuple[Path, Any]]:
     """Where -> (a checkpoint written there, how training went on without a stop)."""
     folder = tmp_path_factory.mktemp("sources")
     places = list(dict.fromkeys(source for source, _ in PAIRS))
-    cases = [dict(model=str(models[where[3]]), where=where, load="", save=str(folder / spell(where))) for where in places]
+    cases = [
+        dict(model=str(models[where[3]]), where=where, load="", save=str(folder / spell(where)))
+        for where in places
+    ]
     answers = launch(cases)
-    return {where: (folder / spell(where) / f"step_{FIRST:06d}", found) for where, found in zip(places, answers, strict=True)}
+    return {
+        where: (folder / spell(where) / f"step_{FIRST:06d}", found)
+        for where, found in zip(places, answers, strict=True)
+    }
 
 
 def table_of(model: Path) -> list[Any]:
@@ -178,16 +210,23 @@ def convert(source: Path, target: Path, model: Path, where: Where) -> Path:
 
 
 def content(folder: Path, model: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Every whole tensor of a checkpoint, of each kind, and the weights that layers compute with: put together by hand."""
+    """Every whole tensor of a checkpoint, of each kind, and the weights that layers compute with:
+    put together by hand.
+    """
     place, _, _ = zero_files.read_place(folder, table_of(model))
-    files, shapes = folder / "state" / "state", {name: row.shape for name, row in place.table.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in (*zero_files.KINDS, "weights")}
+    files, shapes = (
+        folder / "state" / "state",
+        {name: row.shape for name, row in place.table.items()},
+    )
+    found: dict[str, dict[str, torch.Tensor]] = {
+        kind: {} for kind in (*zero_files.KINDS, "weights")
+    }
     for kind, values in found.items():
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}
         for tensor in range(place.layout.tensor):
-            held = place.shapes(tensor)
+            owned = place.shapes(tensor)
             for name, flat in rank_tensors(place, files, tensor, kind).items():
-                parts[name].append(flat.reshape(held[name]))
+                parts[name].append(flat.reshape(owned[name]))
         for name, of_ranks in parts.items():
             shard = place.shards.get(name)
             values[name] = of_ranks[0] if shard is None else torch.cat(of_ranks, shard.dim)
@@ -197,36 +236,50 @@ def content(folder: Path, model: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 def rank_tensors(place: Any, files: Path, tensor: int, kind: str) -> dict[str, torch.Tensor]:
     """A tensor rank's parameters of a kind, from the files of all of its replicas."""
-    held = place.shapes(tensor)
+    owned = place.shapes(tensor)
     models = [torch.load(place.model_path(files, tensor, 0), weights_only=False)]
     if kind == "weights" and place.zero_stage == 3:
         kind = "master"
     if kind == "weights" or (kind == "master" and place.zero_stage == 0):
-        return {name: models[0]["module"][f"model.{name}"].float() for name in held}
+        return {name: models[0]["module"][f"model.{name}"].float() for name in owned}
     if place.zero_stage == 0:
-        return {name: models[0]["optimizer"]["state"][number][kind] for number, name in enumerate(held)}
+        return {
+            name: models[0]["optimizer"]["state"][number][kind] for number, name in enumerate(owned)
+        }
     flats = []
     for replica in range(place.replicas):
-        state = torch.load(place.optimizer_path(files, tensor, replica), weights_only=False)["optimizer_state_dict"]
+        state = torch.load(place.optimizer_path(files, tensor, replica), weights_only=False)[
+            "optimizer_state_dict"
+        ]
         third = place.zero_stage == 3
         if kind == "master":
-            flats.append(torch.cat(list(state["fp32_flat_groups" if third else "single_partition_of_fp32_groups"])))
+            flats.append(
+                torch.cat(
+                    list(state["fp32_flat_groups" if third else "single_partition_of_fp32_groups"])
+                )
+            )
         else:
             states = state["optimizer_state_dict" if third else "base_optimizer_state"]["state"]
             flats.append(torch.cat([states[number][kind] for number in sorted(states)]))
     made, filled = {}, 0
     row = None if place.zero_stage == 3 else torch.cat(flats)
-    for name, shape in held.items():
+    for name, shape in owned.items():
         size = torch.Size(shape).numel()
         length = -(-size // place.replicas) if row is None else size
         made[name] = (
-            row[filled : filled + size] if row is not None else torch.cat([f[filled : filled + length] for f in flats])[:size]
+            row[filled : filled + size]
+            if row is not None
+            else torch.cat([f[filled : filled + length] for f in flats])[:size]
         )
         filled += length
     return made
 
 
-def assert_same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]], rounded: bool) -> None:
+def assert_same(
+    one: dict[str, dict[str, torch.Tensor]],
+    other: dict[str, dict[str, torch.Tensor]],
+    rounded: bool,
+) -> None:
     for kind in zero_files.KINDS:
         assert list(one[kind]) == list(other[kind])
         for name, tensor in one[kind].items():
@@ -234,45 +287,87 @@ def assert_same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[s
     for name, master in one["master"].items():
         for side in (one, other):
             assert torch.equal(
-                side["weights"][name].bfloat16() if rounded else side["weights"][name], master.bfloat16() if rounded else master
+                side["weights"][name].bfloat16() if rounded else side["weights"][name],
+                master.bfloat16() if rounded else master,
             )
 
 
-def test_training_goes_on_elsewhere(models: dict[bool, Path], sources: dict[Where, tuple[Path, Any]], tmp_path: Path) -> None:
-    """Converted, read by DeepSpeed, saved again as it was read: the same bits. Then the same steps as without a stop."""
+def test_training_goes_on_elsewhere(
+    models: dict[bool, Path], sources: dict[Where, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Converted, read by DeepSpeed, saved again as it was read: the same bits. Then the same steps
+    as without a stop.
+    """
     cases = []
     for number, (source, target) in enumerate(PAIRS):
         model = models[source[3]]
-        folder = convert(sources[source][0], tmp_path / str(number) / f"step_{FIRST:06d}", model, target)
+        folder = convert(
+            sources[source][0], tmp_path / str(number) / f"step_{FIRST:06d}", model, target
+        )
         # It is a checkpoint that a run under the new layout chooses.
         progress = read_progress(folder)
-        assert damage(folder) == "" and progress.layout == f"{Layout(*target[0])}, ZeRO {target[1]}, {target[2]}"
-        assert choose(folder.parent, layout=progress.layout, model=progress.model, seed=1, data="data") == folder
-        assert_same(content(sources[source][0], model), content(folder, model), source[2] == "bfloat16")
-        cases.append(dict(model=str(model), where=target, load=str(folder), again=str(tmp_path / f"again{number}")))
-    for (source, target), case, (reports, weights, steps) in zip(PAIRS, cases, launch(cases), strict=True):
+        assert (
+            damage(folder) == ""
+            and progress.layout == f"{Layout(*target[0])}, ZeRO {target[1]}, {target[2]}"
+        )
+        assert (
+            choose(folder.parent, layout=progress.layout, model=progress.model, seed=1, data="data")
+            == folder
+        )
+        assert_same(
+            content(sources[source][0], model), content(folder, model), source[2] == "bfloat16"
+        )
+        cases.append(
+            dict(
+                model=str(model),
+                where=target,
+                load=str(folder),
+                again=str(tmp_path / f"again{number}"),
+            )
+        )
+    for (source, target), case, (reports, weights, steps) in zip(
+        PAIRS, cases, launch(cases), strict=True
+    ):
         model, again = models[source[3]], Path(case["again"]) / f"step_{FIRST:06d}"
-        assert_same(content(sources[source][0], model), content(again, model), source[2] == "bfloat16")
+        assert_same(
+            content(sources[source][0], model), content(again, model), source[2] == "bfloat16"
+        )
         expected = sources[source][1]
         assert steps == expected[2] and len(reports) == MORE
         near = 1e-5 if source[2] == "float32" else 2e-2
         for mine, theirs in zip(reports, expected[0][FIRST:], strict=True):
             assert mine[0] == theirs[0] and mine[3] == theirs[3]
-            assert abs(mine[1] - theirs[1]) < near and abs(mine[2] - theirs[2]) < near * abs(theirs[2]), (source, target)
-        worst = max(float((weights[name] - other).norm() / other.norm()) for name, other in expected[1].items())
+            assert abs(mine[1] - theirs[1]) < near and abs(mine[2] - theirs[2]) < near * abs(
+                theirs[2]
+            ), (source, target)
+        worst = max(
+            float((weights[name] - other).norm() / other.norm())
+            for name, other in expected[1].items()
+        )
         assert worst < near, (source, target, worst)
         assert (again / "model" / "model.safetensors").read_bytes() == (
             Path(case["load"]) / "model" / "model.safetensors"
         ).read_bytes()
 
 
-def test_the_same_layout_is_bitwise(model: Path, sources: dict[Where, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_the_same_layout_is_bitwise(
+    model: Path, sources: dict[Where, tuple[Path, Any]], tmp_path: Path
+) -> None:
     """Converted to where it comes from, training goes on to the same bits."""
     places = [f32((2, 1, 1), 3), f32((2, 1, 1), 1), bf16((2, 1, 1), 1)]
     cases = []
     for where in places:
-        folder = convert(sources[where][0], tmp_path / spell(where) / f"step_{FIRST:06d}", model, where)
-        cases.append(dict(model=str(model), where=where, load=str(folder), again=str(tmp_path / f"again-{spell(where)}")))
+        folder = convert(
+            sources[where][0], tmp_path / spell(where) / f"step_{FIRST:06d}", model, where
+        )
+        cases.append(
+            dict(
+                model=str(model),
+                where=where,
+                load=str(folder),
+                again=str(tmp_path / f"again-{spell(where)}"),
+            )
+        )
     for where, (reports, weights, _) in zip(places, launch(cases), strict=True):
         expected = sources[where][1]
         assert reports == expected[0][FIRST:]
@@ -280,12 +375,23 @@ def test_the_same_layout_is_bitwise(model: Path, sources: dict[Where, tuple[Path
 
 
 def test_there_and_back(
-    model: Path, sources: dict[Where, tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    sources: dict[Where, tuple[Path, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through layouts of more ranks than are started here, and in small groups of ZeRO 3: the same tensors at the end."""
+    """Through layouts of more ranks than are started here, and in small groups of ZeRO 3: the same
+    tensors at the end.
+    """
     start = sources[f32((2, 1, 1), 3)][0]
     wanted = content(start, model)
-    places = [f32((7, 1, 2), 2), f32((3, 1, 4), 3), f32((1, 5, 1), 3), f32((1, 1, 2), 0), f32((16, 1, 1), 1)]
+    places = [
+        f32((7, 1, 2), 2),
+        f32((3, 1, 4), 3),
+        f32((1, 5, 1), 3),
+        f32((1, 1, 2), 0),
+        f32((16, 1, 1), 1),
+    ]
     at = start
     for number, where in enumerate(places):
         at = convert(at, tmp_path / f"{number}", model, where)
@@ -294,12 +400,16 @@ def test_there_and_back(
     assert load_file(at / "random" / "rank_00015.safetensors").keys() == {"torch"}
     monkeypatch.setattr(zero_files, "SUB_GROUP", 5000)
     small = convert(at, tmp_path / "small", model, f32((2, 1, 1), 3))
-    state = torch.load(small / "state/state/zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False)[
-        "optimizer_state_dict"
-    ]
+    state = torch.load(
+        small / "state/state/zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False
+    )["optimizer_state_dict"]
     sizes = [len(group) for group in state["fp32_flat_groups"]]
     assert len(sizes) > 3 and min(sizes[:-1]) >= 5000
-    assert_same(wanted, content(convert(small, tmp_path / "back", model, f32((1, 1, 1), 0)), model), rounded=False)
+    assert_same(
+        wanted,
+        content(convert(small, tmp_path / "back", model, f32((1, 1, 1), 0)), model),
+        rounded=False,
+    )
 
 
 def full_disk(*arguments: Any) -> None:
@@ -307,7 +417,10 @@ def full_disk(*arguments: Any) -> None:
 
 
 def test_bad_input_is_refused(
-    model: Path, sources: dict[Where, tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    sources: dict[Where, tuple[Path, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, table = tmp_path / "source", table_of(model)
     shutil.copytree(sources[bf16((2, 1, 1), 1)][0], source)
@@ -323,7 +436,9 @@ def test_bad_input_is_refused(
         zero_files.reshard_checkpoint(source, tmp_path / "2", table, Layout(), 1)
     progress = json.loads((source / "run.json").read_text())
     (source / "run.json").write_text(
-        json.dumps(progress | {"layout": "data 1 x sequence 1 x tensor 2 by autotp, ZeRO 1, bfloat16"})
+        json.dumps(
+            progress | {"layout": "data 1 x sequence 1 x tensor 2 by autotp, ZeRO 1, bfloat16"}
+        )
     )
     with pytest.raises(ValueError, match="autotp"):
         zero_files.reshard_checkpoint(source, tmp_path / "3", table, Layout(), 1)
@@ -333,12 +448,18 @@ def test_bad_input_is_refused(
 
 
 def test_the_command_line(model: Path, tmp_path: Path) -> None:
-    """`megarl sft` on two data ranks under ZeRO 3, its checkpoint to two tensor ranks under ZeRO 1, and `--resume True` there."""
+    """`megarl sft` on two data ranks under ZeRO 3, its checkpoint to two tensor ranks under ZeRO 1,
+    and `--resume True` there.
+    """
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def go_on(name: str, *arguments: str, **training: Any) -> list[dict[str, Any]]:
-        common = {"micro_batch_tokens": 16, "optimizer": {"learning_rate": 1e-3}, "checkpoint": {"every": 2, "keep": 2}}
+        common = {
+            "micro_batch_tokens": 16,
+            "optimizer": {"learning_rate": 1e-3},
+            "checkpoint": {"every": 2, "keep": 2},
+        }
         tree = {
             "folder": str(tmp_path / name),
             "steps": 4,
@@ -353,7 +474,15 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
 
     def convert_by_tool(target: Path, layout: str) -> subprocess.CompletedProcess[str]:
         step = tmp_path / "data" / "checkpoints" / "step_000002"
-        tool = [sys.executable, str(ROOT / "tools" / "reshard.py"), "checkpoint", str(step), str(target), "--layout", layout]
+        tool = [
+            sys.executable,
+            str(ROOT / "tools" / "reshard.py"),
+            "checkpoint",
+            str(step),
+            str(target),
+            "--layout",
+            layout,
+        ]
         return subprocess.run([*tool, "--json"], capture_output=True, text=True, timeout=120)
 
     whole = go_on("data", layout={"data": 2}, zero_stage=3)
@@ -371,4 +500,8 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     done = convert_by_tool(new / "step_000002", "tensor 2")
     assert done.returncode == 1 and "is there already" in done.stderr and not done.stdout
     done = convert_by_tool(new / "other", "tensor 3")
-    assert done.returncode == 1 and "num_attention_heads" in done.stderr and not (new / "other").exists()
+    assert (
+        done.returncode == 1
+        and "num_attention_heads" in done.stderr
+        and not (new / "other").exists()
+    )

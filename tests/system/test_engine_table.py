@@ -1,7 +1,8 @@
 """What vLLM's own loaders put where, element by element, against the parameter table.
 
-Every element of a tiny checkpoint is a number of its own. A process builds vLLM's model class as each tensor rank of an engine
-would, lets it load that checkpoint, and writes down its parameters: they say which element came from where, or from nowhere.
+Every element of a tiny checkpoint is a number of its own. A process builds vLLM's model class as
+each tensor rank of an engine would, lets it load that checkpoint, and writes down its parameters:
+they say which element came from where, or from nowhere.
 """
 
 from __future__ import annotations
@@ -33,27 +34,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "vocab_size": 200, "num_key_value_heads": 1},
     ),
     "qwen3, wide heads": ("qwen3", {"head_dim": 32}),
-    "qwen3, tied, four key heads": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3, tied, four key heads": (
+        "qwen3",
+        {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
     "llama, key heads unsaid, 64 words": ("llama", {"num_key_value_heads": None, "vocab_size": 64}),
-    "llama, biases, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama, biases of attention, wide heads": ("llama", {"attention_bias": True, "head_dim": 32, "num_key_value_heads": 1}),
+    "llama, biases, tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama, biases of attention, wide heads": (
+        "llama",
+        {"attention_bias": True, "head_dim": 32, "num_key_value_heads": 1},
+    ),
     "mistral, wide heads": ("mistral", {"head_dim": 32}),
-    "mistral, tied, eight key heads": ("mistral", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
+    "mistral, tied, eight key heads": (
+        "mistral",
+        {"tie_word_embeddings": True, "num_key_value_heads": 8},
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, a dense layer, wide heads, tied": (
         "qwen3_moe",
         EXPERTS | {"mlp_only_layers": [1], "head_dim": 32, "tie_word_embeddings": True},
     ),
-    "qwen3_moe, every second layer": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "num_key_value_heads": 4}),
+    "qwen3_moe, every second layer": (
+        "qwen3_moe",
+        EXPERTS | {"decoder_sparse_step": 2, "num_key_value_heads": 4},
+    ),
 }
 """Name -> (model type, changes of SMALL)."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "heads": ("llama", {"num_attention_heads": 4}, 8),
-    "key heads": ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96}, 2),
+    "key heads": (
+        "llama",
+        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
+        2,
+    ),
     "inner": ("qwen2", {"intermediate_size": 50}, 4),
     "inner of experts": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 18}, 4),
-    "words": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}, 3),
+    "vocab": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}, 3),
     "experts": ("qwen3_moe", EXPERTS | {"num_experts": 4, "num_attention_heads": 8}, 8),
 }
 """Name -> (model type, changes of SMALL, tensor) that neither vLLM nor we accept."""
@@ -82,18 +102,25 @@ class Engine:
         from vllm.distributed import parallel_state
 
         with set_current_vllm_config(VllmConfig()):
-            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+            parallel_state.init_distributed_environment(
+                1, 0, f"file://{folder}/rendezvous", 0, "gloo"
+            )
             parallel_state.initialize_model_parallel()
         self.group = parallel_state.get_tp_group()
 
     def build(self, folder: Path, tensor: int, rank: int) -> torch.nn.Module:
-        """Rank `rank` of `tensor`'s model of the config.json in `folder`, every element -1. Raises what vLLM raises."""
+        """Rank `rank` of `tensor`'s model of the config.json in `folder`, every element -1. Raises
+        what vLLM raises.
+        """
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
         from vllm.model_executor.models import ModelRegistry
 
-        # Layers ask this group which rank they are; they do not speak to the others before they compute.
+        # Layers ask this group which rank they are; they do not speak to the others before they
+        # compute.
         self.group.world_size, self.group.rank_in_group = tensor, rank
-        model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
+        model = ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True
+        )
         kind, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
         settings = VllmConfig(model_config=model)
         with set_current_vllm_config(settings):
@@ -104,7 +131,9 @@ class Engine:
 
 
 def write_what_engines_hold(folder: Path) -> None:
-    """Beside every config.json with a checkpoint, what each rank holds of it; beside one without, what vLLM says to it."""
+    """Beside every config.json with a checkpoint, what each rank holds of it; beside one without,
+    what vLLM says to it.
+    """
     engine = Engine(folder)
     for path in sorted(folder.glob("*/config.json")):
         case, checkpoint = path.parent, path.parent / "checkpoint.pt"
@@ -118,23 +147,27 @@ def write_what_engines_hold(folder: Path) -> None:
             for rank in range(tensor):
                 model: Any = engine.build(case, tensor, rank)
                 model.load_weights(torch.load(checkpoint).items())
-                held = {name: parameter.data for name, parameter in model.named_parameters()}
-                torch.save(held, case / f"{tensor}-{rank}.pt")
+                owned = {name: parameter.data for name, parameter in model.named_parameters()}
+                torch.save(owned, case / f"{tensor}-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of what vLLM answered to every case, from a process of its own: vLLM changes torch where it is imported."""
+    """A folder of what vLLM answered to every case, from a process of its own: vLLM changes torch
+    where it is imported.
+    """
     import transformers
-    from commands import finish, start
+    from support.commands import finish, start
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from megarl.publish.families import parameter_table
-    from megarl.third_party import engine_environment
+    from megarl.cluster.process_env import engine_environment
+    from megarl.weight_sync.families import parameter_table
 
     folder = tmp_path_factory.mktemp("asked")
 
-    def ask(case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]) -> dict[str, Any]:
+    def ask(
+        case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]
+    ) -> dict[str, Any]:
         config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
         config.save_pretrained(folder / case)
@@ -143,19 +176,30 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for case, (kind, changes) in CASES.items():
         config = ask(case, kind, changes, TENSORS)
-        torch.save(numbered({row.name: row.shape for row in parameter_table(config)}), folder / case / "checkpoint.pt")
+        torch.save(
+            numbered({row.name: row.shape for row in parameter_table(config)}),
+            folder / case / "checkpoint.pt",
+        )
     for case, (kind, changes, tensor) in REFUSED.items():
         ask(f"refused {case}", kind, changes, (tensor,))
     for kind, changes in DROPPED.items():
         config = ask(f"dropped {kind}", kind, changes, (1,))
         shapes = {row.name: row.shape for row in parameter_table(config)}
-        (folder / f"dropped {kind}" / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
-        attention = {name: shape for name, shape in shapes.items() if "self_attn" in name and "_proj" in name}
+        (folder / f"dropped {kind}" / "config.json").write_text(
+            json.dumps(config | {"attention_bias": True})
+        )
+        attention = {
+            name: shape for name, shape in shapes.items() if "self_attn" in name and "_proj" in name
+        }
         shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in attention.items()}
         torch.save(numbered(shapes), folder / f"dropped {kind}" / "checkpoint.pt")
-    settings = engine_environment(on_cpu=not torch.cuda.is_available(), num_threads=1, kv_cache_gib=1)
+    settings = engine_environment(
+        on_cpu=not torch.cuda.is_available(), num_threads=1, kv_cache_gib=1
+    )
     tests = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = finish(*start([sys.executable, __file__, str(folder)], PYTHONPATH=tests, **settings), timeout_s=200)
+    done = finish(
+        *start([sys.executable, __file__, str(folder)], PYTHONPATH=tests, **settings), timeout_s=200
+    )
     assert done.code == 0 and not done.survivors, done.err[-4000:]
     return folder
 
@@ -163,38 +207,51 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_puts_every_element_where_vllm_does(asked: Path, case: str, tensor: int) -> None:
-    from megarl.parallel.reshard.pieces import fills, scatter
-    from megarl.parallel.reshard.table import engine_held
-    from megarl.publish.families import parameter_table, refuse_engine_tensor
+    from megarl.parallel.reshard.boxes import fills, scatter
+    from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
+    from megarl.weight_sync.parameters import engine_owned
 
     config = json.loads((asked / case / "config.json").read_text())
     refuse_engine_tensor(config, tensor)
     checkpoint = torch.load(asked / case / "checkpoint.pt")
-    for rank, held in enumerate(engine_held(parameter_table(config), tensor)):
+    for rank, owned in enumerate(engine_owned(parameter_table(config), tensor)):
         vllm = torch.load(asked / case / f"{tensor}-{rank}.pt")
-        assert fills(held) == ""
-        assert list(held.sizes.items()) == [(name, parameter.numel()) for name, parameter in vllm.items()]
-        for name, buffer in scatter(held, checkpoint).items():
-            # Padding rows are zero in both; vLLM's loader writes them so, or they would still be -1.
+        assert fills(owned) == ""
+        assert list(owned.sizes.items()) == [
+            (name, parameter.numel()) for name, parameter in vllm.items()
+        ]
+        for name, buffer in scatter(owned, checkpoint).items():
+            # Padding rows are zero in both; vLLM's loader writes them so, or they would still be
+            # -1.
             differ = (vllm[name].flatten() != buffer).nonzero().flatten().tolist()
-            assert not differ, f"{name} on rank {rank} of {tensor}: {len(differ)} of {len(buffer)}, the first at {differ[0]}"
+            assert not differ, (
+                f"{name} on rank {rank} of {tensor}: {len(differ)} of {len(buffer)}, the first at"
+                f" {differ[0]}"
+            )
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_we_refuse_vllm_refuses(asked: Path, case: str) -> None:
-    from megarl.publish.families import refuse_engine_tensor
+    from megarl.weight_sync.families import refuse_engine_tensor
 
     assert (asked / f"refused {case}" / "refused").exists()
     with pytest.raises(ValueError, match=r"rollout\.engine\.tensor is"):
-        refuse_engine_tensor(json.loads((asked / f"refused {case}" / "config.json").read_text()), REFUSED[case][2])
+        refuse_engine_tensor(
+            json.loads((asked / f"refused {case}" / "config.json").read_text()), REFUSED[case][2]
+        )
 
 
 @pytest.mark.parametrize("kind", DROPPED)
 def test_vllm_drops_a_bias_without_a_word(asked: Path, kind: str) -> None:
-    """Why the table refuses these: the engine has q, k and v biases, and no place for that of o_proj."""
-    held = torch.load(asked / f"dropped {kind}" / "1-0.pt")
-    assert "model.layers.0.self_attn.qkv_proj.bias" in held and "model.layers.0.self_attn.o_proj.bias" not in held
-    assert all((parameter != -1).all() for parameter in held.values())
+    """Why the table refuses these: the engine has q, k and v biases, and no place for that of
+    o_proj.
+    """
+    owned = torch.load(asked / f"dropped {kind}" / "1-0.pt")
+    assert (
+        "model.layers.0.self_attn.qkv_proj.bias" in owned
+        and "model.layers.0.self_attn.o_proj.bias" not in owned
+    )
+    assert all((parameter != -1).all() for parameter in owned.values())
 
 
 if __name__ == "__main__":

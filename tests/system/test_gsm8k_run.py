@@ -1,6 +1,8 @@
-"""Three DAPO steps on GSM8K's schema with a small untrained model: the real path, with honest rewards.
+"""Three DAPO steps on GSM8K's schema with a small untrained model: the real path, with honest
+rewards.
 
-With MEGARL_GSM8K set to a folder that holds GSM8K's train.jsonl, on the real problems; else on a few made in its schema.
+With MEGARL_GSM8K set to a folder that holds GSM8K's train.jsonl, on the real problems; else on a
+few made in its schema.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ import json
 import os
 from pathlib import Path
 
-from commands import ROOT, megarl, records
-from tiny import write_model
+from support.commands import ROOT, megarl, records
+from support.tiny import write_model
 
 
 def byte_level_tokenizer(folder: Path) -> None:
@@ -23,7 +25,9 @@ def byte_level_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=template)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=template
+    )
     fast.save_pretrained(str(folder))
 
 
@@ -58,6 +62,8 @@ def test_three_steps_on_gsm8k_finish_with_honest_rewards(tmp_path: Path) -> None
     rows = records(run / "metrics.jsonl")
     assert len(rows) == 3
     for row in rows:
-        assert row["accuracy"] <= 0.05, "an untrained model cannot solve these: the verifier must be wrong"
+        assert row["accuracy"] <= 0.05, (
+            "an untrained model cannot solve these: the verifier must be wrong"
+        )
         assert row["verifier/errors"] == row["verifier/timeouts"] == row["verifier/nans"] == 0
         assert row["probe/max_abs"] < 1e-4

@@ -1,4 +1,6 @@
-"""Whole runs under a layout: ranks that share samples and tokens learn what one rank learns, and their checkpoint resumes."""
+"""Whole runs under a layout: ranks that share samples and tokens learn what one rank learns, and
+their checkpoint resumes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
-from tiny import write_model
+from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
+from support.tiny import write_model
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
 CLOSE = {"loss": 1e-4, "grad_norm": 1e-4, "entropy": 1e-4, "reward/mean": 1e-6, "length/mean": 1e-6}
@@ -21,7 +23,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, name: str, ranks: int, *arguments: str, **training: Any) -> list[dict[str, Any]]:
+def run(
+    place: Path, name: str, ranks: int, *arguments: str, **training: Any
+) -> list[dict[str, Any]]:
     """Metrics of three steps; the recipe is the same but for `training`."""
     tree = tiny_run(place, place / "model", 3) | {"folder": str(place / name), "evaluation": {}}
     tree["training"] = tree["training"] | training
@@ -31,13 +35,18 @@ def run(place: Path, name: str, ranks: int, *arguments: str, **training: Any) ->
 
 
 def test_four_ranks_learn_what_one_does_and_resume(place: Path) -> None:
-    """Tied embeddings, one key head for two ranks, ZeRO 3: published whole to a real engine after every step."""
+    """Tied embeddings, one key head for two ranks, ZeRO 3: published whole to a real engine after
+    every step.
+    """
     alone, together = run(place, "alone", 1), run(place, "together", 4, **LAYOUT)
     for one, other in zip(alone, together, strict=True):
         assert other["probe/max_abs"] < PROBE_BOUND and other["mismatch/max_abs"] < PROBE_BOUND
         assert other["tokens/trained"] == one["tokens/trained"]
         for name, bound in CLOSE.items():
-            assert abs(one[name] - other[name]) <= bound * max(1.0, abs(one[name])), (name, one["step"])
+            assert abs(one[name] - other[name]) <= bound * max(1.0, abs(one[name])), (
+                name,
+                one["step"],
+            )
     # The last checkpoint is damaged: the run goes back one and comes out bit by bit the same.
     newest = place / "together" / "checkpoints" / "step_000003" / "run.json"
     newest.write_text(newest.read_text() + " ")

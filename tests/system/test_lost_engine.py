@@ -1,4 +1,6 @@
-"""A whole run whose engine is killed in the middle of a publish: it goes on with a fresh one, and no prompt is lost."""
+"""A whole run whose engine is killed in the middle of a publish: it goes on with a fresh one, and
+no prompt is lost.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import finish, records, start, tiny_run, write_recipe
-from tiny import write_model
+from support.commands import finish, records, start, tiny_run, write_recipe
+from support.tiny import write_model
 
 KILLER = """
 import os, sys
 import psutil
-from megarl.publish import shared_memory
-from megarl.publish.config import PublishConfig
+from megarl.weight_sync.transports import shared_memory
+from megarl.weight_sync.config import WeightSyncConfig
 
 plain, begin = shared_memory.Sender.commit, shared_memory.Sender.begin
-PublishConfig.bucket_bytes = 2**13
+WeightSyncConfig.bucket_bytes = 2**13
 state = {"version": -1, "killed": False}
 
 def called(title):
-    # Ray's processes are below this one. Not by the mark in their environment: a long title is written over it.
+    # Ray's processes are below this one. Not by the mark in their environment: a long title is
+    # written over it.
     for process in psutil.Process().children(recursive=True):
         try:
             words = process.cmdline()[:1]
@@ -59,10 +62,20 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     done = finish(process, mark, 300)
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
-    assert re.search(r"engine \d was lost while it took in version 2, in bucket \d+ of \d+, which begins with model\.", done.err)
+    assert re.search(
+        r"engine \d was lost while it took in version 2, in bucket \d+ of \d+, which begins with"
+        r" model\.",
+        done.err,
+    )
     rows = records(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if "publish/replaced" in row]
-    assert [row["publish/replaced"] for row in steps] == [0, 1, 0, 0], "version 2 is what step 1 leaves"
+    assert [row["publish/replaced"] for row in steps] == [
+        0,
+        1,
+        0,
+        0,
+    ], "version 2 is what step 1 leaves"
     assert all(row["probe/max_abs"] < 1e-4 for row in steps)
-    # Groups are trained in order: a rollout that was lost with the engine would have stopped the run.
+    # Groups are trained in order: a rollout that was lost with the engine would have stopped the
+    # run.
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]

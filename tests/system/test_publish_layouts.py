@@ -1,22 +1,22 @@
-"""Real trainer ranks, real engines: whatever the layouts, after each publish engines compute what a fresh model does.
+"""Real trainer ranks, real engines: whatever the layouts, after each publish engines compute what a
+fresh model does.
 
-Four ranks train (data 2 x tensor 2) under ZeRO 3 and 1; an engine of tensor 2 and two engines of tensor 1 take their weights.
+Four ranks train (data 2 x tensor 2) under ZeRO 3 and 1; an engine of tensor 2 and two engines of
+tensor 1 take their weights.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks
-from tiny import VOCABULARY, groups, write_model
+from support.ranks import run_ranks
+from support.tiny import VOCABULARY, groups, write_model
 
 BOUND = 1e-4
 PUBLISHES = 5
@@ -24,40 +24,48 @@ TOPOLOGIES = ((1, 2), (2, 1))
 """(engines, tensor ranks of each)."""
 
 
-def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[str, Any]]:
-    """Train and publish in turns, on every rank; rank 0 returns what engines and a fresh model compute after each publish."""
+def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[str, Any]]:
+    """Train and publish in turns, on every rank; rank 0 returns what engines and a fresh model
+    compute after each publish.
+    """
     from contextlib import ExitStack
     from unittest.mock import patch
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megarl.algorithms.config import AlgorithmConfig
-    from megarl.cluster import Cluster
+    from megarl.cluster.placement import own_seats
+    from megarl.cluster.process_env import (
+        engine_environment,
+        own_cluster_token,
+        prepare_environment,
+    )
+    from megarl.cluster.ray_cluster import Cluster
+    from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.placement import own_seats
-    from megarl.publish.config import PublishConfig
-    from megarl.publish.families import parameter_table
-    from megarl.publish.wire import Publisher
     from megarl.rollout.batch import shares
     from megarl.rollout.config import EngineConfig
-    from megarl.third_party import engine_environment, own_cluster_token, prepare_environment
-    from megarl.training.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.training.policy import Policy
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.policy import Policy
+    from megarl.weight_sync.config import WeightSyncConfig
+    from megarl.weight_sync.families import parameter_table
+    from megarl.weight_sync.publisher import Publisher
 
     prepare_environment(1)
     torch.set_num_threads(1)
     config, found, publishers = AutoConfig.from_pretrained(folder), [], []
     with ExitStack() as stack:
         # Many buckets, and layers that are cut.
-        stack.enter_context(patch.object(PublishConfig, "bucket_bytes", 2**12))
+        stack.enter_context(patch.object(WeightSyncConfig, "bucket_bytes", 2**12))
         device = mesh_module.initialise(timeout_s=240)
         mesh = stack.enter_context(ProcessMesh(Layout(data=2, tensor=2), timeout_s=240))
         engines: list[Any] = [None] * len(TOPOLOGIES)
         if mesh.rank == 0:
-            cluster = stack.enter_context(Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()))
+            cluster = stack.enter_context(
+                Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token())
+            )
             engines = [
                 cluster.start_engines(
                     own_seats(count, tensor=tensor, gpus=False, timeout_s=60),
@@ -74,7 +82,9 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
             ]
         policy = Policy(
             model=ModelConfig(path=folder),
-            training=TrainingConfig(zero_stage=zero_stage, optimizer=OptimizerConfig(learning_rate=3e-2)),
+            training=TrainingConfig(
+                zero_stage=zero_stage, optimizer=OptimizerConfig(learning_rate=3e-2)
+            ),
             algorithm=AlgorithmConfig(),
             temperature=1.0,
             mesh=mesh,
@@ -83,11 +93,15 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
             seed=1,
         )
         stack.callback(policy.engine.destroy)
-        for (count, tensor), group, carrier in zip(TOPOLOGIES, engines, carriers, strict=True):
+        for (count, tensor), group, transport in zip(TOPOLOGIES, engines, transports, strict=True):
             if group is not None:
                 group.wait()
             publisher = Publisher(
-                PublishConfig(carrier=carrier, probe_tolerance=BOUND, folder=f"{folder}/weights" if carrier == "disk" else ""),
+                WeightSyncConfig(
+                    transport=transport,
+                    probe_tolerance=BOUND,
+                    folder=f"{folder}/weights" if transport == "disk" else "",
+                ),
                 table=parameter_table(config.to_dict()),
                 policy=policy,
                 engines=group,
@@ -102,7 +116,9 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
             )
             stack.callback(publisher.close)
             publishers.append(publisher)
-        tokens = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+        tokens = torch.randint(
+            0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(3)
+        ).tolist()
         for version in range(PUBLISHES):
             made = groups(8, 4, seed=version)
             batch = shares(
@@ -111,7 +127,7 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
                 accepted=made,
                 seconds=1.0,
                 num_data_ranks=2,
-                mini_batches=1,
+                num_mini_batches=1,
                 micro_batch_tokens=200,
                 transcripts=0,
             )
@@ -119,15 +135,26 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
             metrics = [publisher.publish(version) for publisher in publishers]
             whole = {name: tensor.clone() for name, tensor in policy.engine.weights()}
             if mesh.rank == 0:
-                # The other way round: every tensor gathered whole, put into a model that transformers makes.
+                # The other way round: every tensor gathered whole, put into a model that
+                # transformers makes.
                 fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
                 missing, unexpected = fresh.load_state_dict(whole, strict=False)
                 assert not unexpected and set(missing) <= {"lm_head.weight"}
                 with torch.no_grad():
                     logits = fresh(torch.tensor([tokens])).logits[0, :-1].double()
-                expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+                expected = (
+                    logits.log_softmax(-1)
+                    .gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+                    .tolist()
+                )
                 scores = [score for group in engines for score in group.score(tokens, timeout_s=60)]
-                found.append({"expected": expected, "scores": scores, "bytes": [m["publish/bytes"] for m in metrics]})
+                found.append(
+                    {
+                        "expected": expected,
+                        "scores": scores,
+                        "bytes": [m["publish/bytes"] for m in metrics],
+                    }
+                )
         if mesh.rank == 0:
             for publisher in publishers:
                 assert publisher.route.written == publisher.route.plan.minimum(4)
@@ -136,9 +163,20 @@ def publishes(folder: str, carriers: list[str], zero_stage: int) -> list[dict[st
 
 
 CASES = {
-    "qwen2, tied": (dict(kind="qwen2", tied=True, biases=True), ["shared_memory", "shared_memory"], 3),
+    "qwen2, tied": (
+        dict(kind="qwen2", tied=True, biases=True),
+        ["shared_memory", "shared_memory"],
+        3,
+    ),
     "qwen3, untied, 4 heads": (
-        dict(kind="qwen3", tied=False, vocab_size=70, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+        dict(
+            kind="qwen3",
+            tied=False,
+            vocab_size=70,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        ),
         ["point_to_point", "disk"],
         1,
     ),
@@ -147,9 +185,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: Path) -> None:
-    kind, carriers, zero_stage = CASES[case]
+    kind, transports, zero_stage = CASES[case]
     folder = write_model(tmp_path / "model", **kind)
-    answers = run_ranks(4, __file__, "publishes", str(folder), carriers, zero_stage, timeout_s=420)[0]
+    answers = run_ranks(
+        4, __file__, "publishes", str(folder), transports, zero_stage, timeout_s=420
+    )[0]
     assert len(answers) == PUBLISHES
     before: list[float] = [0.0] * len(answers[0]["expected"])
     for answer in answers:

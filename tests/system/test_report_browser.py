@@ -1,4 +1,6 @@
-"""The report as a reader meets it: in a real browser where there is one, and its structure in any case."""
+"""The report as a reader meets it: in a real browser where there is one, and its structure in any
+case.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from megarl.observe.observer import Observer
 from megarl.observe.report import write_report
 from megarl.types import StepReport
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BROWSER = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -34,10 +43,19 @@ FLAGS = [
     "--allow-file-access-from-files",
     "--virtual-time-budget=5000",
 ]
-TITLES = ["Accuracy", "Reward", "Response length", "Time of a step", "Throughput", "Do trainer and engine agree?", "Loss"]
+TITLES = [
+    "Accuracy",
+    "Reward",
+    "Response length",
+    "Time of a step",
+    "Throughput",
+    "Do trainer and engine agree?",
+    "Loss",
+]
 LONG = "1" * 3000 + "</script><script>document.documentElement.dataset.broken = 1</script>"
 
-# The page in a frame as wide as the device: the frame's width is what the page's own rules see, whatever a browser's least width.
+# The page in a frame as wide as the device: the frame's width is what the page's own rules see,
+# whatever a browser's least width.
 PROBE = """<!doctype html><meta charset="utf-8"><body><iframe style="border:0;width:%dpx;height:900px" src="report.html"></iframe>
 <pre id="told"></pre><script>
 const frame = document.querySelector("iframe");
@@ -73,8 +91,19 @@ def run(tmp_path: Path) -> Path:
     with Observer(config, tmp_path, total_steps=60) as observer:
 
         def evaluate(step: int, accuracy: float) -> None:
-            one = {"prompt": "347+589=", "answer": "936", "response": "#826", "correct": step > 0, "reward": -1.0, "tokens": 5}
-            metrics = {"eval/accuracy": accuracy, "eval/reward/mean": 2 * accuracy - 1, "eval/length/mean": 18 + step / 5}
+            one = {
+                "prompt": "347+589=",
+                "answer": "936",
+                "response": "#826",
+                "correct": step > 0,
+                "reward": -1.0,
+                "tokens": 5,
+            }
+            metrics = {
+                "eval/accuracy": accuracy,
+                "eval/reward/mean": 2 * accuracy - 1,
+                "eval/length/mean": 18 + step / 5,
+            }
             observer.evaluation(step, metrics, [one, one | {"prompt": LONG, "response": LONG}])
 
         evaluate(0, 0.15)
@@ -86,9 +115,19 @@ def run(tmp_path: Path) -> Path:
                 "length/mean": 18 + step / 5,
                 "loss": math.sin(step),
             }
-            times = {"time/step_s": 1.2, "time/wait_s": 0.6, "time/train_s": 0.5, "time/publish_s": 0.05, "time/rollout_s": 0.9}
+            times = {
+                "time/step_s": 1.2,
+                "time/wait_s": 0.6,
+                "time/train_s": 0.5,
+                "time/publish_s": 0.05,
+                "time/rollout_s": 0.9,
+            }
             rates = {"tokens/generated_per_s": 20e3, "tokens/trained_per_s": 25e3}
-            gaps = {"mismatch/mean_abs": 2e-6, "mismatch/max_abs": 3e-5, "probe/max_abs": 1e-5 * (1 + step % 2)}
+            gaps = {
+                "mismatch/mean_abs": 2e-6,
+                "mismatch/max_abs": 3e-5,
+                "probe/max_abs": 1e-5 * (1 + step % 2),
+            }
             observer.step(StepReport(step, metrics | times | rates | gaps))
         evaluate(60, 0.99)
     (tmp_path / "recipe.yaml").write_text(f"seed: 5\nlong: {LONG}\n")
@@ -99,8 +138,20 @@ def run(tmp_path: Path) -> Path:
 def browse(folder: Path, profile: Path, width: int) -> dict[str, Any]:
     """What the probe says of the report at a width in CSS pixels."""
     (folder / "probe.html").write_text(PROBE % width)
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", "--window-size=1400,1000", "--dump-dom"]
-    done = subprocess.run([*command, (folder / "probe.html").as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    command = [
+        str(BROWSER),
+        *FLAGS,
+        f"--user-data-dir={profile}",
+        "--window-size=1400,1000",
+        "--dump-dom",
+    ]
+    done = subprocess.run(
+        [*command, (folder / "probe.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert console == []  # script errors and what the content policy refused
     found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
@@ -159,7 +210,14 @@ def check(titles: list[str], tiles: list[str], marks: list[str]) -> None:
     """What both ways of reading the page must find."""
     assert set(TITLES) <= set(titles)
     words = " ".join(" ".join(tiles).split())
-    for told in ("15.0% → 99.0%", "18.0 → 30.0", "Steps 60", "1 min 12 s", "20k tokens/s", "25k tokens/s"):
+    for told in (
+        "15.0% → 99.0%",
+        "18.0 → 30.0",
+        "Steps 60",
+        "1 min 12 s",
+        "20k tokens/s",
+        "25k tokens/s",
+    ):
         assert told in words, words
     assert marks == ["mark wrong", "mark right"] * 2
 
@@ -181,7 +239,8 @@ def test_structure(run: Path) -> None:
 @pytest.mark.parametrize("width", [390, 820, 1280])
 def test_in_a_browser(run: Path, tmp_path_factory: pytest.TempPathFactory, width: int) -> None:
     if BROWSER is None:
-        # The browser is optional; `test_structure` holds what can be held without one, and is repeated here rather than skipped.
+        # The browser is optional; `test_structure` holds what can be checked without one, and is
+        # repeated here rather than skipped.
         test_structure(run)
         return
     told = browse(run, tmp_path_factory.mktemp("profile"), width)

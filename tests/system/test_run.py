@@ -1,4 +1,6 @@
-"""Whole runs on the real vLLM, Ray and DeepSpeed: train, resume after damage, evaluate what was saved."""
+"""Whole runs on the real vLLM, Ray and DeepSpeed: train, resume after damage, evaluate what was
+saved.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PROBE_BOUND, ROOT, Done, megarl, records, tiny_run, write_recipe
-from tiny import write_model
+from support.commands import PROBE_BOUND, ROOT, Done, megarl, records, tiny_run, write_recipe
+from support.tiny import write_model
 
 STEPS = 4
 TIMES = ("time/", "tokens/generated_per_s", "tokens/trained_per_s", "publish/")
@@ -36,26 +38,43 @@ def test_the_last_line_is_one_json_object(done: Done) -> None:
     assert found["steps"] == STEPS and found["seed"] == 5
     for name in ("accuracy", "length"):
         assert found[f"{name}_before"] is not None and found[f"{name}_after"] is not None
-    assert found["seconds"] > 0 and found["generated_tokens_per_s"] > 0 and found["trained_tokens_per_s"] > 0
+    assert (
+        found["seconds"] > 0
+        and found["generated_tokens_per_s"] > 0
+        and found["trained_tokens_per_s"] > 0
+    )
 
 
 def test_every_version_reached_the_engine_unchanged(done: Done, place: Path) -> None:
-    """Digest equal at every publish (else the run stops), and the engine scores a fixed text as the trainer does."""
+    """Digest equal at every publish (else the run stops), and the engine scores a fixed text as the
+    trainer does.
+    """
     rows = records(place / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["probe/max_abs"] < PROBE_BOUND for row in rows)
     # Synchronous: what is trained was sampled by the weights that train.
     assert all(row["staleness/max"] == 0 for row in rows)
-    assert all(row["mismatch/max_abs"] < PROBE_BOUND and row["mismatch/outside_share"] == 0 for row in rows)
+    assert all(
+        row["mismatch/max_abs"] < PROBE_BOUND and row["mismatch/outside_share"] == 0 for row in rows
+    )
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_the_run_folder_holds_what_it_should(done: Done, place: Path) -> None:
     run = place / "run"
-    for name in ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl", "report.html"):
+    for name in (
+        "recipe.yaml",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "transcripts.jsonl",
+        "report.html",
+    ):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").glob("events*"))
-    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000002", "step_000004"]
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000004",
+    ]
     rollout = records(run / "transcripts.jsonl")[0]["rollouts"][0]
     assert set(rollout) >= {"response", "reward", "correct", "tokens", "versions"}
 
@@ -64,9 +83,15 @@ def test_the_checkpoint_is_a_hugging_face_model(done: Done, place: Path) -> None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = place / "run" / "checkpoints" / "step_000004" / "model"
-    saved, first = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(place / "model")
+    saved, first = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(place / "model"),
+    )
     assert AutoTokenizer.from_pretrained(folder).encode("1+1=")
-    changed = [float((a - b).abs().max().detach()) for a, b in zip(saved.parameters(), first.parameters(), strict=True)]
+    changed = [
+        float((a - b).abs().max().detach())
+        for a, b in zip(saved.parameters(), first.parameters(), strict=True)
+    ]
     assert min(changed) > 0, "some weights never moved"
 
 
@@ -82,50 +107,94 @@ def test_evaluating_the_checkpoint_repeats_the_runs_own_evaluation(done: Done, p
 
 
 def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, place: Path) -> None:
-    """The newest checkpoint is truncated: the run goes on from the one before, and its steps come out the same."""
+    """The newest checkpoint is truncated: the run goes on from the one before, and its steps come
+    out the same.
+    """
     again = place / "again"
     shutil.copytree(place / "run", again)
     newest = again / "checkpoints" / "step_000004"
     victim = newest / "model" / "model.safetensors"
     victim.write_bytes(victim.read_bytes()[:-100])
-    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(again), "--resume", "True")
+    finished = megarl(
+        "train", str(place / "recipe.yaml"), "--folder", str(again), "--resume", "True"
+    )
     assert finished.code == 0, finished.err[-4000:]
-    assert "passing over checkpoint" in finished.err and "model.safetensors is damaged" in finished.err
+    assert (
+        "passing over checkpoint" in finished.err and "model.safetensors is damaged" in finished.err
+    )
     before, after = (records(folder / "metrics.jsonl") for folder in (place / "run", again))
     assert [row["step"] for row in after] == list(range(STEPS))
     for one, other in zip(before, after, strict=True):
-        mine, theirs = ({k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other))
+        mine, theirs = (
+            {k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other)
+        )
         assert mine == theirs
     from safetensors.torch import load_file
 
-    files = [folder / "checkpoints/step_000004/model/model.safetensors" for folder in (place / "run", again)]
+    files = [
+        folder / "checkpoints/step_000004/model/model.safetensors"
+        for folder in (place / "run", again)
+    ]
     one, other = map(load_file, files)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Path) -> None:
-    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(place / "turns"), "--rollout.placement", "colocated")
+    finished = megarl(
+        "train",
+        str(place / "recipe.yaml"),
+        "--folder",
+        str(place / "turns"),
+        "--rollout.placement",
+        "colocated",
+    )
     assert finished.code == 0, finished.err[-4000:]
     rows = [records(place / name / "metrics.jsonl") for name in ("run", "turns")]
     for one, other in zip(*rows, strict=True):
-        mine, theirs = ({k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other))
+        mine, theirs = (
+            {k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other)
+        )
         assert mine == theirs
 
 
 def test_a_checkpoint_moves_to_another_layout_and_the_run_goes_on(done: Done, place: Path) -> None:
-    """One rank's step 2, for two tensor ranks under ZeRO 1: steps 3 and 4 are what one rank made of them."""
+    """One rank's step 2, for two tensor ranks under ZeRO 1: steps 3 and 4 are what one rank made of
+    them.
+    """
     moved = place / "moved" / "checkpoints"
     moved.mkdir(parents=True)
     source = place / "run" / "checkpoints" / "step_000002"
-    tool = [sys.executable, str(ROOT / "tools/reshard.py"), "checkpoint", str(source), str(moved / source.name)]
-    converted = subprocess.run([*tool, "--layout", "tensor 2 zero 1"], capture_output=True, text=True, timeout=120)
+    tool = [
+        sys.executable,
+        str(ROOT / "tools/reshard.py"),
+        "checkpoint",
+        str(source),
+        str(moved / source.name),
+    ]
+    converted = subprocess.run(
+        [*tool, "--layout", "tensor 2 zero 1"], capture_output=True, text=True, timeout=120
+    )
     assert converted.returncode == 0, converted.stderr[-2000:]
     layout = ["--training.layout.tensor", "2", "--training.zero_stage", "1"]
-    refused = megarl("train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True")
+    refused = megarl(
+        "train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True"
+    )
     assert refused.code == 2 and "tools/reshard.py checkpoint converts it" in refused.err
-    finished = megarl("train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True", *layout, ranks=2)
+    finished = megarl(
+        "train",
+        str(place / "recipe.yaml"),
+        "--folder",
+        str(moved.parent),
+        "--resume",
+        "True",
+        *layout,
+        ranks=2,
+    )
     assert finished.code == 0, finished.err[-4000:]
-    before, after = records(place / "run" / "metrics.jsonl")[2:], records(moved.parent / "metrics.jsonl")
+    before, after = (
+        records(place / "run" / "metrics.jsonl")[2:],
+        records(moved.parent / "metrics.jsonl"),
+    )
     assert [row["step"] for row in after] == [2, 3]
     for one, other in zip(before, after, strict=True):
         assert one["tokens/trained"] == other["tokens/trained"]
@@ -135,5 +204,11 @@ def test_a_checkpoint_moves_to_another_layout_and_the_run_goes_on(done: Done, pl
 
 def test_resuming_another_model_is_refused_with_the_reason(done: Done, place: Path) -> None:
     other = write_model(place / "other", intermediate_size=64)
-    finished = megarl("train", str(place / "recipe.yaml"), "--model.path", str(other), "--resume", "True")
-    assert finished.code == 2 and "of another model" in finished.err and "Traceback" not in finished.err
+    finished = megarl(
+        "train", str(place / "recipe.yaml"), "--model.path", str(other), "--resume", "True"
+    )
+    assert (
+        finished.code == 2
+        and "of another model" in finished.err
+        and "Traceback" not in finished.err
+    )

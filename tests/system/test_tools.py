@@ -1,4 +1,6 @@
-"""The benchmarks run, at tiny sizes, and what they say has the relations that it must have. Nothing is timed."""
+"""The benchmarks run, at tiny sizes, and what they say has the relations that it must have. Nothing
+is timed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
 
 
 def command(tool: str, *arguments: str) -> list[str]:
@@ -25,14 +26,18 @@ def command(tool: str, *arguments: str) -> list[str]:
 
 def run(tool: str, *arguments: str) -> Any:
     """The JSON object that a tool prints, alone on standard output."""
-    done = subprocess.run(command(tool, "--json", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command(tool, "--json", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
 def refused(tool: str, *arguments: str) -> str:
     """What a tool says when it refuses its arguments."""
-    done = subprocess.run(command(tool, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command(tool, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
@@ -42,14 +47,27 @@ LAYERS, HIDDEN, TOKENS, WORDS = 2, 64, 256, 32
 
 @pytest.fixture(scope="module")
 def layouts() -> dict[tuple[str, int], Any]:
-    sizes = ["--layers", str(LAYERS), "--hidden", str(HIDDEN), "--vocabulary", str(WORDS), "--tokens", str(TOKENS)]
-    found = run("bench_layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes)
+    sizes = [
+        "--layers",
+        str(LAYERS),
+        "--hidden",
+        str(HIDDEN),
+        "--vocabulary",
+        str(WORDS),
+        "--tokens",
+        str(TOKENS),
+    ]
+    found = run(
+        "bench_layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes
+    )
     assert found["skipped"] == {} and found["task"]["tokens"] == TOKENS
     return {(row["layout"], row["zero"]): row for row in found["rows"]}
 
 
 def test_layouts_are_all_there_and_agree(layouts: dict[tuple[str, int], Any]) -> None:
-    assert list(layouts) == [(layout, stage) for stage in (0, 3) for layout in ("2x1x1", "1x2x1", "1x1x2")]
+    assert list(layouts) == [
+        (layout, stage) for stage in (0, 3) for layout in ("2x1x1", "1x2x1", "1x1x2")
+    ]
     for row in layouts.values():
         assert len(row["losses"]) == 5 and row["losses"][-1] < row["losses"][0]
         assert row["loss_difference"] < 1e-5
@@ -59,7 +77,9 @@ def test_layouts_are_all_there_and_agree(layouts: dict[tuple[str, int], Any]) ->
 
 
 def parameters() -> int:
-    """Of the model that bench_layouts makes: 4 heads and 2 key heads, biases of queries, keys and values, untied words."""
+    """Of the model that bench_layouts makes: 4 heads and 2 key heads, biases of queries, keys and
+    values, untied words.
+    """
     wide, key = 8 * HIDDEN // 3 // 16 * 16, HIDDEN // 2
     attention = 2 * HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * key + key)
     return 2 * WORDS * HIDDEN + LAYERS * (attention + 3 * HIDDEN * wide + 2 * HIDDEN) + HIDDEN
@@ -67,29 +87,54 @@ def parameters() -> int:
 
 def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) -> None:
     weights, slack = 4 * parameters(), 2048  # bytes; losses, norms and flags are small
-    data, sequence, tensor = (layouts[layout, 0]["sent_bytes"] for layout in ("2x1x1", "1x2x1", "1x1x2"))
-    # Data ranks sum gradients, and send nothing else: over 2 ranks a ring's all-reduce is the tensor once.
+    data, sequence, tensor = (
+        layouts[layout, 0]["sent_bytes"] for layout in ("2x1x1", "1x2x1", "1x1x2")
+    )
+    # Data ranks sum gradients, and send nothing else: over 2 ranks a ring's all-reduce is the
+    # tensor once.
     assert 0 <= data["all_reduce"] - weights < slack
-    assert data["send"] == data["all_to_all"] == 0 and data["all_gather"] + data["reduce_scatter"] < slack
-    # Sequence ranks have the same weights, so sum the same gradients; keys go round twice, their gradients once, or home as well.
+    assert (
+        data["send"] == data["all_to_all"] == 0
+        and data["all_gather"] + data["reduce_scatter"] < slack
+    )
+    # Sequence ranks have the same weights, so sum the same gradients; keys go round twice, their
+    # gradients once, or home as well.
     assert abs(sequence["all_reduce"] - data["all_reduce"]) < slack
     keys = 4 * (TOKENS // 2) * 2 * (HIDDEN // 2)
     assert sequence["send"] / (keys * LAYERS) in (3, 4)
-    # Tensor ranks hold half of the gradients each and sum activations: two a layer each way, and the embedding's.
+    # Tensor ranks hold half of the gradients each and sum activations: two a layer each way, and
+    # the embedding's.
     activations = 4 * TOKENS * HIDDEN
     assert tensor["send"] == 0 and tensor["all_reduce"] >= activations * (4 * LAYERS + 1)
     # ZeRO 3 gathers weights forward and backward, and scatters gradients.
     sharded = layouts["2x1x1", 3]["sent_bytes"]
-    assert sharded["all_gather"] >= weights / 2 - slack and abs(sharded["reduce_scatter"] - weights / 2) < slack
+    assert (
+        sharded["all_gather"] >= weights / 2 - slack
+        and abs(sharded["reduce_scatter"] - weights / 2) < slack
+    )
     assert sharded["send"] == 0 and sharded["all_reduce"] < slack
     # What is alike under both stages: the ring's messages.
     assert layouts["1x2x1", 3]["sent_bytes"]["send"] == sequence["send"]
 
 
 def test_layouts_says_what_it_cannot_do() -> None:
-    assert "not a layout of --ranks 2" in refused("bench_layouts", "--ranks", "2", "--layouts", "1x1x4")
+    assert "not a layout of --ranks 2" in refused(
+        "bench_layouts", "--ranks", "2", "--layouts", "1x1x4"
+    )
     assert "--zero" in refused("bench_layouts", "--dtype", "bfloat16")
-    said = refused("bench_layouts", "--ranks", "2", "--layouts", "1x1x2", "--heads", "3", "--kv-heads", "1", "--hidden", "48")
+    said = refused(
+        "bench_layouts",
+        "--ranks",
+        "2",
+        "--layouts",
+        "1x1x2",
+        "--heads",
+        "3",
+        "--kv-heads",
+        "1",
+        "--hidden",
+        "48",
+    )
     assert "training.layout.tensor is 2" in said and "num_attention_heads = 3" in said
 
 
@@ -103,7 +148,7 @@ def test_ranks_end_with_the_tool() -> None:
     ) as tool:
         try:
             ranks = waited(lambda: children(tool.pid), lambda found: len(found) == 2)
-            # They ask Linux to be ended with it as soon as they have begun.
+            # They ask Linux to be ended with it as soon as they have started.
             waited(lambda: [threads(rank) for rank in ranks], lambda found: min(found) > 1)
         finally:
             tool.send_signal(signal.SIGKILL)
@@ -121,7 +166,9 @@ def waited(look: Any, wanted: Any) -> Any:
 
 def children(parent: int) -> list[int]:
     try:
-        return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        return [
+            int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -140,23 +187,42 @@ def alive(process: int) -> bool:
 def test_long_context() -> None:
     heads, kv_heads, width, tokens = 4, 2, 16, 1024
     sizes = ["--heads", str(heads), "--kv-heads", str(kv_heads), "--width", str(width)]
-    more = ["--sizes", "1,2", "--schedules", "ring,all_gather,ulysses", "--what", "both", "--vocabulary", "64"]
+    more = [
+        "--sizes",
+        "1,2",
+        "--schedules",
+        "ring,all_gather,ulysses",
+        "--what",
+        "both",
+        "--vocabulary",
+        "64",
+    ]
     found = run("bench_long_context", "--tokens", str(tokens), *sizes, *more)
     rows = {(row["what"], row["schedule"], row["size"]): row for row in found["rows"]}
     schedules = [("one rank", 1), ("ring", 2), ("all_gather", 2), ("ulysses", 2)]
-    assert list(rows) == [(what, *schedule) for what in ("attention", "model") for schedule in schedules]
+    assert list(rows) == [
+        (what, *schedule) for what in ("attention", "model") for schedule in schedules
+    ]
     inputs = 4 * tokens * width * (2 * heads + 2 * kv_heads)
     for what, schedule, size in rows:
         row, alone = rows[what, schedule, size], rows[what, "one rank", 1]
-        assert row["total_bytes"] >= row["beyond_bytes"] > 0 and len(row["rank_beyond_bytes"]) == size
-        assert math.isclose(row["beyond_x_size"], size * row["beyond_bytes"] / alone["beyond_bytes"])
+        assert (
+            row["total_bytes"] >= row["beyond_bytes"] > 0 and len(row["rank_beyond_bytes"]) == size
+        )
+        assert math.isclose(
+            row["beyond_x_size"], size * row["beyond_bytes"] / alone["beyond_bytes"]
+        )
         for mine, first in zip(row["digest"], alone["digest"], strict=True):
             assert math.isclose(mine, first, rel_tol=1e-4)
         if what == "attention":
-            # No less than the output and three gradients, which are as large as q, k, v and the gradient of the output.
+            # No less than the output and three gradients, which are as large as q, k, v and the
+            # gradient of the output.
             assert row["total_bytes"] - row["beyond_bytes"] == inputs // size
             assert row["beyond_bytes"] >= inputs // size
-    keys = rows["attention", "all_gather", 2]["beyond_bytes"] - rows["attention", "ring", 2]["beyond_bytes"]
+    keys = (
+        rows["attention", "all_gather", 2]["beyond_bytes"]
+        - rows["attention", "ring", 2]["beyond_bytes"]
+    )
     assert keys > 0, "all_gather holds everybody's keys, the ring two blocks at a time"
     assert "cannot share" in refused("bench_long_context", "--sizes", "3", "--schedules", "ulysses")
 
@@ -176,7 +242,17 @@ def test_the_memory_measurement_finds_known_tensors() -> None:
 
 
 def test_bench_logprobs() -> None:
-    found = run("bench_logprobs", "--tokens", "512", "--vocabulary", "8192", "--hidden", "32", "--rounds", "1")
+    found = run(
+        "bench_logprobs",
+        "--tokens",
+        "512",
+        "--vocabulary",
+        "8192",
+        "--hidden",
+        "32",
+        "--rounds",
+        "1",
+    )
     eager, fused = found["systems"]["eager"], found["systems"]["fused"]
     assert fused["peak_bytes"] < eager["peak_bytes"] and fused["memory_of_eager"] < 1
     assert eager["peak_bytes"] > 2 * 4 * 512 * 8192
@@ -184,8 +260,27 @@ def test_bench_logprobs() -> None:
 
 
 def test_bench_attention() -> None:
-    found = run("bench_attention", "--tokens", "512", "--rounds", "1", "--heads", "2", "--kv-heads", "2", "--width", "16")
-    schedules = ["one rank", "contiguous ring", "zigzag ring", "zigzag lean ring", "all-gather, zigzag", "Ulysses"]
+    found = run(
+        "bench_attention",
+        "--tokens",
+        "512",
+        "--rounds",
+        "1",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "2",
+        "--width",
+        "16",
+    )
+    schedules = [
+        "one rank",
+        "contiguous ring",
+        "zigzag ring",
+        "zigzag lean ring",
+        "all-gather, zigzag",
+        "Ulysses",
+    ]
     assert list(found["schedules"]) == schedules
     assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
     assert "does not divide" in refused("bench_attention", "--heads", "3", "--kv-heads", "2")

@@ -1,7 +1,9 @@
-"""Every entry of the learning rule against a closed form worked out here, and the properties that all entries share.
+"""Every entry of the learning rule against a closed form worked out here, and the properties that
+all entries share.
 
-Closed forms are plain Python and numpy over one token or one group at a time; nothing of the package is used in them.
-A new entry without a closed form fails `test_every_entry_has_a_closed_form`.
+Closed forms are plain Python and numpy over one token or one group at a time; nothing of the
+package is used in them. A new entry without a closed form fails
+`test_every_entry_has_a_closed_form`.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.config import AlgorithmConfig, CorrectionConfig
-from megarl.algorithms.corrections import CORRECTIONS, merge, mismatch, summarise
-from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.losses import AGGREGATIONS, LOSSES
+from megarl.objectives.advantages import ADVANTAGES
+from megarl.objectives.config import AlgorithmConfig, CorrectionConfig
+from megarl.objectives.corrections import CORRECTIONS, merge, mismatch, summarise
+from megarl.objectives.kl import KL_ESTIMATORS
+from megarl.objectives.losses import AGGREGATIONS, LOSSES
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5, constant_tokens=16)
@@ -31,7 +33,7 @@ def f64(values: object) -> Tensor:
     return torch.as_tensor(np.asarray(values), dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------- advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 def by_group(form: Callable[[list[float]], list[float]]) -> Callable[..., np.ndarray]:
@@ -52,7 +54,10 @@ def normalised(values: list[float], tokens: list[int]) -> np.ndarray:
     spread = np.repeat(np.asarray(values, dtype=np.float64), tokens)
     if spread.size == 0:
         return np.zeros(len(values))
-    out = [(v - spread.mean()) / (spread.std() + 1e-6) if t else 0.0 for v, t in zip(values, tokens, strict=True)]
+    out = [
+        (v - spread.mean()) / (spread.std() + 1e-6) if t else 0.0
+        for v, t in zip(values, tokens, strict=True)
+    ]
     return np.asarray(out)
 
 
@@ -72,7 +77,9 @@ GROUP_BASELINES = ["grpo", "dr_grpo", "rloo"]
 OVER_TOKENS = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 reward = st.sampled_from([-1.0, 0.0, 0.1, 1 / 3, 1.0]) | st.floats(-10, 10, allow_subnormal=False)
-steps = st.lists(st.tuples(reward, st.sampled_from([0, 3, 7, -2]), st.integers(0, 40)), min_size=1, max_size=12)
+steps = st.lists(
+    st.tuples(reward, st.sampled_from([0, 3, 7, -2]), st.integers(0, 40)), min_size=1, max_size=12
+)
 
 
 def advantages(name: str, rewards: object, groups: object, tokens: object) -> Tensor:
@@ -86,13 +93,17 @@ def test_advantage_is_its_closed_form(name: str, step: list[tuple[float, int, in
     rewards, groups, tokens = map(list, zip(*step, strict=True))
     got = advantages(name, rewards, groups, tokens)
     assert got.dtype == torch.float64
-    np.testing.assert_allclose(got.numpy(), ADVANTAGE_FORMS[name](rewards, groups, tokens), rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(
+        got.numpy(), ADVANTAGE_FORMS[name](rewards, groups, tokens), rtol=1e-7, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @FEW
 @given(step=steps, seed=st.integers(0, 99))
-def test_advantage_ignores_order_labels_and_offset(name: str, step: list[tuple[float, int, int]], seed: int) -> None:
+def test_advantage_ignores_order_labels_and_offset(
+    name: str, step: list[tuple[float, int, int]], seed: int
+) -> None:
     rewards, groups, tokens = (np.asarray(column) for column in zip(*step, strict=True))
     order = np.random.default_rng(seed).permutation(len(step))
     plain = advantages(name, rewards, groups, tokens)
@@ -126,7 +137,9 @@ def test_advantages_by_hand() -> None:
         "reinforce_plus_plus": [root, -1 / root, -1 / root, -1 / root, root, -1 / root],
     }
     for name, values in expected.items():
-        torch.testing.assert_close(advantages(name, rewards, groups, tokens), f64(values), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            advantages(name, rewards, groups, tokens), f64(values), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", OVER_TOKENS)
@@ -152,7 +165,7 @@ def test_advantages_of_nothing_and_of_nonsense(name: str) -> None:
         advantages(name, [1.0, 0.0], [0, 0], [1, -1])
 
 
-# ------------------------------------------------------------------------------------------------------------ kl
+# ----------------------------------------------------------------------------------------------- kl
 
 KL_FORMS: dict[str, Callable[[float], float]] = {
     "k1": lambda d: d,
@@ -172,7 +185,9 @@ def test_kl_is_its_closed_form(name: str) -> None:
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_kl_gradient(name: str) -> None:
     ref = f64([-1.0, -2.0, -3.0, -0.5, -1.0])
-    logp = (ref + f64([-30.0, -9.0, -0.1, 0.7, 40.0])).requires_grad_()  # the first is beyond k3's limit
+    logp = (
+        ref + f64([-30.0, -9.0, -0.1, 0.7, 40.0])
+    ).requires_grad_()  # the first is beyond k3's limit
     assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[name](x, ref), (logp,))
     ref.requires_grad_()
     KL_ESTIMATORS[name](logp, ref).sum().backward()
@@ -207,7 +222,10 @@ def test_what_the_kl_estimators_estimate() -> None:
     """Exact expectations over a vocabulary of 5: the table in the module's docstring."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, generator=rng).requires_grad_()
-    logp, ref = logits.log_softmax(0), torch.randn(5, dtype=torch.float64, generator=rng).log_softmax(0)
+    logp, ref = (
+        logits.log_softmax(0),
+        torch.randn(5, dtype=torch.float64, generator=rng).log_softmax(0),
+    )
     forward, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
 
     def slope(value: Tensor) -> Tensor:
@@ -221,12 +239,14 @@ def test_what_the_kl_estimators_estimate() -> None:
     torch.testing.assert_close(slope(mean["k3"]), slope(reverse))
 
 
-# -------------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 @dataclass
 class Row:
-    """Packed samples: each has two prompt positions, then its response, then a last position without a target."""
+    """Packed samples: each has two prompt positions, then its response, then a last position
+    without a target.
+    """
 
     rows_T: Tensor
     mask_T: Tensor
@@ -252,7 +272,11 @@ def make_row(lengths: list[int], seed: int, spread: float = 0.4) -> Row:
 
 def mean_over(rows_T: Tensor, mask_T: Tensor, num_samples: int) -> Callable[[Tensor], Tensor]:
     """The mean that the training room injects."""
-    counts = torch.zeros(num_samples, dtype=torch.float64).index_add(0, rows_T, mask_T.double()).clamp(min=1)
+    counts = (
+        torch.zeros(num_samples, dtype=torch.float64)
+        .index_add(0, rows_T, mask_T.double())
+        .clamp(min=1)
+    )
 
     def sequence_mean(x_T: Tensor) -> Tensor:
         total = x_T.new_zeros(num_samples).index_add(0, rows_T, torch.where(mask_T, x_T, 0.0))
@@ -261,12 +285,16 @@ def mean_over(rows_T: Tensor, mask_T: Tensor, num_samples: int) -> Callable[[Ten
     return sequence_mean
 
 
-def step_loss(row: Row, name: str, weights_N: Tensor, samples: list[int], config: AlgorithmConfig = CONFIG) -> Tensor:
+def step_loss(
+    row: Row, name: str, weights_N: Tensor, samples: list[int], config: AlgorithmConfig = CONFIG
+) -> Tensor:
     """What the training room does with one micro-batch."""
     at = row.take(samples)
     rows_T, mask_T = row.rows_T[at], row.mask_T[at]
     sequence_mean = mean_over(rows_T, mask_T, len(row.tokens_N))
-    terms = LOSSES[name](row.logp_T[at], row.old_T[at], row.advantages_N[rows_T], sequence_mean, config)
+    terms = LOSSES[name](
+        row.logp_T[at], row.old_T[at], row.advantages_N[rows_T], sequence_mean, config
+    )
     return (weights_N[rows_T] * mask_T * terms.per_token).sum()
 
 
@@ -275,7 +303,9 @@ def clip(r: float) -> float:
 
 
 def ppo_form(d: float, mean_d: float, a: float, logp: float) -> tuple[float, float, bool]:
-    """(loss of a token, its derivative by logp, clipped) from log-ratio, the sequence's mean log-ratio and advantage."""
+    """(loss of a token, its derivative by logp, clipped) from log-ratio, the sequence's mean
+    log-ratio and advantage.
+    """
     r = math.exp(d)
     cut = (a > 0 and r > 1.28) or (a < 0 and r < 0.8)
     return -clip(r) * a if cut else -r * a, 0.0 if cut else -r * a, cut
@@ -315,11 +345,15 @@ def test_loss_is_its_closed_form(name: str, seed: int) -> None:
         mine = row.mask_T & (row.rows_T == n)
         d = float(row.logp_T[t].detach() - row.old_T[t])
         mean_d = float((row.logp_T.detach() - row.old_T)[mine].mean())
-        value, slope, cut = LOSS_FORMS[name](d, mean_d, float(row.advantages_N[n]), float(row.logp_T[t].detach()))
+        value, slope, cut = LOSS_FORMS[name](
+            d, mean_d, float(row.advantages_N[n]), float(row.logp_T[t].detach())
+        )
         assert float(terms.per_token[t].detach()) == pytest.approx(value, rel=1e-10)
         assert float(gradient[t]) == pytest.approx(slope, rel=1e-10, abs=1e-14)
         assert bool(terms.clipped[t]) is cut
-        assert float(terms.ratio[t]) == pytest.approx(math.exp(mean_d if name == "gspo" else d), rel=1e-10)
+        assert float(terms.ratio[t]) == pytest.approx(
+            math.exp(mean_d if name == "gspo" else d), rel=1e-10
+        )
         kinds.add(cut)
     assert kinds == {True, False}, "the case must show both sides of the clip"
 
@@ -330,14 +364,21 @@ def test_smooth_losses_pass_gradcheck(name: str) -> None:
     weights = AGGREGATIONS["token"](row.tokens_N, CONFIG)
 
     def loss(logp_T: Tensor) -> Tensor:
-        return step_loss(Row(row.rows_T, row.mask_T, logp_T, row.old_T, row.advantages_N, row.tokens_N), name, weights, [0, 1])
+        return step_loss(
+            Row(row.rows_T, row.mask_T, logp_T, row.old_T, row.advantages_N, row.tokens_N),
+            name,
+            weights,
+            [0, 1],
+        )
 
     assert torch.autograd.gradcheck(loss, (row.logp_T,))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gspo_has_the_gradient_of_its_sequence_form(aggregation: str) -> None:
-    """Finite differences of sum_n W_n T_n x -min(s A, clip(s) A), where s moves with every token of the sample."""
+    """Finite differences of sum_n W_n T_n x -min(s A, clip(s) A), where s moves with every token of
+    the sample.
+    """
     row = make_row([3, 1, 6, 4], seed=1, spread=0.3)
     weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
 
@@ -385,8 +426,13 @@ def test_no_advantage_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_only_logp_learns(name: str) -> None:
     row = make_row([2, 6], seed=3)
-    old_T, advantages_T = row.old_T.detach().requires_grad_(), row.advantages_N[row.rows_T].requires_grad_()
-    LOSSES[name](row.logp_T, old_T, advantages_T, mean_over(row.rows_T, row.mask_T, 2), CONFIG).per_token.sum().backward()
+    old_T, advantages_T = (
+        row.old_T.detach().requires_grad_(),
+        row.advantages_N[row.rows_T].requires_grad_(),
+    )
+    LOSSES[name](
+        row.logp_T, old_T, advantages_T, mean_over(row.rows_T, row.mask_T, 2), CONFIG
+    ).per_token.sum().backward()
     assert row.logp_T.grad is not None
     assert old_T.grad is None
     assert advantages_T.grad is None
@@ -397,7 +443,9 @@ def test_only_logp_learns(name: str) -> None:
 @pytest.mark.parametrize("a", [-2.0, 2.0])
 def test_losses_are_finite_in_float32(name: str, d: float, a: float) -> None:
     logp = torch.tensor([d, -1.0], requires_grad=True)
-    terms = LOSSES[name](logp, torch.zeros(2), torch.full((2,), a), lambda x: x.mean().expand_as(x), CONFIG)
+    terms = LOSSES[name](
+        logp, torch.zeros(2), torch.full((2,), a), lambda x: x.mean().expand_as(x), CONFIG
+    )
     (gradient,) = torch.autograd.grad(terms.per_token.sum(), logp)
     for tensor in (terms.per_token, terms.ratio, gradient):
         assert torch.isfinite(tensor).all()
@@ -416,7 +464,9 @@ def test_losses_are_finite_in_float32(name: str, d: float, a: float) -> None:
 def test_micro_batches_do_not_change_the_step(
     name: str, aggregation: str, lengths: list[int], seed: int, where: list[int]
 ) -> None:
-    """Samples of uneven length in any order over three micro-batches, some of them empty or without a response token."""
+    """Samples of uneven length in any order over three micro-batches, some of them empty or without
+    a response token.
+    """
     row = make_row(lengths, seed)
     weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
     order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
@@ -441,12 +491,16 @@ def test_untrained_positions_do_not_matter(name: str, aggregation: str) -> None:
     dirty_row = Row(row.rows_T, row.mask_T, junk, row.old_T, row.advantages_N, row.tokens_N)
     dirty = step_loss(dirty_row, name, weights, [0, 1, 2])
     assert torch.equal(plain, dirty)
-    torch.testing.assert_close(torch.autograd.grad(dirty, junk)[0], torch.autograd.grad(plain, row.logp_T)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(dirty, junk)[0], torch.autograd.grad(plain, row.logp_T)[0]
+    )
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_step_without_response_tokens_is_finite_and_teaches_nothing(name: str, aggregation: str) -> None:
+def test_a_step_without_response_tokens_is_finite_and_teaches_nothing(
+    name: str, aggregation: str
+) -> None:
     row = make_row([0, 0, 0], seed=9)
     loss = step_loss(row, name, AGGREGATIONS[aggregation](row.tokens_N, CONFIG), [0, 1, 2])
     (gradient,) = torch.autograd.grad(loss, row.logp_T)
@@ -454,7 +508,7 @@ def test_a_step_without_response_tokens_is_finite_and_teaches_nothing(name: str,
     assert not gradient.any()
 
 
-# -------------------------------------------------------------------------------------------------- aggregations
+# ------------------------------------------------------------------------------------- aggregations
 
 AGGREGATION_FORMS: dict[str, Callable[[list[np.ndarray]], float]] = {
     "token": lambda samples: float(np.mean(np.concatenate(samples))),
@@ -473,7 +527,9 @@ def test_aggregation_is_its_closed_form(name: str, lengths: list[int], seed: int
     assert weights.dtype == torch.float64
     got = sum(float(w) * sample.sum() for w, sample in zip(weights, samples, strict=True))
     trained = [sample for sample in samples if sample.size]
-    assert got == pytest.approx(AGGREGATION_FORMS[name](trained) if trained else 0.0, rel=1e-9, abs=1e-12)
+    assert got == pytest.approx(
+        AGGREGATION_FORMS[name](trained) if trained else 0.0, rel=1e-9, abs=1e-12
+    )
     for weight, length in zip(weights.tolist(), lengths, strict=True):
         assert 0 < weight <= 1 if length else weight == 0
 
@@ -485,7 +541,7 @@ def test_samples_without_tokens_are_not_sequences(name: str) -> None:
     assert AGGREGATIONS[name](torch.zeros(0, dtype=torch.int64), CONFIG).shape == (0,)
 
 
-# --------------------------------------------------------------------------------------------------- corrections
+# -------------------------------------------------------------------------------------- corrections
 
 CORRECTION_FORMS: dict[str, Callable[[float], float]] = {
     "none": lambda w: 1.0,
@@ -503,7 +559,9 @@ def test_correction_is_its_closed_form(name: str, log_w: list[float]) -> None:
     got = CORRECTIONS[name](trainer, engine, CorrectionConfig(low=0.5, high=2.0))
     assert not got.requires_grad
     exact = (trainer.detach() - engine).tolist()
-    np.testing.assert_allclose(got.numpy(), [CORRECTION_FORMS[name](math.exp(x)) for x in exact], rtol=1e-12)
+    np.testing.assert_allclose(
+        got.numpy(), [CORRECTION_FORMS[name](math.exp(x)) for x in exact], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -545,7 +603,10 @@ def test_mismatch_of_parts_merges_to_the_whole() -> None:
     mask = torch.rand(50, generator=rng) > 0.3
     mask[:10] = False
     whole = mismatch(trainer, engine, mask)
-    parts = [mismatch(trainer[a:b], engine[a:b], mask[a:b]) for a, b in [(0, 10), (10, 30), (30, 50), (50, 50)]]
+    parts = [
+        mismatch(trainer[a:b], engine[a:b], mask[a:b])
+        for a, b in [(0, 10), (10, 30), (30, 50), (50, 50)]
+    ]
     merged = parts[0]
     for part in parts[1:]:
         merged = merge(merged, part)
@@ -553,7 +614,7 @@ def test_mismatch_of_parts_merges_to_the_whole() -> None:
     assert set(summarise(parts[0]).values()) == set(summarise(parts[3]).values()) == {0.0}
 
 
-# ---------------------------------------------------------------------------------------------------- registries
+# --------------------------------------------------------------------------------------- registries
 
 
 @pytest.mark.parametrize(
@@ -566,13 +627,19 @@ def test_mismatch_of_parts_merges_to_the_whole() -> None:
         (CORRECTIONS, CORRECTION_FORMS),
     ],
 )
-def test_every_entry_has_a_closed_form(registry: dict[str, object], forms: dict[str, object]) -> None:
+def test_every_entry_has_a_closed_form(
+    registry: dict[str, object], forms: dict[str, object]
+) -> None:
     assert registry.keys() == forms.keys()
 
 
 def test_the_gradient_of_k3_is_exact_to_float32() -> None:
-    """Near the reference and far from it: 1 - exp(-d), and the tangent's slope below the limit, within a few roundings."""
-    d = torch.cat([torch.linspace(-14, 4, 400), torch.logspace(-6, -1, 50), -torch.logspace(-6, -1, 50)]).requires_grad_()
+    """Near the reference and far from it: 1 - exp(-d), and the tangent's slope below the limit,
+    within a few roundings.
+    """
+    d = torch.cat(
+        [torch.linspace(-14, 4, 400), torch.logspace(-6, -1, 50), -torch.logspace(-6, -1, 50)]
+    ).requires_grad_()
     KL_ESTIMATORS["k3"](d, torch.zeros_like(d)).sum().backward()
     expected = -torch.expm1(-d.detach().double().clamp(min=-10.0))
     assert ((d.grad.double() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 3e-7

@@ -1,4 +1,4 @@
-"""Who may import whom: the floors of the house, read from the code's own imports."""
+"""Which package may import which, read from the code's own imports; see docs/design.md."""
 
 from __future__ import annotations
 
@@ -11,84 +11,123 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-ROOMS = ("prompts", "rollout", "environments", "algorithms", "training", "publish", "observe")
-NOUNS = {"schema", "types", "contracts"}
-MAY_IMPORT = {
-    "kernels": set(),
-    "parallel": set(),
-    "schema": set(),
-    "types": set(),
-    "contracts": {"types"},
-    "third_party": set(),
-    "config": {"schema", *ROOMS},  # their config modules only, see below
-    "prompts": NOUNS,
-    "environments": NOUNS,
-    "algorithms": NOUNS,
-    "observe": NOUNS,
-    "rollout": NOUNS | {"parallel"},
-    "publish": NOUNS | {"parallel"},
-    "training": NOUNS | {"algorithms", "parallel", "kernels"},
-}
-CONDUCTORS = {"cli", "engine_group", "placement", "__main__", "runs", "loop", "sft", "parts", "preflight", "cluster", "doctor"}
-MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "publish"}
+LAYERS = (
+    {"errors", "schema", "types"},
+    {"kernels", "parallel"},
+    {"data", "environments", "objectives", "observe", "weight_sync"},
+    {"rollout", "checkpoints"},
+    {"trainer"},
+    {"cluster"},
+    {"checks"},
+    {"loops"},
+    {"cli"},
+    {"__main__"},
+)
+"""From the lowest: a package imports from its own and from lower layers only, and packages of one
+layer do not import each other."""
+ANYWHERE = {"config"}
+"""`megarl.config` and every package's `config` module: importable from every package but `kernels`
+and `parallel`, since they import nothing but `schema` and each other."""
+MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 
-def modules() -> list[tuple[str, Path]]:
-    """(room, file) of every source file."""
-    found = [(path.stem, path) for path in (ROOT / "megarl").glob("*.py")]
-    for room in (*ROOMS, "kernels", "parallel"):
-        folder = ROOT / room if room in ("kernels", "parallel") else ROOT / "megarl" / room
-        found += [(room, path) for path in folder.rglob("*.py")]
+def modules() -> dict[str, Path]:
+    """{dotted name: file} of every source file, under the name it is imported by."""
+    found = {}
+    for base in ("megarl", "kernels", "parallel"):
+        for path in (ROOT / base).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[1] in ("kernels", "parallel") and base == "megarl":
+                continue  # the links
+            name = ".".join(parts if base == "megarl" else ("megarl", *parts))
+            found[name.removesuffix(".__init__")] = path
     return found
 
 
-def imports(path: Path) -> set[str]:
-    """Dotted names that a file imports, anywhere in it."""
+def package(module: str) -> str:
+    """The package, or top-level module, that a dotted name belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports, anywhere in it but under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for part in node.body:
+                for inner in ast.walk(part):
+                    inner.__dict__["only_types"] = True
+    for node in ast.walk(tree):
+        if node.__dict__.get("only_types"):
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
-def edges() -> set[tuple[str, str, str]]:
-    """(room, imported room, dotted name) over the whole tree."""
-    found = set()
-    for room, path in modules():
-        for name in imports(path):
-            parts = name.split(".")
-            if parts[0] == "megarl" and len(parts) > 1 and parts[1] != room:
-                found.add((room, parts[1], name))
-    return found
+def level(name: str) -> int:
+    return next(number for number, layer in enumerate(LAYERS) if name in layer)
 
 
-def test_floors_hold() -> None:
+def test_every_package_has_a_layer() -> None:
+    known = set().union(*LAYERS) | ANYWHERE | {"__init__"}
+    assert {package(name) for name in modules()} == known
+
+
+def test_imports_go_down() -> None:
     wrong = []
-    for room, other, name in edges():
-        if room in CONDUCTORS or room == "__init__":
+    files = modules()
+    for module, path in files.items():
+        mine = package(module)
+        if mine == "__init__":
             continue
-        if other not in MAY_IMPORT[room]:
-            wrong.append((room, name))
+        for name in imported(path) & set(files):
+            other = package(name)
+            if other in (mine, "__init__"):
+                continue
+            if other in ANYWHERE or name.endswith(".config"):
+                if mine in ("kernels", "parallel", "schema", "types", "errors"):
+                    wrong.append((module, name))
+                continue
+            if mine in ANYWHERE:
+                if other != "schema":
+                    wrong.append((module, name))
+                continue
+            if level(other) >= level(mine):
+                wrong.append((module, name))
     assert not wrong
 
 
-def test_rooms_do_not_import_each_other_in_pairs() -> None:
-    pairs = {(room, other) for room, other, _ in edges()}
-    assert not [pair for pair in pairs if (pair[1], pair[0]) in pairs and not set(pair) & CONDUCTORS]
+def test_no_import_cycles() -> None:
+    """Also inside packages, and also through imports within functions."""
+    files = modules()
+    graph = {name: (imported(path) & set(files)) - {name} for name, path in files.items()}
+    left = dict(graph)
+    while free := [name for name, needs in left.items() if not needs & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, f"modules that import each other are among {sorted(left)}"
 
 
 def test_the_configuration_is_light() -> None:
-    assert all(name.split(".")[2] == "config" for room, other, name in edges() if room == "config" and other in ROOMS)
     heavy = "[m for m in ('torch', 'ray', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
-    code = f"import sys, megarl.config; print({heavy})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
+    code = f"import sys, megarl.config, megarl.cli; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_only_parallel_and_publish_call_torch_distributed() -> None:
-    users = {room for room, path in modules() if any(name.startswith("torch.distributed") for name in imports(path))}
+def test_only_parallel_and_weight_sync_call_torch_distributed() -> None:
+    users = {
+        package(name)
+        for name, path in modules().items()
+        if any(found.startswith("torch.distributed") for found in imported(path))
+    }
     assert users <= MAY_CALL_TORCH_DISTRIBUTED
 
 
@@ -99,33 +138,15 @@ def test_root_folders_are_no_packages(folder: str) -> None:
     assert (ROOT / "megarl" / folder).is_symlink()
 
 
-LONGER_ON_PURPOSE = {"doctor.py": 560}
-"""One list of checks, each a few lines: nothing to find one's way in."""
-
-
-def test_files_and_functions_stay_readable() -> None:
-    """Files under 400 lines and functions under 80: past that, a room wants a wall."""
+def test_files_and_functions_stay_short() -> None:
     long = []
-    for _, path in modules():
+    for name, path in modules().items():
         text = path.read_text()
-        if text.count("\n") > LONGER_ON_PURPOSE.get(path.name, 400):
-            long.append((path.name, text.count("\n")))
+        if text.count("\n") >= MAX_FILE_LINES:
+            long.append((name, text.count("\n")))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > 90:
-                    long.append((f"{path.name}:{node.name}", lines))
+                if lines >= MAX_FUNCTION_LINES:
+                    long.append((f"{name}:{node.name}", lines))
     assert not long
-
-
-BANNED = ("episode", "trajectory", "trajectories", "experience", "manager", "helper")
-
-
-def test_words_of_the_house() -> None:
-    """One word per thing: see the list in docs/design.md."""
-    for _, path in modules():
-        words = path.read_text().lower()
-        for allowed in ("contextmanager", "a context manager", "nodemanager"):  # Python's, and Ray's
-            words = words.replace(allowed, "")
-        assert not [word for word in BANNED if word in words], path
-        assert path.stem not in ("utils", "helpers", "misc", "common")

@@ -1,7 +1,7 @@
 """Bad input gets one clear error that says what to set, before anything heavy starts.
 
-Each case goes through the real command line and checks the exit code, the message, and that no run folder was begun.
-What needs a running engine or a second rank is in tests/system.
+Each case goes through the real command line and checks the exit code, the message, and that no run
+folder was started. What needs a running engine or a second rank is in tests/system.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import yaml
 from megarl import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from tiny import write_model
+from support.tiny import write_model
 
 PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
 
@@ -34,7 +33,7 @@ class Case:
     """What is changed in a good recipe, and what the error must say."""
 
     says: list[str]
-    """Parts of the message, the cure among them."""
+    """Parts of the message, the fix among them."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value in the recipe."""
     arguments: list[str] = field(default_factory=list)
@@ -74,11 +73,29 @@ def a_run_is_there(folder: Path) -> None:
 
 
 GOOD = json.dumps(PROMPTS[0])
-RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+RANKS = {
+    "WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 CASES = {
-    "unknown key": Case(["rollout.groups: unknown key", "groups_per_step"], {"rollout.groups": 3}),
-    "misspelt key": Case(["did you mean 'learning_rate'"], {"training.optimizer.learning_rat": 1e-4}),
+    "unknown key": Case(
+        ["rollout.groups_a_step: unknown key", "groups_per_step"], {"rollout.groups_a_step": 3}
+    ),
+    "renamed key": Case(
+        ["rollout.samples_per_group is now rollout.group_size"], {"rollout.samples_per_group": 4}
+    ),
+    "renamed section": Case(["publish is now weight_sync"], {"publish.timeout_s": 4.0}),
+    "renamed flag": Case(
+        ["training.mini_batches is now training.num_mini_batches"],
+        arguments=["--training.mini_batches", "1"],
+    ),
+    "misspelt key": Case(
+        ["did you mean 'learning_rate'"], {"training.optimizer.learning_rat": 1e-4}
+    ),
     "misspelt flag": Case(["learning_rate"], arguments=["--training.optimizer.learning_rat", "1"]),
     "wrong type": Case(["steps: input should be a valid integer", "'many'"], {"steps": "many"}),
     "not a choice": Case(["training.zero_stage", "4"], {"training.zero_stage": 4}),
@@ -88,8 +105,12 @@ CASES = {
     ),
     "no recipe": Case(["does not exist", ".yaml"], command="missing"),
     "recipe is not YAML": Case(["is not YAML"], command="garbage"),
-    "ranks do not match the layout": Case(["data 3", "this run has 1", "training.layout.data to 1"], {"training.layout.data": 3}),
-    "ranks given by a launcher do not match": Case(["data 1", "this run has 2"], {"training.layout.data": 1}, environment=RANKS),
+    "ranks do not match the layout": Case(
+        ["data 3", "this run has 1", "training.layout.data to 1"], {"training.layout.data": 3}
+    ),
+    "ranks given by a launcher do not match": Case(
+        ["data 1", "this run has 2"], {"training.layout.data": 1}, environment=RANKS
+    ),
     "heads do not divide": Case(
         ["training.layout.tensor is 3", "num_attention_heads = 2", "divisor"],
         {"training.layout.tensor": 3},
@@ -107,7 +128,11 @@ CASES = {
     ),
     "a transport with nothing to do": Case(
         ["nothing is left for", "lower ulysses"],
-        {"training.layout.sequence": 2, "training.sequence.ulysses": 2, "training.sequence.transport": "ring"},
+        {
+            "training.layout.sequence": 2,
+            "training.sequence.ulysses": 2,
+            "training.sequence.transport": "ring",
+        },
         environment=RANKS,
     ),
     "sequence settings without a sequence axis": Case(
@@ -124,28 +149,43 @@ CASES = {
         environment=RANKS,
         prepare=config_change(model_type="opt", architectures=["OPTForCausalLM"]),
     ),
-    "Liger without a GPU": Case(["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}),
+    "Liger without a GPU": Case(
+        ["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}
+    ),
     "attention block without its GPU": Case(
-        ["training.sequence.block is 'flash'", "needs a GPU and training.precision 'bfloat16'", "set the block to 'auto'"],
+        [
+            "training.sequence.block is 'flash'",
+            "needs a GPU and training.precision 'bfloat16'",
+            "set the block to 'auto'",
+        ],
         {"training.layout.sequence": 2, "training.sequence.block": "flash"},
         environment=RANKS,
     ),
-    "attention block unknown": Case(["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}),
+    "attention block unknown": Case(
+        ["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}
+    ),
     "AutoTP has too few key heads": Case(
         ["num_key_value_heads is 1", "AutoTP", "training.tensor_backend to plan"],
         {"training.layout.tensor": 2, "training.tensor_backend": "autotp"},
         environment=RANKS,
     ),
     "engine ranks do not divide heads": Case(
-        ["rollout.engine.tensor is 4", "num_attention_heads = 2", "set it to a divisor"], {"rollout.engine.tensor": 4}
+        ["rollout.engine.tensor is 4", "num_attention_heads = 2", "set it to a divisor"],
+        {"rollout.engine.tensor": 4},
     ),
     "a family that engines have no table for": Case(
-        ["model type gemma has no parameter table", "add an entry to FAMILIES in megarl/publish/families.py", "qwen2"],
+        [
+            "model type gemma has no parameter table",
+            "add an entry to FAMILIES in megarl/weight_sync/families.py",
+            "qwen2",
+        ],
         prepare=config_change(model_type="gemma", architectures=["GemmaForCausalLM"], head_dim=32),
     ),
     "weights that engines would take for others": Case(
         ["attention_bias is true", "no bias on o_proj", "model.path"],
-        prepare=config_change(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=32, attention_bias=True),
+        prepare=config_change(
+            model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=32, attention_bias=True
+        ),
     ),
     "colocated engines are not as many as ranks": Case(
         ["2 engine(s)", "2 engine ranks", "1 trainer ranks", "set rollout.num_engines"],
@@ -155,44 +195,75 @@ CASES = {
         ["'colocated'", "rollout.max_staleness is 1", "set it to 0"],
         {"rollout.placement": "colocated", "rollout.max_staleness": 1},
     ),
-    "GPU memory without GPUs": Case(["publish.carrier is 'cuda_ipc'", "'shared_memory'"], {"publish.carrier": "cuda_ipc"}),
-    "a folder of weights without a carrier for it": Case(
-        ["publish.carrier is 'shared_memory'", "publish.folder"], {"publish.folder": "{folder}/weights"}
+    "GPU memory without GPUs": Case(
+        ["weight_sync.transport is 'cuda_ipc'", "'shared_memory'"],
+        {"weight_sync.transport": "cuda_ipc"},
     ),
-    "a carrier that needs a folder": Case(["publish.carrier is 'disk'", "publish.folder is ''"], {"publish.carrier": "disk"}),
+    "a folder of weights without a transport for it": Case(
+        ["weight_sync.transport is 'shared_memory'", "weight_sync.folder"],
+        {"weight_sync.folder": "{folder}/weights"},
+    ),
+    "a transport that needs a folder": Case(
+        ["weight_sync.transport is 'disk'", "weight_sync.folder is ''"],
+        {"weight_sync.transport": "disk"},
+    ),
     "shared memory over two hosts": Case(
-        ["publish.carrier is 'shared_memory'", "one host, but this run has 2", "'point_to_point'"],
+        [
+            "weight_sync.transport is 'shared_memory'",
+            "one host, but this run has 2",
+            "'point_to_point'",
+        ],
         {"training.layout.data": 2},
         environment=RANKS | {"LOCAL_WORLD_SIZE": "1"},
     ),
-    "attention sinks": Case(["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")),
-    "batch not divisible": Case(["groups_per_step is 4", "mini_batches = 3"], {"training.mini_batches": 3}),
-    "group of one": Case(["samples_per_group is 1"], {"rollout.samples_per_group": 1}),
-    "missing data file": Case(["nowhere.jsonl", "does not exist"], {"prompts.source": "nowhere.jsonl"}),
+    "attention sinks": Case(
+        ["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")
+    ),
+    "batch not divisible": Case(
+        ["groups_per_step is 4", "num_mini_batches = 3"], {"training.num_mini_batches": 3}
+    ),
+    "group of one": Case(["group_size is 1"], {"rollout.group_size": 1}),
+    "missing data file": Case(
+        ["nowhere.jsonl", "does not exist"], {"prompts.source": "nowhere.jsonl"}
+    ),
     "empty data file": Case(["data.jsonl is empty", "at least one row"], prepare=lines("")),
     "missing column": Case(["'question'", "prompt, answer"], {"prompts.prompt_column": "question"}),
-    "malformed line": Case(["data.jsonl", "line 2"], prepare=lines(GOOD, '{"prompt": "1+1=", ', GOOD)),
+    "malformed line": Case(
+        ["data.jsonl", "line 2"], prepare=lines(GOOD, '{"prompt": "1+1=", ', GOOD)
+    ),
     "row is not an object": Case(["data.jsonl", "line 2"], prepare=lines(GOOD, "[1, 2]")),
     "prompt longer than the limit": Case(
-        ["max_prompt_tokens", "8"], prepare=lines(GOOD, json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}))
+        ["max_prompt_tokens", "8"],
+        prepare=lines(GOOD, json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"})),
     ),
     "model not found": Case(["model.path", "nowhere/model"], {"model.path": "nowhere/model"}),
     "model without weights": Case(
-        ["no .safetensors", "from_scratch"], prepare=lambda folder: (folder / "model" / "model.safetensors").unlink()
+        ["no .safetensors", "from_scratch"],
+        prepare=lambda folder: (folder / "model" / "model.safetensors").unlink(),
     ),
-    "tokenizer not found": Case(["tokenizer folder", "does not exist"], {"model.tokenizer": "./nowhere"}),
-    "SentencePiece file not found": Case(["nowhere.model does not exist"], {"model.tokenizer": "nowhere.model"}),
+    "tokenizer not found": Case(
+        ["tokenizer folder", "does not exist"], {"model.tokenizer": "./nowhere"}
+    ),
+    "SentencePiece file not found": Case(
+        ["nowhere.model does not exist"], {"model.tokenizer": "nowhere.model"}
+    ),
     "vocabularies at odds": Case(["vocab", "16"], prepare=config_change(vocab_size=16)),
     "no end-of-sequence token": Case(["eos"], prepare=tokenizer_change(eos_token=None)),
     "no padding token": Case(["pad"], prepare=tokenizer_change(pad_token=None)),
     "attention we do not have": Case(
         ["sliding", "does not support"],
-        prepare=config_change(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2),
+        prepare=config_change(
+            use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2
+        ),
     ),
-    "longer than the model": Case(["max_position_embeddings is 256"], {"rollout.max_new_tokens": 400}),
+    "longer than the model": Case(
+        ["max_position_embeddings is 256"], {"rollout.max_new_tokens": 400}
+    ),
     "run folder holds a run": Case(["already holds a run", "resume"], prepare=a_run_is_there),
     "folder is a file": Case(["is a file"], prepare=lambda folder: (folder / "run").write_text("")),
-    "not enough memory for the cache": Case(["kv_cache_gib", "memory"], {"rollout.engine.kv_cache_gib": 100_000}),
+    "not enough memory for the cache": Case(
+        ["kv_cache_gib", "memory"], {"rollout.engine.kv_cache_gib": 100_000}
+    ),
     "cache too small for one request": Case(
         ["kv_cache_gib is 1", "one request"],
         {"rollout.max_new_tokens": 30_000_000},
@@ -201,20 +272,29 @@ CASES = {
     "verifier unknown": Case(["exact_match", "math"], {"environment.verifier": "exact"}),
     "verifier file missing": Case(["nowhere.py"], {"environment.verifier": "nowhere.py:score"}),
     "verifier does not import": Case(
-        ["mine.py", "ZeroDivisionError"], {"environment.verifier": "{folder}/mine.py:score"}, prepare=verifier("1 / 0\n")
+        ["mine.py", "ZeroDivisionError"],
+        {"environment.verifier": "{folder}/mine.py:score"},
+        prepare=verifier("1 / 0\n"),
     ),
     "verifier function missing": Case(
-        ["mine.py", "other"], {"environment.verifier": "{folder}/mine.py:score"}, prepare=verifier("def other(p, r): ...\n")
+        ["mine.py", "other"],
+        {"environment.verifier": "{folder}/mine.py:score"},
+        prepare=verifier("def other(p, r): ...\n"),
     ),
     "chat template missing": Case(["chat template"], {"prompts.template": "chat"}),
     "overlong limit beyond the token limit": Case(
-        ["overlong.limit_tokens is 64"], {"environment.overlong": {"limit_tokens": 64, "buffer_tokens": 8}}
+        ["overlong.limit_tokens is 64"],
+        {"environment.overlong": {"limit_tokens": 64, "buffer_tokens": 8}},
     ),
     "resume without weights that fit": Case(
-        ["resume"], {"resume": True}, prepare=lambda folder: (folder / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+        ["resume"],
+        {"resume": True},
+        prepare=lambda folder: (folder / "run" / "checkpoints" / "step_000001").mkdir(parents=True),
     ),
     "k1 in the loss": Case(["k1", "k2"], {"algorithm.kl": {"coefficient": 0.1, "estimator": "k1"}}),
-    "constant aggregation without a constant": Case(["constant_tokens"], {"algorithm.aggregation": "constant"}),
+    "constant aggregation without a constant": Case(
+        ["constant_tokens"], {"algorithm.aggregation": "constant"}
+    ),
     "demonstrations without a response column": Case(
         ["'response'"], {"demonstrations.source": "{folder}/data.jsonl"}, command="sft"
     ),
@@ -223,13 +303,17 @@ CASES = {
 
 def recipe(folder: Path, case: Case) -> Path:
     """A good recipe with the case's changes."""
-    tree: dict[str, Any] = {"folder": str(folder / "run"), "steps": 2, "model": {"path": str(folder / "model")}}
+    tree: dict[str, Any] = {
+        "folder": str(folder / "run"),
+        "steps": 2,
+        "model": {"path": str(folder / "model")},
+    }
     if case.command == "sft":
         tree |= {"demonstrations": {}}
     else:
         tree |= {
             "prompts": {"source": str(folder / "data.jsonl"), "max_prompt_tokens": 8},
-            "rollout": {"groups_per_step": 4, "samples_per_group": 2, "max_new_tokens": 8},
+            "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
         }
     for key, value in case.settings.items():
         *parents, last = key.split(".")
@@ -266,12 +350,18 @@ def check(case: Case, folder: Path, code: object, out: str, err: str) -> None:
         assert part.lower() in err.lower(), (part, err)
     assert out == ""
     if case.prepare is not a_run_is_there and "resume" not in case.settings:
-        assert not (folder / "run").is_dir(), "something was begun before the recipe was known to be good"
+        assert not (folder / "run").is_dir(), (
+            "something was started before the recipe was known to be good"
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_error(
-    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     case = CASES[name]
     arguments = prepare(tmp_path, model, case)
@@ -302,13 +392,22 @@ from megarl import cli
 assert cli.dispatch({arguments[0]!r}, {arguments[1:]!r}) == 0
 print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_evaluating_needs_no_table(model: Path, tmp_path: Path) -> None:
     """An engine that reads the model by itself is sent no weights: any family will do."""
-    case = Case([], {"evaluation.prompts.source": "{folder}/data.jsonl"}, prepare=config_change(model_type="gemma", head_dim=32))
+    case = Case(
+        [],
+        {
+            "evaluation.prompts.source": "{folder}/data.jsonl",
+            "evaluation.prompts.max_prompt_tokens": 8,
+        },
+        prepare=config_change(model_type="gemma", head_dim=32),
+    )
     _, recipe_path, *rest = prepare(tmp_path, model, case)
     assert cli.dispatch("eval", [recipe_path, *rest, "--check"]) == 0
 
@@ -321,6 +420,13 @@ def test_port_taken() -> None:
         port = str(taken.getsockname()[1])
         code = "from megarl.parallel import mesh; mesh.initialise(timeout_s=5)"
         environment = {**os.environ, **RANKS, "WORLD_SIZE": "1", "MASTER_PORT": port}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            timeout=60,
+        )
     assert done.returncode != 0
     assert f"port {port}" in done.stderr and "MASTER_PORT" in done.stderr

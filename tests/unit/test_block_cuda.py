@@ -1,29 +1,27 @@
-"""The flash and cuDNN blocks: with stand-ins for the kernels against float64, against torch's shape rules, and on a GPU.
+"""The flash and cuDNN blocks: with stand-ins for the kernels against float64, against torch's shape
+rules, and on a GPU.
 
-A stand-in does what torch's sources say the kernel does, and insists on what the kernel needs and does not check.
+A stand-in does what torch's sources say the kernel does, and insists on what the kernel needs and
+does not check.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import test_triton
 import torch
 from hypothesis import given, settings
+from test_sequence_attention import TOLERANCE, Case, assert_close, cases, dense, split_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import test_triton
-from test_sequence_attention import TOLERANCE, Case, assert_close, cases, dense, split_attention
-
 from megarl.kernels import block_cuda, pieces
+from megarl.kernels.block import Places
 from megarl.kernels.block_cuda import CudnnOperator, FlashOperator
-from megarl.kernels.blocks import BLOCKS, Places
+from megarl.kernels.blocks import BLOCKS
 from megarl.parallel.sequence import CUTS, cut
 
 NAMES = ["flash", "cudnn"]
@@ -32,7 +30,9 @@ HALVES = [torch.float16, torch.bfloat16]
 TENSORS = tuple[torch.Tensor, ...]
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, causal: bool, corner: str, scale: float) -> torch.Tensor:
+def scores(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, corner: str, scale: float
+) -> torch.Tensor:
     """[B, H, n, m] in at least float32; the causal mask is aligned at `corner`."""
     kind = torch.promote_types(q.dtype, torch.float32)
     found = q.to(kind) @ k.to(kind).transpose(-1, -2) * scale
@@ -42,7 +42,9 @@ def scores(q: torch.Tensor, k: torch.Tensor, causal: bool, corner: str, scale: f
     return found.masked_fill(hidden, -torch.inf) if causal else found
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, corner: str, scale: float) -> TENSORS:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, corner: str, scale: float
+) -> TENSORS:
     found = scores(q, k, causal, corner, scale)
     lse = found.logsumexp(-1)
     return ((found - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
@@ -53,7 +55,9 @@ def backward(given: TENSORS, lse: torch.Tensor, causal: bool, corner: str, scale
     assert all(x.dtype == dtype for x in given), "the kernel takes one type"
     grad_out, q, k, v, out = (x.to(lse.dtype) for x in given)
     p = (scores(q, k, causal, corner, scale) - lse[..., None]).exp()
-    grad_scores = p * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
+    grad_scores = (
+        p * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
+    )
     grads = grad_scores @ k, grad_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out
     return tuple(grad.to(dtype) for grad in grads)
 
@@ -66,21 +70,49 @@ def by_rows(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale) -> TENSORS:
-    assert (cum_q, cum_k, dropout, debug) == (None, None, 0.0, False) and (max_q, max_k) == (q.shape[1], k.shape[1])
+    assert (cum_q, cum_k, dropout, debug) == (None, None, 0.0, False) and (max_q, max_k) == (
+        q.shape[1],
+        k.shape[1],
+    )
     q, k, v = by_rows(q, k, v)
     group = q.shape[1] // k.shape[1]
-    out, lse = forward(q, *(x.repeat_interleave(group, 1) for x in (k, v)), causal, "bottom right", scale)
+    out, lse = forward(
+        q, *(x.repeat_interleave(group, 1) for x in (k, v)), causal, "bottom right", scale
+    )
     return out.transpose(1, 2), lse, *[torch.empty(0)] * 3
 
 
-def flash_backward(grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale) -> TENSORS:
-    assert (cum_q, cum_k, dropout) == (None, None, 0.0) and (max_q, max_k) == (q.shape[1], k.shape[1])
+def flash_backward(
+    grad_out,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    state,
+    unused,
+    *,
+    scale,
+) -> TENSORS:
+    assert (cum_q, cum_k, dropout) == (None, None, 0.0) and (max_q, max_k) == (
+        q.shape[1],
+        k.shape[1],
+    )
     assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     grad_out, q, k, v, out = by_rows(grad_out, q, k, v, out)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     repeated = [x.repeat_interleave(heads[1], 1) for x in (k, v)]
     grads = backward((grad_out, q, *repeated, out), lse, causal, "bottom right", scale)
-    return tuple(x.transpose(1, 2) for x in (grads[0], *(grad.unflatten(1, heads).sum(2) for grad in grads[1:])))
+    return tuple(
+        x.transpose(1, 2)
+        for x in (grads[0], *(grad.unflatten(1, heads).sum(2) for grad in grads[1:]))
+    )
 
 
 def cudnn_kernels(stats_dims: int) -> tuple[Callable[..., TENSORS], Callable[..., TENSORS]]:
@@ -97,12 +129,37 @@ def cudnn_kernels(stats_dims: int) -> tuple[Callable[..., TENSORS], Callable[...
         return out, lse if stats_dims == 3 else lse[..., None], *[torch.empty(0)] * 7
 
     def cudnn_backward(
-        grad_out, q, k, v, out, stats, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        stats,
+        seed,
+        offset,
+        bias,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        *,
+        scale,
     ) -> TENSORS:
-        assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0) and (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0) and (max_q, max_k) == (
+            q.shape[2],
+            k.shape[2],
+        )
         check(q, k, v, grad_out, out)
-        assert stats.dim() == stats_dims and stats.is_contiguous() and seed.numel() == offset.numel() == 1
-        return backward((grad_out, q, k, v, out), stats.reshape(q.shape[:3]), causal, "top left", scale)
+        assert (
+            stats.dim() == stats_dims
+            and stats.is_contiguous()
+            and seed.numel() == offset.numel() == 1
+        )
+        return backward(
+            (grad_out, q, k, v, out), stats.reshape(q.shape[:3]), causal, "top left", scale
+        )
 
     return cudnn_forward, cudnn_backward
 
@@ -120,14 +177,20 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("small", [0, pieces.SMALL])
-def test_any_rows_equal_dense_attention(name: str, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+def test_any_rows_equal_dense_attention(
+    name: str, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
     monkeypatch.setattr(pieces, "SMALL", small)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())
     def check(case: Case) -> None:
         tensors = case.tensors()
-        assert_close(split_attention(case, name, "ring", tensors)[0], dense(case, tensors), TOLERANCE[torch.float64])
+        assert_close(
+            split_attention(case, name, "ring", tensors)[0],
+            dense(case, tensors),
+            TOLERANCE[torch.float64],
+        )
 
     check()
 
@@ -135,7 +198,9 @@ def test_any_rows_equal_dense_attention(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [torch.float64, *HALVES])
 @pytest.mark.parametrize("how", [*CUTS, "permuted"])
 def test_longer_documents_and_every_cut(name: str, how: str, dtype: torch.dtype) -> None:
-    """Rectangles, triangles, tiles and batches; in 16 bits each piece is rounded, and the sums are not."""
+    """Rectangles, triangles, tiles and batches; in 16 bits each piece is rounded, and the sums are
+    not.
+    """
     case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3)
     tensors = case.tensors(dtype)
     found, _ = split_attention(case, name, "ring", tensors)
@@ -146,7 +211,9 @@ def test_longer_documents_and_every_cut(name: str, how: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("layout", test_triton.LAYOUTS)
-def test_the_cases_of_the_gpu_here(name: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cases_of_the_gpu_here(
+    name: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(test_triton, "DEVICE", torch.device("cpu"))
     for rank in (0, 1):
         test_triton.compare(test_triton.LAYOUTS[layout], rank, (4, 2), 16, dtype, BLOCKS[name]())
@@ -162,21 +229,33 @@ def test_blocks_on_a_gpu(block: str, heads: tuple[int, int], rank: int, dtype: t
     for width in (64, 128):
         for layout in test_triton.LAYOUTS.values():
             test_triton.compare(layout, rank, heads, width, dtype, made)
-        test_triton.compare(test_triton.LONG, rank, heads, width, dtype, made, torch.tensor([0, 290, 600]))
+        test_triton.compare(
+            test_triton.LONG, rank, heads, width, dtype, made, torch.tensor([0, 290, 600])
+        )
 
 
 def elsewhere() -> FakeTensorMode:
-    """Operations give shapes only, and refuse tensors of two devices; `META` stands for the GPU that is not here."""
+    """Operations give shapes only, and refuse tensors of two devices; `META` stands for the GPU
+    that is not here.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.allow_meta = True
     return mode
 
 
 def views(dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """(grad_out, q, k, v, out) as pieces hand them over: transposed, and as parts of something larger."""
-    for batch, heads, kv_heads, n, m in [(1, 4, 4, 300, 300), (1, 4, 2, 300, 200), (3, 4, 1, 20, 20)]:
+    """(grad_out, q, k, v, out) as pieces hand them over: transposed, and as parts of something
+    larger.
+    """
+    for batch, heads, kv_heads, n, m in [
+        (1, 4, 4, 300, 300),
+        (1, 4, 2, 300, 200),
+        (3, 4, 1, 20, 20),
+    ]:
         yield [
-            torch.empty(batch, length, 2, count, 64, dtype=dtype, device=META)[:, :, 1].transpose(1, 2)
+            torch.empty(batch, length, 2, count, 64, dtype=dtype, device=META)[:, :, 1].transpose(
+                1, 2
+            )
             for length, count in [(n, heads), (n, heads), (m, kv_heads), (m, kv_heads), (n, heads)]
         ]
 
@@ -200,15 +279,17 @@ def test_torch_accepts_the_calls(operator: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", NAMES)
 def test_everything_a_block_makes_is_on_its_device(block: str, how: str) -> None:
     case = Case((1, 300, 7, 450, 20, 22, 25, 60), 2, 1, how, (4, 2), 8, 0.35, 3)
-    held = [Places.of(index, case.starts) for index in case.indices()]
+    owned = [Places.of(index, case.starts) for index in case.indices()]
     made: Any = BLOCKS[block]()
-    for queries, keys in itertools.product(held, held):
+    for queries, keys in itertools.product(owned, owned):
         work = made.prepare(queries, keys, META)
         if work is None:
             continue
         with elsewhere(), torch.no_grad():
             q = torch.empty(len(queries.index), 4, 64, dtype=torch.bfloat16, device=META)
-            k, v = torch.empty(len(keys.index), 2, 2, 64, dtype=torch.bfloat16, device=META).unbind(1)
+            k, v = torch.empty(len(keys.index), 2, 2, 64, dtype=torch.bfloat16, device=META).unbind(
+                1
+            )
             sums = [torch.empty(x.shape, device=META) for x in (q, q, k, v)]
             lse = torch.empty(4, len(q), device=META)
             made.forward(q, k, v, work, 0.3, sums[0], lse)
@@ -219,10 +300,19 @@ def test_causal_pieces_are_square() -> None:
     """So it does not matter at which corner a kernel aligns its mask."""
     starts = torch.tensor([0, 700, 707, 1500])
     for how in CUTS:
-        held = [Places.of(index, starts) for index in cut(starts, 4, how)]
-        works = [BLOCKS["flash"]().prepare(queries, keys, torch.device("cpu")) for queries in held for keys in held]
-        for piece in (piece for work in works if work is not None for piece in work.pieces if piece.causal):
-            sizes = [x.stop - x.start if isinstance(x, slice) else x.shape[1] for x in (piece.queries, piece.keys)]
+        owned = [Places.of(index, starts) for index in cut(starts, 4, how)]
+        works = [
+            BLOCKS["flash"]().prepare(queries, keys, torch.device("cpu"))
+            for queries in owned
+            for keys in owned
+        ]
+        for piece in (
+            piece for work in works if work is not None for piece in work.pieces if piece.causal
+        ):
+            sizes = [
+                x.stop - x.start if isinstance(x, slice) else x.shape[1]
+                for x in (piece.queries, piece.keys)
+            ]
             assert sizes[0] == sizes[1] and piece.mask is None
 
 
@@ -232,7 +322,14 @@ def test_what_they_cannot_do_is_refused(block: str, monkeypatch: pytest.MonkeyPa
     made = BLOCKS[block]()
     work = made.prepare(places, places, torch.device("cpu"))
     for dtype, width, message in [
-        (torch.float32, 64, f"the {block} block takes float16 or bfloat16, got torch.float32; the block named triton"),
+        (
+            torch.float32,
+            64,
+            (
+                f"the {block} block takes float16 or bfloat16, got torch.float32; the block named"
+                " triton"
+            ),
+        ),
         (torch.bfloat16, 20, "multiples of 8"),
         (torch.bfloat16, 264, "got 264"),
     ]:

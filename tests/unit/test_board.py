@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.publish.board import Board
-from megarl.publish.carrier import GIVEN_UP, Aborted
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
+from megarl.weight_sync.transports.shared_counters import SharedCounters
 
 
 def test_another_process_sees_what_is_written() -> None:
-    mine = Board(2, 1, 100)
+    mine = SharedCounters(2, 1, 100)
     child = os.fork()
     if child == 0:
-        theirs = Board(2, 1, 100, mine.path)
+        theirs = SharedCounters(2, 1, 100, mine.path)
         theirs.memory()[7] = 42
         theirs.write(1, 3)
         os._exit(0)
@@ -27,20 +27,20 @@ def test_another_process_sees_what_is_written() -> None:
 
 
 def test_other_memory_at_the_same_place_is_refused(tmp_path: Path) -> None:
-    mine = Board(1, 1, 100)
+    mine = SharedCounters(1, 1, 100)
     place, _, key = mine.path.partition("#")
     with pytest.raises(RuntimeError, match=r"not the trainer's memory.*'point_to_point'"):
-        Board(1, 1, 100, f"{place}#{int(key) + 1}")
+        SharedCounters(1, 1, 100, f"{place}#{int(key) + 1}")
     with pytest.raises(RuntimeError, match="not the trainer's memory"):
-        Board(1, 1, 100_000, mine.path)
+        SharedCounters(1, 1, 100_000, mine.path)
     with pytest.raises(RuntimeError, match=r"cannot be opened.*'point_to_point'"):
-        Board(1, 1, 100, f"/proc/{os.getpid()}/fd/99999#1")
+        SharedCounters(1, 1, 100, f"/proc/{os.getpid()}/fd/99999#1")
     mine.close()
 
 
 def test_a_wait_ends_when_another_gives_up_or_the_watch_raises() -> None:
-    mine = Board(1, 1, 0)
-    theirs = Board(1, 1, 0, mine.path)
+    mine = SharedCounters(1, 1, 0)
+    theirs = SharedCounters(1, 1, 0, mine.path)
     theirs.abort()
     with pytest.raises(Aborted, match=GIVEN_UP):
         mine.until(lambda: False, lambda: None)

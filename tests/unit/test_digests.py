@@ -1,4 +1,6 @@
-"""Digests of regions: the same at both ends however a tensor is cut, and another where anything differs."""
+"""Digests of regions: the same at both ends however a tensor is cut, and another where anything
+differs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.parallel.reshard.pieces import Box
-from megarl.publish import digests
-from megarl.publish.digests import _on_device, _seed, carry, digest
+from megarl.parallel.reshard.boxes import Box
+from megarl.weight_sync import checksums as digests
+from megarl.weight_sync.checksums import _on_device, _seed, carry, digest
 
 MODULO = 2**64
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
@@ -20,7 +22,9 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SIDES = st.integers(1, 40)
 
 
-def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def numbers(
+    rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -63,7 +67,9 @@ def test_sums_over_bands_are_the_same_at_both_ends(
 ) -> None:
     source, target = numbers(rows, columns), torch.empty(rows, columns, dtype=dtype)
     boxes = [
-        half for box in whole(source).bands(band) for half in (box._replace(right=columns // 2), box._replace(left=columns // 2))
+        half
+        for box in whole(source).bands(band)
+        for half in (box._replace(right=columns // 2), box._replace(left=columns // 2))
     ]
     boxes = [box for box in boxes if box.area]
 
@@ -75,50 +81,70 @@ def test_sums_over_bands_are_the_same_at_both_ends(
     assert torch.equal(target, source.to(dtype))
     assert (sent - sum(digest(part(target, box), box) for box in boxes)) % MODULO == 0
     ranks = [boxes[rank::3] for rank in range(3)]
-    shares = torch.tensor([signed(sum(digest(part(target, box), box) for box in mine)) for mine in ranks])
+    shares = torch.tensor(
+        [signed(sum(digest(part(target, box), box) for box in mine)) for mine in ranks]
+    )
     assert int(shares.sum()) == signed(sent)
 
 
 @BOTH
 @EXAMPLES
 @given(rows=SIDES, columns=SIDES, dtype=DTYPES, data=st.data())
-def test_one_bit_changes_it(made, rows: int, columns: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    held = numbers(rows, columns, dtype)
-    before, flat = made(held, whole(held)), held.view(torch.uint8).view(-1)
+def test_one_bit_changes_it(
+    made, rows: int, columns: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    owned = numbers(rows, columns, dtype)
+    before, flat = made(owned, whole(owned)), owned.view(torch.uint8).view(-1)
     place = data.draw(st.integers(0, flat.numel() - 1))
     flat[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert made(held, whole(held)) != before
+    assert made(owned, whole(owned)) != before
 
 
 @BOTH
 def test_place_is_part_of_it(made) -> None:
-    held, box = numbers(6, 8), Box(0, 6, 0, 8)
-    others = [box._replace(top=1), box._replace(bottom=7), box._replace(left=1), box._replace(right=9), Box(6, 12, 0, 8)]
-    assert len({made(held, other) for other in [box, *others]}) == 6
+    owned, box = numbers(6, 8), Box(0, 6, 0, 8)
+    others = [
+        box._replace(top=1),
+        box._replace(bottom=7),
+        box._replace(left=1),
+        box._replace(right=9),
+        Box(6, 12, 0, 8),
+    ]
+    assert len({made(owned, other) for other in [box, *others]}) == 6
     first, second = box.bands(3)
-    assert made(held[:3], first) + made(held[3:], second) != made(held[3:], first) + made(held[:3], second)
+    assert made(owned[:3], first) + made(owned[3:], second) != made(owned[3:], first) + made(
+        owned[:3], second
+    )
 
 
 @BOTH
 def test_two_words_that_change_places_change_it(made) -> None:
-    held = numbers(1, 64).view(torch.int64)
-    swapped = held.clone()
-    swapped[0, [3, 17]] = held[0, [17, 3]]
-    assert made(held, whole(held)) != made(swapped, whole(held))
+    owned = numbers(1, 64).view(torch.int64)
+    swapped = owned.clone()
+    swapped[0, [3, 17]] = owned[0, [17, 3]]
+    assert made(owned, whole(owned)) != made(swapped, whole(owned))
 
 
 @BOTH
 @EXAMPLES
 @given(rows=SIDES, columns=SIDES, dtype=DTYPES, more=st.integers(1, 9))
-def test_strided_regions_equal_contiguous_ones(made, rows: int, columns: int, dtype: torch.dtype, more: int) -> None:
+def test_strided_regions_equal_contiguous_ones(
+    made, rows: int, columns: int, dtype: torch.dtype, more: int
+) -> None:
     wide = numbers(rows, columns + more, dtype)
     view = wide[:, more:]
-    assert made(view, whole(view)) == made(view.clone(memory_format=torch.contiguous_format), whole(view))
+    assert made(view, whole(view)) == made(
+        view.clone(memory_format=torch.contiguous_format), whole(view)
+    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 4096])
 def test_chunks_do_not_show(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target, box = numbers(37, 50)[:, 3:], torch.empty(37, 47, dtype=torch.bfloat16), Box(2, 39, 5, 52)
+    source, target, box = (
+        numbers(37, 50)[:, 3:],
+        torch.empty(37, 47, dtype=torch.bfloat16),
+        Box(2, 39, 5, 52),
+    )
     expected = carry(source, target, box)
     target.zero_()
     monkeypatch.setattr(digests, "CHUNK_BYTES", chunk_bytes)
@@ -128,17 +154,21 @@ def test_chunks_do_not_show(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
 
 @EXAMPLES
 @given(SIDES, SIDES, DTYPES, st.integers(-(2**63), 2**63 - 1))
-def test_a_gpu_s_arithmetic_is_what_it_says(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
-    held = numbers(rows, columns, dtype, seed=rows)
-    assert _on_device(held, seed % MODULO) == by_hand(held.view(torch.uint8).numpy().tobytes(), seed)
+def test_a_gpu_s_arithmetic_is_what_it_says(
+    rows: int, columns: int, dtype: torch.dtype, seed: int
+) -> None:
+    owned = numbers(rows, columns, dtype, seed=rows)
+    assert _on_device(owned, seed % MODULO) == by_hand(
+        owned.view(torch.uint8).numpy().tobytes(), seed
+    )
 
 
 @pytest.mark.parametrize("words", [1, 7, 64])
 def test_a_gpu_s_portions_do_not_show(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = numbers(9, 31)
-    expected = on_device(held, whole(held))
+    owned = numbers(9, 31)
+    expected = on_device(owned, whole(owned))
     monkeypatch.setattr(digests, "WORDS", words)
-    assert on_device(held, whole(held)) == expected
+    assert on_device(owned, whole(owned)) == expected
 
 
 @pytest.mark.gpu
@@ -151,6 +181,6 @@ def test_a_gpu_and_the_arithmetic_agree() -> None:
 
 def test_every_digest_is_a_signed_64_bit_number() -> None:
     for seed in range(50):
-        held = numbers(3, 5, seed=seed)
-        for value in (on_cpu(held, whole(held)), on_device(held, whole(held))):
+        owned = numbers(3, 5, seed=seed)
+        for value in (on_cpu(owned, whole(owned)), on_device(owned, whole(owned))):
             assert torch.tensor(value, dtype=torch.int64).item() == value

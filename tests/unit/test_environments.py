@@ -1,4 +1,6 @@
-"""Verifiers, their pool, and rewards: a verifier may raise, hang, die or babble, and costs its own sample only."""
+"""Verifiers, their pool, and rewards: a verifier may raise, hang, die or babble, and costs its own
+sample only.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def judge(prompt, response):
     if response == "raise": raise RuntimeError("no \\u00fcse \\ud800")
     if response == "loop":
         while True: pass
-    if response == "regex": re.match(r"(a+)+$", "a" * 60 + "b")  # inside C, the interpreter never gets a word in
+    # inside C, the interpreter never gets a word in
+    if response == "regex": re.match(r"(a+)+$", "a" * 60 + "b")
     if response == "sleep": time.sleep(1000)
     if response == "die": os.kill(os.getpid(), 11)
     if response == "exit": sys.exit(3)
@@ -87,7 +90,9 @@ def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -
     return asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-def score(environment: Environment, text: str, prompt: Prompt = PROMPT, **changes: Any) -> Awaitable[Verdict]:
+def score(
+    environment: Environment, text: str, prompt: Prompt = PROMPT, **changes: Any
+) -> Awaitable[Verdict]:
     return environment.score(prompt, text, **{"num_tokens": 5, "truncated": False, **changes})
 
 
@@ -150,13 +155,18 @@ def test_mathematics(answer: str, response: str, right: bool) -> None:
     assert ask(EnvironmentConfig(verifier="math"), answer, response) == float(right)
 
 
-@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "$ {}", "{}.", "{:,}.00", "{} dollars", "\\${:,}"]))
+@given(
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["{}", "{:,}", "${:,}", "$ {}", "{}.", "{:,}.00", "{} dollars", "\\${:,}"]),
+)
 def test_a_plain_number_is_read_in_any_dress(value: int, dress: str) -> None:
     assert plain_number(dress.format(value)) == value
 
 
 def test_a_reference_that_is_no_mathematics_is_said() -> None:
-    with pytest.raises(ValueError, match=r"row 4 is not mathematics; set environment.verifier to 'exact_match'"):
+    with pytest.raises(
+        ValueError, match=r"row 4 is not mathematics; set environment.verifier to 'exact_match'"
+    ):
         ask(EnvironmentConfig(verifier="math"), "", "5")
 
 
@@ -170,10 +180,18 @@ def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
 def test_verifiers_of_ones_own(own: str) -> None:
     for function in ("judge", "judge_later"):
         half, right, wrong = verdicts(
-            EnvironmentConfig(verifier=f"{own}:{function}", correct=2.0, wrong=-1.0), "half", "=7", "=8"
+            EnvironmentConfig(verifier=f"{own}:{function}", correct=2.0, wrong=-1.0),
+            "half",
+            "=7",
+            "=8",
         )
         assert (half.reward, half.correct, half.failure) == (0.5, False, "")
-        assert (right.reward, right.correct, wrong.reward, wrong.correct) == (2.0, True, -1.0, False)
+        assert (right.reward, right.correct, wrong.reward, wrong.correct) == (
+            2.0,
+            True,
+            -1.0,
+            False,
+        )
     assert verdicts(EnvironmentConfig(verifier=f"{own}:neighbour"), "x")[0].correct
 
 
@@ -182,13 +200,17 @@ BAD = {
     "none.py:judge": "there is no file none.py",
     "{own}:nothing": "has no function 'nothing'; set one of: judge, judge_later, neighbour",
     "{own}:LIMIT": "'LIMIT' of .* is int, not a function; set one of: judge",
-    "{folder}/broken.py:judge": r"broken\.py does not import: ModuleNotFoundError: No module named 'nowhere'; mend the file",
+    "{folder}/broken.py:judge": (
+        r"broken\.py does not import: ModuleNotFoundError: No module named 'nowhere'; mend the file"
+    ),
     "{folder}/exits.py:judge": "its process ended at start, with exit code 3",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_verifier_that_cannot_be_loaded_stops_the_run(name: str, own: str, tmp_path: Path) -> None:
+def test_a_verifier_that_cannot_be_loaded_stops_the_run(
+    name: str, own: str, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text("import nowhere\n")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
     full = name.format(own=own, folder=tmp_path)
@@ -222,7 +244,11 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     for text, verdict in zip(texts, verdicts(config, *texts), strict=True):
         if text in bad:
             failure, detail = bad[text]
-            assert (verdict.reward, verdict.correct, verdict.failure) == (-1.0, False, failure), text
+            assert (verdict.reward, verdict.correct, verdict.failure) == (
+                -1.0,
+                False,
+                failure,
+            ), text
             assert detail in verdict.detail
         else:
             assert verdict == Verdict(reward=1.0, correct=True), text
@@ -248,14 +274,20 @@ def test_time_waiting_for_a_worker_is_not_counted(own: str) -> None:
 
 
 def test_what_a_killed_verifier_started_is_killed_too(own: str, tmp_path: Path) -> None:
-    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
-    (verdict,) = verdicts(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), "child", prompt=prompt)
+    prompt = Prompt(
+        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
+    )
+    (verdict,) = verdicts(
+        EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), "child", prompt=prompt
+    )
     assert verdict.failure == "timeout"
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) -> None:
-    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
+    prompt = Prompt(
+        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
+    )
 
     async def use(environment: Environment) -> list[Verdict]:
         await score(environment, "pid", prompt)
@@ -270,7 +302,9 @@ def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) 
 
 
 def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -> None:
-    prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")})
+    prompt = Prompt(
+        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
+    )
 
     async def whole() -> list[Any]:
         environment = Environment(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=1000.0))
@@ -308,7 +342,9 @@ def orphaned(own: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes]
 
         asyncio.run(main())
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=ROOT
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     yield process, tmp_path / "pid"
@@ -316,8 +352,12 @@ def orphaned(own: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes]
     process.wait()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
-def test_workers_die_with_a_parent_killed_by_force(orphaned: tuple[subprocess.Popen[bytes], Path]) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's death"
+)
+def test_workers_die_with_a_parent_killed_by_force(
+    orphaned: tuple[subprocess.Popen[bytes], Path],
+) -> None:
     parent, file = orphaned
     worker = int(file.read_text())
     assert not gone(worker, within_s=0.3)
@@ -339,7 +379,9 @@ def test_verdicts_cost_milliseconds() -> None:
 
 
 def test_starting_loads_no_torch_and_is_quick(own: str) -> None:
-    Path(own).write_text("import sys\ndef judge(prompt, response): return 'torch' not in sys.modules\n")
+    Path(own).write_text(
+        "import sys\ndef judge(prompt, response): return 'torch' not in sys.modules\n"
+    )
     started = time.monotonic()
     assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x")[0].correct
     assert time.monotonic() - started < 10
@@ -349,7 +391,17 @@ def test_starting_loads_no_torch_and_is_quick(own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(0, 0.0), (35, 0.0), (36, 0.0), (39, -0.25), (42, -0.5), (47, -11 / 12), (48, -1.0), (60, -1.0)]
+    ("num_tokens", "penalty"),
+    [
+        (0, 0.0),
+        (35, 0.0),
+        (36, 0.0),
+        (39, -0.25),
+        (42, -0.5),
+        (47, -11 / 12),
+        (48, -1.0),
+        (60, -1.0),
+    ],
 )
 def test_overlong_penalty_is_dapo_equation_13(num_tokens: int, penalty: float) -> None:
     config = OverlongConfig(limit_tokens=48, buffer_tokens=12)
@@ -368,13 +420,17 @@ def test_overlong_penalty_is_dapo_equation_13(num_tokens: int, penalty: float) -
     ],
 )
 def test_rewards(text: str, num_tokens: int, truncated: bool, expected: Verdict) -> None:
-    config = EnvironmentConfig(wrong=-1.0, overlong=OverlongConfig(limit_tokens=48, buffer_tokens=12))
+    config = EnvironmentConfig(
+        wrong=-1.0, overlong=OverlongConfig(limit_tokens=48, buffer_tokens=12)
+    )
     assert run(config, lambda made: made.score(PROMPT, text, num_tokens, truncated)) == expected
 
 
 def test_a_truncated_response_asks_no_verifier(own: str) -> None:
     strict = EnvironmentConfig(verifier=f"{own}:judge")
-    assert run(strict, lambda made: score(made, "raise", truncated=True)) == Verdict(reward=0.0, correct=False)
+    assert run(strict, lambda made: score(made, "raise", truncated=True)) == Verdict(
+        reward=0.0, correct=False
+    )
     lenient = EnvironmentConfig(verifier=f"{own}:judge", require_stop=False)
     assert run(lenient, lambda made: score(made, "=7", truncated=True)).correct
     assert run(lenient, lambda made: score(made, "raise", truncated=True)).failure == "error"
@@ -385,6 +441,8 @@ def test_a_verifier_does_not_get_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "hush")
     file = tmp_path / "spy.py"
-    file.write_text("import os\ndef spy(prompt, response):\n    raise RuntimeError(repr(dict(os.environ)))\n")
+    file.write_text(
+        "import os\ndef spy(prompt, response):\n    raise RuntimeError(repr(dict(os.environ)))\n"
+    )
     (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy"), "anything")
     assert found.failure == "error" and "PATH" in found.detail and "hush" not in found.detail

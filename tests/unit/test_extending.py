@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.kernels.block import Places
 from megarl.kernels.block_reference import reference_attention
-from megarl.kernels.blocks import Places
 from megarl.kernels.logprobs import BACKENDS, linear_logprobs
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import cut
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks
-from simulated import simulate
+from support.ranks import run_ranks
+from support.simulated import simulate
 
 
 def example(name: str) -> dict[str, Any]:
     """What the page's code block `name` defines."""
-    found = re.search(rf"```python {name}\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
+    found = re.search(
+        rf"```python {name}\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S
+    )
     assert found, name
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(found[1], f"docs/extending.md:{name}", "exec", dont_inherit=True), names)
@@ -77,7 +77,10 @@ def test_the_backend_agrees_with_ours() -> None:
     found = {}
     for name in ("chunked", "whole"):
         torch.manual_seed(1)
-        hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+        hidden, weight = (
+            torch.randn(20, 16, requires_grad=True),
+            torch.randn(50, 16, requires_grad=True),
+        )
         logp, entropy = linear_logprobs(hidden, weight, targets, 0.7, backend=name)
         (weights[0] * logp + weights[1] * entropy).sum().backward()
         found[name] = [logp, entropy, hidden.grad, weight.grad]
@@ -105,8 +108,13 @@ def on_ranks() -> list[tuple[str, int, float]]:
     names = example("axis")
     mesh_module.initialise(timeout_s=30)
     with names["ExpertMesh"](names["ExpertLayout"](expert=2), timeout_s=30) as mesh:
-        mine, axes = torch.tensor([float(mesh.rank + 1)]), {name: getattr(mesh, name) for name in mesh.USES}
-        found = [(name, axis.size, all_reduce(mine.clone(), axis).item()) for name, axis in axes.items()]
+        mine, axes = (
+            torch.tensor([float(mesh.rank + 1)]),
+            {name: getattr(mesh, name) for name in mesh.USES},
+        )
+        found = [
+            (name, axis.size, all_reduce(mine.clone(), axis).item()) for name, axis in axes.items()
+        ]
     mesh_module.finalise()
     return found
 

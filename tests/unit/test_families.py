@@ -1,4 +1,6 @@
-"""A model's parameter table, from its config.json alone: against checkpoints, against the trainer's cut, and what is refused."""
+"""A model's parameter table, from its config.json alone: against checkpoints, against the trainer's
+cut, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ import transformers
 from safetensors.torch import load_file
 
 from megarl.parallel.mesh import Axis
-from megarl.parallel.reshard.table import training_shards
-from megarl.publish.families import FAMILIES, parameter_table, refuse_engine_tensor
-from megarl.training.sharding import shard_model, whole_shapes
+from megarl.parallel.tensor import whole_shapes
+from megarl.trainer.sharding import shard_model
+from megarl.weight_sync.families import FAMILIES, parameter_table, refuse_engine_tensor
+from megarl.weight_sync.parameters import training_shards
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=70, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=70,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
 
@@ -28,7 +36,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3, tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "llama": ("llama", {}),
-    "llama, biases, key heads unsaid": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None}),
+    "llama, biases, key heads unsaid": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None},
+    ),
     "llama, biases of attention, wide heads, tied": (
         "llama",
         {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True},
@@ -40,7 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         EXPERTS | {"mlp_only_layers": [1], "head_dim": 16, "tie_word_embeddings": True},
     ),
-    "qwen3_moe, every second layer": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3_moe, every second layer": (
+        "qwen3_moe",
+        EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
 }
 """Name -> (model type, changes of SMALL)."""
 
@@ -64,21 +78,32 @@ def test_every_family_is_among_the_cases() -> None:
 def test_a_table_names_what_a_checkpoint_holds(tmp_path: Path, case: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(small(case), dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    held = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    owned = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     table = parameter_table(json.loads((tmp_path / "config.json").read_text()))
-    assert {row.name: row.shape for row in table} == held
-    assert len(table) == len(held)
+    assert {row.name: row.shape for row in table} == owned
+    assert len(table) == len(owned)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_silent_configuration_means_what_transformers_takes_it_for(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]
     fields = {field.name: field.default for field in dataclasses.fields(config)}
-    assert dict(FAMILIES[kind].defaults) == {name: fields.get(name) for name in FAMILIES[kind].defaults}
-    few: dict[str, Any] = {"num_hidden_layers": 1} | ({"num_experts": 2} if FAMILIES[kind].experts else {})
+    assert dict(FAMILIES[kind].defaults) == {
+        name: fields.get(name) for name in FAMILIES[kind].defaults
+    }
+    few: dict[str, Any] = {"num_hidden_layers": 1} | (
+        {"num_experts": 2} if FAMILIES[kind].experts else {}
+    )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config(**few))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if ".experts." not in name}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name
+    }
     table = parameter_table({"model_type": kind, **few})
     assert {row.name: row.shape for row in table if ".experts." not in row.name} == shapes
 
@@ -87,12 +112,17 @@ def test_old_and_new_names_of_a_setting_mean_the_same(tmp_path: Path) -> None:
     """Published checkpoints say num_experts; transformers 5 writes num_local_experts."""
     new = written(small("qwen3_moe"), tmp_path)
     assert "num_local_experts" in new
-    old = {("num_experts" if name == "num_local_experts" else name): value for name, value in new.items()}
+    old = {
+        ("num_experts" if name == "num_local_experts" else name): value
+        for name, value in new.items()
+    }
     assert parameter_table(old) == parameter_table(new)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("case", [case for case, (kind, _) in CASES.items() if not FAMILIES[kind].experts])
+@pytest.mark.parametrize(
+    "case", [case for case, (kind, _) in CASES.items() if not FAMILIES[kind].experts]
+)
 def test_a_table_is_cut_as_the_trainer_cuts(tmp_path: Path, case: str, tensor: int) -> None:
     config = small(case)
     table = parameter_table(written(config, tmp_path))
@@ -109,7 +139,9 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
     """Their order is the order they are stacked in, so nothing may lie between them."""
     table = parameter_table(written(small(case), tmp_path))
     changes = [
-        here.engine for before, here in zip([None, *table], table, strict=False) if not before or before.engine != here.engine
+        here.engine
+        for before, here in zip([None, *table], table, strict=False)
+        if not before or before.engine != here.engine
     ]
     assert len(changes) == len(set(changes))
 
@@ -117,13 +149,31 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "gpt2"}, r"gpt2 has no parameter table.*FAMILIES in megarl/publish/families.py \(known: qwen2, "),
+        (
+            {"model_type": "gpt2"},
+            (
+                r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known:"
+                r" qwen2, "
+            ),
+        ),
         ({}, "model type None has no parameter table"),
-        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "mistral3 has no parameter table"),
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config.*set model.path"),
-        ({"model_type": "qwen3", "attention_bias": True}, "vLLM has no bias on o_proj and drops the model's"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+            "mistral3 has no parameter table",
+        ),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.*set model.path",
+        ),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            "vLLM has no bias on o_proj and drops the model's",
+        ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "vLLM has no bias on o_proj"),
-        ({"model_type": "qwen2", "head_dim": 64}, "head_dim is 64, but vLLM takes hidden_size / num_attention_heads"),
+        (
+            {"model_type": "qwen2", "head_dim": 64},
+            "head_dim is 64, but vLLM takes hidden_size / num_attention_heads",
+        ),
     ],
 )
 def test_what_engines_would_compute_wrongly_is_refused(config: dict[str, Any], says: str) -> None:
@@ -134,15 +184,42 @@ def test_what_engines_would_compute_wrongly_is_refused(config: dict[str, Any], s
 @pytest.mark.parametrize(
     ("case", "changes", "tensor", "says"),
     [
-        ("llama", {"num_attention_heads": 6}, 4, "is 4, .*num_attention_heads = 6; set it to a divisor"),
-        ("llama", {"intermediate_size": 50}, 4, "is 4, which does not divide the model's intermediate_size = 50"),
-        ("qwen3_moe", {"intermediate_size": 50, "moe_intermediate_size": 6}, 4, "moe_intermediate_size = 6; set it to a divisor"),
-        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads 3: neither divides the other"),
-        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 3, "vocab_size padded to a multiple of 64 = 128"),
+        (
+            "llama",
+            {"num_attention_heads": 6},
+            4,
+            "is 4, .*num_attention_heads = 6; set it to a divisor",
+        ),
+        (
+            "llama",
+            {"intermediate_size": 50},
+            4,
+            "is 4, which does not divide the model's intermediate_size = 50",
+        ),
+        (
+            "qwen3_moe",
+            {"intermediate_size": 50, "moe_intermediate_size": 6},
+            4,
+            "moe_intermediate_size = 6; set it to a divisor",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            "num_key_value_heads 3: neither divides the other",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            3,
+            "vocab_size padded to a multiple of 64 = 128",
+        ),
         ("qwen3_moe", {"num_experts": 3}, 4, "more than the model's num_experts = 3; lower it"),
     ],
 )
-def test_what_does_not_divide_is_refused(case: str, changes: dict[str, Any], tensor: int, says: str) -> None:
+def test_what_does_not_divide_is_refused(
+    case: str, changes: dict[str, Any], tensor: int, says: str
+) -> None:
     kind, own = CASES[case]
     with pytest.raises(ValueError, match=says):
         refuse_engine_tensor({"model_type": kind, **SMALL, **own, **changes}, tensor)

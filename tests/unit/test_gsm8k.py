@@ -1,7 +1,8 @@
-"""The verifier of mathematics on GSM8K and DAPO-Math-17k: right on every reference answer, wrong on every changed one.
+"""The verifier of mathematics on GSM8K and DAPO-Math-17k: right on every reference answer, wrong on
+every changed one.
 
-Set MEGARL_GSM8K to a folder with GSM8K's train.jsonl and test.jsonl to run over all 8,792 problems; otherwise the rows
-below, written in its schema, stand for them.
+Set MEGARL_GSM8K to a folder with GSM8K's train.jsonl and test.jsonl to run over all 8,792 problems;
+otherwise the rows below, written in its schema, stand for them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.contracts import Verifier
+from megarl.data.config import PromptsConfig
+from megarl.data.source import load_prompts
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.verifiers import load_verifier
-from megarl.prompts.config import PromptsConfig
-from megarl.prompts.source import load_prompts
+from megarl.environments.verifiers import Verifier, load_verifier
 from megarl.types import Prompt
 
 NUM_PROBLEMS = 7_473 + 1_319
@@ -35,22 +35,35 @@ def written_rows() -> list[dict[str, str]]:
     for n in range(1, 13):
         a, b = 37 * n, 11 * n + 5
         rows += [
-            (f"Ann has {a} clips and buys {b}. How many?", f"Ann has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} clips.", f"{a + b}"),
+            (
+                f"Ann has {a} clips and buys {b}. How many?",
+                f"Ann has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} clips.",
+                f"{a + b}",
+            ),
             (
                 f"A car costs ${a},500. What are two?",
                 f"Two cost $<<{a}500*2={a * 1000}>>{a},500 x 2.",
                 f"{2 * (a * 1000 + 500):,}",
             ),
-            (f"Bo owes {b} and has {n}. What is left?", f"{n}-{b} = <<{n}-{b}={n - b}>>{n - b}", f"{n - b}"),
+            (
+                f"Bo owes {b} and has {n}. What is left?",
+                f"{n}-{b} = <<{n}-{b}={n - b}>>{n - b}",
+                f"{n - b}",
+            ),
             (f"Half of {2 * n + 1}?", f"{2 * n + 1}/2 = <<({2 * n + 1})/2={n}.5>>{n}.5", f"{n}.5"),
         ]
-    return [{"question": question, "answer": f"{work}\n#### {answer}"} for question, work, answer in rows]
+    return [
+        {"question": question, "answer": f"{work}\n#### {answer}"}
+        for question, work, answer in rows
+    ]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     fast = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +76,9 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
         files[0].write_text("".join(json.dumps(row) + "\n" for row in written_rows()))
     prompts: list[Prompt] = []
     for file in files:
-        read = PromptsConfig(source=str(file), prompt_column="question", answer_after="####", shuffle=False)
+        read = PromptsConfig(
+            source=str(file), prompt_column="question", answer_after="####", shuffle=False
+        )
         prompts += load_prompts(read, tokenizer(), seed=1)
     assert len(prompts) == (NUM_PROBLEMS if folder else len(written_rows()))
     return prompts
@@ -88,15 +103,23 @@ FORMS = {
     "boxed": "{work} So it is \\boxed{{{answer}}}.",
     "dollars": "{work}\n#### ${answer}.00",
     "unit": "{work}\n#### {answer} dollars",
-    "latex": "{work} Therefore, the final answer is: $\\boxed{{{latex}\\text{{ dollars}}}}$. I hope it is correct.",
+    "latex": (
+        "{work} Therefore, the final answer is: $\\boxed{{{latex}\\text{{ dollars}}}}$. I hope it"
+        " is correct."
+    ),
     "sentence": "The final answer is {answer}.",
 }
 
 
-def test_every_reference_answer_is_right_and_every_changed_one_wrong(gsm8k: list[Prompt], math: Verifier) -> None:
+def test_every_reference_answer_is_right_and_every_changed_one_wrong(
+    gsm8k: list[Prompt], math: Verifier
+) -> None:
     whole = [(prompt, prompt.fields["answer"]) for prompt in gsm8k]
     assert [text for prompt, text in whole if ask(math, prompt, text) != 1.0] == []
-    altered = [(prompt, f"{text.rpartition('####')[0]}#### {changed(prompt.answer)}") for prompt, text in whole]
+    altered = [
+        (prompt, f"{text.rpartition('####')[0]}#### {changed(prompt.answer)}")
+        for prompt, text in whole
+    ]
     assert [text for prompt, text in altered if ask(math, prompt, text) != 0.0] == []
 
 
@@ -115,7 +138,8 @@ def test_other_ways_to_write_the_answer(form: str, gsm8k: list[Prompt], math: Ve
 
 def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     ask_for = (
-        "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer."
+        "Solve the following math problem step by step. The last line of your response should be of"
+        " the form Answer: $Answer."
     )
     answers = ["34", "-7", "\\frac{3}{4}", "x^2+1", "1000000"]
     rows = [
@@ -130,9 +154,14 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
     speaker = tokenizer()
-    speaker.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    speaker.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    )
     read = PromptsConfig(
-        source=str(tmp_path / "dapo.parquet"), answer_column="reward_model.ground_truth", template="chat", shuffle=False
+        source=str(tmp_path / "dapo.parquet"),
+        answer_column="reward_model.ground_truth",
+        template="chat",
+        shuffle=False,
     )
     prompts = list(load_prompts(read, speaker, seed=1))
     assert [prompt.answer for prompt in prompts] == answers
@@ -140,5 +169,11 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     for prompt in prompts:
         for right in (f"Thus \\boxed{{{prompt.answer}}}.", f"Answer: ${prompt.answer}$"):
             assert ask(math, prompt, right) == 1.0, right
-        for wrong in (f"Thus \\boxed{{{prompt.answer}+1}}.", f"Answer: ${prompt.answer}+1$", "", "Answer:", "\\boxed{"):
+        for wrong in (
+            f"Thus \\boxed{{{prompt.answer}+1}}.",
+            f"Answer: ${prompt.answer}+1$",
+            "",
+            "Answer:",
+            "\\boxed{",
+        ):
             assert ask(math, prompt, wrong) == 0.0, wrong

@@ -11,7 +11,9 @@ from megarl.kernels.linear import linear
 from megarl.kernels.packed_attention import Documents, packed_attention
 
 
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float
+) -> torch.Tensor:
     """The obvious way: the whole score matrix with a block-diagonal causal mask."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(sum(lengths))
@@ -32,7 +34,9 @@ def starts_of(lengths: list[int]) -> torch.Tensor:
     st.sampled_from([0.1, 0.35, 1.0]),
     st.integers(0, 999),
 )
-def test_packed_attention_equals_dense(lengths: list[int], heads: tuple[int, int], scale: float, seed: int) -> None:
+def test_packed_attention_equals_dense(
+    lengths: list[int], heads: tuple[int, int], scale: float, seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     total, (query_heads, kv_heads) = sum(lengths), heads
     q, k, v = (
@@ -48,7 +52,7 @@ def test_packed_attention_equals_dense(lengths: list[int], heads: tuple[int, int
 
 
 def test_the_cuda_path_calls_torch_as_torch_wants_it() -> None:
-    """It cannot run here; its call can be held against the signature."""
+    """It cannot run here; its call can be checked against the signature."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
@@ -65,7 +69,9 @@ def test_another_document_never_changes_mine() -> None:
     out = packed_attention(q, k, v, Documents.of(starts_of(lengths)), 0.3)
     grads = torch.autograd.grad(out[7:37].sum(), (q, k, v))
     for grad in grads:
-        assert grad[:7].abs().max() == 0 and grad[37:].abs().max() == 0 and grad[7:37].abs().max() > 0
+        assert (
+            grad[:7].abs().max() == 0 and grad[37:].abs().max() == 0 and grad[7:37].abs().max() > 0
+        )
     with torch.no_grad():
         for x in (q, k, v):
             x[:7] = 1e4
@@ -76,14 +82,19 @@ def test_another_document_never_changes_mine() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (2, 33, 192), (64, 17)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_equals_float64_forward_and_backward(shape: tuple[int, ...], with_bias: bool) -> None:
+def test_linear_equals_float64_forward_and_backward(
+    shape: tuple[int, ...], with_bias: bool
+) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, generator=draw)
     weight, bias = torch.randn(29, shape[-1], generator=draw), torch.randn(29, generator=draw)
     upstream = torch.randn(*shape[:-1], 29, generator=draw)
 
     def values_and_grads(function, kind: torch.dtype) -> list[torch.Tensor]:
-        inputs = [tensor.to(kind).requires_grad_() for tensor in ((x, weight, bias) if with_bias else (x, weight))]
+        inputs = [
+            tensor.to(kind).requires_grad_()
+            for tensor in ((x, weight, bias) if with_bias else (x, weight))
+        ]
         out = function(*inputs)
         return [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
 

@@ -1,4 +1,6 @@
-"""launch/: every recipe reads, and the launcher's dry run says what would start and refuses what cannot work."""
+"""launch/: every recipe reads, and the launcher's dry run says what would start and refuses what
+cannot work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 GSM8K = "launch/recipes/gsm8k.yaml"
-ONE_NODE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NTASKS": "1"}
+ONE_NODE = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "1",
+}
 HOST = os.uname().nodename
 
 
@@ -29,13 +36,26 @@ def kind_of(recipe: Path) -> type[RunConfig] | type[SftConfig]:
     return SftConfig if "demonstrations" in yaml.safe_load(recipe.read_text()) else RunConfig
 
 
-def launch(*arguments: str, script: Path = SCRIPT, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script under plain bash, in an environment without Slurm's or CUDA's variables but for those given."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_", "RAY_"))}
+def launch(
+    *arguments: str, script: Path = SCRIPT, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The script under plain bash, in an environment without Slurm's or CUDA's variables but for
+    those given.
+    """
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "CUDA_", "RAY_"))
+    }
     # Were anything asked of a GPU or of a network, these would show.
     clean |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
     return subprocess.run(
-        ["bash", str(script), *arguments], cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60
+        ["bash", str(script), *arguments],
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -45,7 +65,7 @@ def refused(result: subprocess.CompletedProcess[str]) -> str:
     return " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
 
 
-# ------------------------------------------------------------------------------------------------------------- recipes
+# ------------------------------------------------------------------------------------------ recipes
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -87,29 +107,45 @@ def test_recipe_writes_into_a_folder_of_its_own(recipe: Path) -> None:
 def test_dapo_is_as_published() -> None:
     config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
     rollout, rule, training = config.rollout, config.algorithm, config.training
-    assert (rollout.groups_per_step, rollout.samples_per_group, rollout.temperature) == (512, 16, 1.0)
-    assert rollout.groups_per_step * rollout.samples_per_group // training.mini_batches == 512
-    assert (rule.clip_low, rule.clip_high, rule.aggregation, rule.kl.coefficient) == (0.2, 0.28, "token", 0.0)
+    assert (rollout.groups_per_step, rollout.group_size, rollout.temperature) == (512, 16, 1.0)
+    assert rollout.groups_per_step * rollout.group_size // training.num_mini_batches == 512
+    assert (rule.clip_low, rule.clip_high, rule.aggregation, rule.kl.coefficient) == (
+        0.2,
+        0.28,
+        "token",
+        0.0,
+    )
     overlong = config.environment.overlong
-    assert (overlong.limit_tokens, overlong.buffer_tokens, rollout.max_new_tokens) == (20480, 4096, 20480)
+    assert (overlong.limit_tokens, overlong.buffer_tokens, rollout.max_new_tokens) == (
+        20480,
+        4096,
+        20480,
+    )
     assert (config.environment.correct, config.environment.wrong) == (1.0, -1.0)
     assert rollout.dynamic_sampling.enabled
     assert (training.optimizer.learning_rate, training.schedule.kind) == (1e-6, "constant")
-    assert training.schedule.warmup_steps == 20 * training.mini_batches
+    assert training.schedule.warmup_steps == 20 * training.num_mini_batches
     assert training.micro_batch_tokens >= config.prompts.max_prompt_tokens + rollout.max_new_tokens
     # Ranks wait in a collective for rank 0, which waits for the engines.
-    assert training.collective_timeout_s > max(rollout.engine.start_timeout_s, config.publish.timeout_s)
+    assert training.collective_timeout_s > max(
+        rollout.engine.start_timeout_s, config.weight_sync.timeout_s
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- dry run
+# ------------------------------------------------------------------------------------------ dry run
 
 
 def test_dry_run_shows_every_rank_engine_and_command() -> None:
     result = launch("--dry-run")
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert [line for line in lines if line.startswith("trainer rank")] == [f"trainer rank {n} GPU {n}" for n in range(4)]
-    assert [line for line in lines if line.startswith("engine")] == ["engine 0 (tensor 2) GPU 4,5", "engine 1 (tensor 2) GPU 6,7"]
+    assert [line for line in lines if line.startswith("trainer rank")] == [
+        f"trainer rank {n} GPU {n}" for n in range(4)
+    ]
+    assert [line for line in lines if line.startswith("engine")] == [
+        "engine 0 (tensor 2) GPU 4,5",
+        "engine 1 (tensor 2) GPU 6,7",
+    ]
     assert "rollout service CPU" in lines
     ray = next(line for line in lines if "--head" in line)
     assert "CUDA_VISIBLE_DEVICES=4,5,6,7 " in ray
@@ -141,7 +177,9 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
-    result = launch("--dry-run", "--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path)
+    result = launch(
+        "--dry-run", "--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert "--port=6400" in result.stdout
     assert r"--steps 3 --model.path a\ folder" in result.stdout
@@ -156,8 +194,17 @@ def test_visible_gpus_are_used_in_their_order() -> None:
 
 
 def test_gpu_counts_that_match_an_override() -> None:
-    overrides = ("--training.layout.data", "3", "--rollout.num-engines", "4", "--rollout.engine.tensor", "1")
-    result = launch("--dry-run", "--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides)
+    overrides = (
+        "--training.layout.data",
+        "3",
+        "--rollout.num-engines",
+        "4",
+        "--rollout.engine.tensor",
+        "1",
+    )
+    result = launch(
+        "--dry-run", "--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides
+    )
     assert result.returncode == 0, result.stderr
     assert "GPU 6" in result.stdout
     assert "GPU 7" not in result.stdout
@@ -176,7 +223,11 @@ def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
     [
         (("--", "--training.layot.data", "4"), {}, "--training.layout.data"),
         (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
-        (("--", "--rollout.groups-per-step", "100"), {}, "not divisible by training.mini_batches = 16"),
+        (
+            ("--", "--rollout.groups-per-step", "100"),
+            {},
+            "not divisible by training.num_mini_batches = 16",
+        ),
         (("--gpus-train", "3"), {}, "set --gpus-train to 4, or training.layout.data to 3"),
         (("--gpus-train", "8"), {}, "data 4 x sequence 1 x tensor 1 = 4 ranks"),
         (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
@@ -185,14 +236,20 @@ def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
         (("--gpus-train",), {}, "--gpus-train needs a value"),
         (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
         (("--", "--rollout.placement", "colocated"), {}, "set it to disaggregated"),
-        ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3"),
+        (
+            (),
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+            "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3",
+        ),
         (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
         (("--steps", "3"), {}, "go after --"),
         (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
         (("--recipe", "launch/recipes/quickstart_sft.yaml"), {}, "quickstart_sft.yaml: "),
     ],
 )
-def test_dry_run_refuses(arguments: tuple[str, ...], environment: dict[str, str], says: str) -> None:
+def test_dry_run_refuses(
+    arguments: tuple[str, ...], environment: dict[str, str], says: str
+) -> None:
     assert says in refused(launch("--dry-run", *arguments, **environment))
 
 
@@ -204,7 +261,7 @@ def test_a_misspelt_key_of_the_recipe_is_named(tmp_path: Path) -> None:
     assert "mine.yaml" in said
 
 
-# --------------------------------------------------------------------------------------------------------------- Slurm
+# -------------------------------------------------------------------------------------------- Slurm
 
 
 def test_one_node_of_slurm() -> None:
@@ -239,7 +296,14 @@ def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Pa
     result = launch("--dry-run", script=spool, cwd=tmp_path, **submitted)
     assert result.returncode == 0, result.stderr
     assert str(ROOT / "launch/recipes/dapo_14b.yaml") in result.stdout
-    said = refused(launch("--dry-run", script=spool, cwd=tmp_path, **(submitted | {"SLURM_SUBMIT_DIR": str(tmp_path)})))
+    said = refused(
+        launch(
+            "--dry-run",
+            script=spool,
+            cwd=tmp_path,
+            **(submitted | {"SLURM_SUBMIT_DIR": str(tmp_path)}),
+        )
+    )
     assert "submit this script from the folder" in said
 
 
@@ -248,46 +312,63 @@ def test_slurm_reads_the_header() -> None:
     header = SCRIPT.read_text().split("\nset -")[0].splitlines()
     assert header[0] == "#!/usr/bin/env bash"
     asked = dict(
-        line.removeprefix("#SBATCH --").split("=", 1) for line in header if line.startswith("#SBATCH --") and "=" in line
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in header
+        if line.startswith("#SBATCH --") and "=" in line
     )
     assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", "1", "8")
-    assert asked["signal"].startswith("B:TERM@"), "bash must hear of the time limit to take everything down"
+    assert asked["signal"].startswith("B:TERM@"), (
+        "bash must hear of the time limit to take everything down"
+    )
     config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
     used = config.training.layout.data + config.rollout.num_engines * config.rollout.engine.tensor
     assert used == int(asked["gpus-per-node"])
 
 
-# -------------------------------------------------------------------------------------------------------------- script
+# ------------------------------------------------------------------------------------------- script
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name
+)
 def test_bash_parses_it(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 def test_programs_inside_the_script_compile() -> None:
-    programs = re.findall(r"^(PLAN|TORCHRUN|STARTED)='\n(.*?)^'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    programs = re.findall(
+        r"^(PLAN|TORCHRUN|STARTED)='\n(.*?)^'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert [name for name, _ in programs] == ["PLAN", "TORCHRUN", "STARTED"]
     for name, program in programs:
         compile(program, name, "exec")
 
 
 def test_only_marked_processes_are_ended() -> None:
-    """The program that lists what was started finds a marked process and its session, and nothing else."""
+    """The program that lists what was started finds a marked process and its session, and nothing
+    else.
+    """
     found = re.search(r"^STARTED='\n(.*?)^'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     mark = f"/tmp/megarl-test-{os.getpid()}"
     environment = dict(os.environ)
-    marked = subprocess.Popen(sleep, env=environment | {"MEGARL_LAUNCH": mark}, stdout=subprocess.PIPE)
+    marked = subprocess.Popen(
+        sleep, env=environment | {"MEGARL_LAUNCH": mark}, stdout=subprocess.PIPE
+    )
     leader = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
-    bystander = subprocess.Popen(sleep, env=environment | {"MEGARL_LAUNCH": mark + "0"}, stdout=subprocess.PIPE)
+    bystander = subprocess.Popen(
+        sleep, env=environment | {"MEGARL_LAUNCH": mark + "0"}, stdout=subprocess.PIPE
+    )
     try:
         for process in (marked, leader, bystander):
             assert process.stdout is not None
             process.stdout.readline()
         listed = subprocess.run(
-            [sys.executable, "-c", found[1], mark, str(leader.pid)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", found[1], mark, str(leader.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         assert {int(word) for word in listed.split()} == {marked.pid, leader.pid}
     finally:

@@ -1,4 +1,6 @@
-"""Fused linear log-probs, whole and cut over simulated ranks, against float64 autograd of the plain formula."""
+"""Fused linear log-probs, whole and cut over simulated ranks, against float64 autograd of the plain
+formula.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ def dense_logprobs(
 
 
 class Ranks:
-    """Threads that reduce tensors with each other. A rank that is late or fails ends the wait of all."""
+    """Threads that reduce tensors with each other. A rank that is late or fails ends the wait of
+    all.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.calls = size, [[] for _ in range(size)]
         self._barrier = threading.Barrier(size, timeout=DEADLINE_S)
         self._given: list[torch.Tensor] = [torch.empty(0)] * size
 
-    def reducer(self, rank: int, name: str, combine: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def reducer(
+        self, rank: int, name: str, combine: Callable[..., torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         def reduce(tensor: torch.Tensor) -> torch.Tensor:
             assert tensor.is_contiguous()
             self.calls[rank].append((name, tuple(tensor.shape), tensor.dtype))
@@ -53,7 +59,12 @@ class Ranks:
     def shards(self, sizes: list[int]) -> list[fused.VocabularyShard]:
         firsts = [sum(sizes[:rank]) for rank in range(self.size)]
         return [
-            fused.VocabularyShard(first, max(sizes), self.reducer(rank, "max", torch.amax), self.reducer(rank, "sum", torch.sum))
+            fused.VocabularyShard(
+                first,
+                max(sizes),
+                self.reducer(rank, "max", torch.amax),
+                self.reducer(rank, "sum", torch.sum),
+            )
             for rank, first in enumerate(firsts)
         ]
 
@@ -68,7 +79,9 @@ class Ranks:
                 errors.append(error)
                 self._barrier.abort()
 
-        threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -81,7 +94,9 @@ class Ranks:
 
 @dataclass
 class Case:
-    """Inputs, and upstream gradients of each token's log-prob and entropy. The last column of `weight` meets a 1."""
+    """Inputs, and upstream gradients of each token's log-prob and entropy. The last column of
+    `weight` meets a 1.
+    """
 
     sizes: list[int]
     num_tokens: int = 9
@@ -94,13 +109,19 @@ class Case:
 
     def __post_init__(self) -> None:
         draw, words = torch.Generator().manual_seed(self.seed), sum(self.sizes)
-        # Multiples of 1/8: logits of 1e4 are exact in float32, so that what is tested is not the product's rounding.
+        # Multiples of 1/8: logits of 1e4 are exact in float32, so that what is tested is not the
+        # product's rounding.
         hidden, weight = (
             (torch.randn(rows, self.width, dtype=torch.float64, generator=draw) * 8).round() / 8
             for rows in (self.num_tokens, words)
         )
         hidden[:, -1] = 1
-        signs = {"none": 0.0, "high": 1.0, "low": -1.0, "both": torch.randint(0, 2, (words,), generator=draw) * 2.0 - 1}
+        signs = {
+            "none": 0.0,
+            "high": 1.0,
+            "low": -1.0,
+            "both": torch.randint(0, 2, (words,), generator=draw) * 2.0 - 1,
+        }
         weight[:, -1] = 1e4 * torch.as_tensor(signs[self.offset], dtype=torch.float64)
         if self.masked:
             masked = torch.rand(words, generator=draw) < 0.5
@@ -110,10 +131,13 @@ class Case:
         upstream = torch.randn(2, self.num_tokens, dtype=torch.float64, generator=draw)
         self.tensors = hidden, weight, targets, upstream
 
-    def evaluate(self, function: Callable[..., Any], dtype: torch.dtype, rows: slice = slice(None)) -> list[torch.Tensor]:
+    def evaluate(
+        self, function: Callable[..., Any], dtype: torch.dtype, rows: slice = slice(None)
+    ) -> list[torch.Tensor]:
         """Log-probs, entropies and the gradients of hidden and of these rows of weight.
 
-        Of hidden's gradient the last column is left out: there 0 meets -inf, and 1e4 multiplies what should cancel.
+        Of hidden's gradient the last column is left out: there 0 meets -inf, and 1e4 multiplies
+        what should cancel.
         """
         hidden, weight, targets, upstream = self.tensors
         h, w = hidden.to(dtype).requires_grad_(), weight[rows].to(dtype).requires_grad_()
@@ -129,7 +153,9 @@ class Case:
         def body(rank: int) -> list[torch.Tensor]:
             shard = shards[rank]
             rows = slice(shard.first, shard.first + self.sizes[rank])
-            return self.evaluate(lambda *inputs: fused.linear_logprobs(*inputs, shard=shard), dtype, rows)
+            return self.evaluate(
+                lambda *inputs: fused.linear_logprobs(*inputs, shard=shard), dtype, rows
+            )
 
         found = ranks.run(body)
         weight = torch.cat([of_rank[3] for of_rank in found])
@@ -137,12 +163,16 @@ class Case:
 
 
 def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
-    for name, a, b in zip(("log-prob", "entropy", "grad of hidden", "grad of weight"), found, wanted, strict=True):
+    for name, a, b in zip(
+        ("log-prob", "entropy", "grad of hidden", "grad of weight"), found, wanted, strict=True
+    ):
         assert a.shape == b.shape, name
         finite = b.isfinite()
         assert torch.equal(a[~finite].double(), b[~finite]), name
         difference = (a.double() - b)[finite].abs()
-        assert not difference.numel() or (difference / b[finite].abs().clamp_min(1)).max() < tolerance, name
+        assert (
+            not difference.numel() or (difference / b[finite].abs().clamp_min(1)).max() < tolerance
+        ), name
 
 
 @pytest.fixture
@@ -181,7 +211,8 @@ def test_any_cut_equals_the_plain_formula(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    # A temperature that is no power of two rounds logits of 1e4 by 1e-3: no formula could be near then.
+    # A temperature that is no power of two rounds logits of 1e4 by 1e-3: no formula could be near
+    # then.
     temperature = power if offset == "none" else 2.0 ** round(3 * (power - 1))
     case = Case(sizes, num_tokens, temperature, offset, masked, seed)
     wanted = case.evaluate(dense_logprobs, torch.float64)
@@ -193,21 +224,28 @@ def test_any_cut_equals_the_plain_formula(
     for of_rank in found:
         assert_close(of_rank, wanted, TOLERANCE[dtype])
         for mine, first in zip(of_rank[:3], found[0][:3], strict=True):
-            assert torch.equal(mine.nan_to_num(), first.nan_to_num())  # to the bit the same on every rank
+            assert torch.equal(
+                mine.nan_to_num(), first.nan_to_num()
+            )  # to the bit the same on every rank
     assert_close(whole, wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_values_of_any_size_equal_dense(chunk_rows: Any, rows: int, temperature: float, dtype: torch.dtype) -> None:
+def test_values_of_any_size_equal_dense(
+    chunk_rows: Any, rows: int, temperature: float, dtype: torch.dtype
+) -> None:
     chunk_rows(rows, 50, dtype)
     case = Case([50], 13, temperature, width=16)
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(13, 16, dtype=torch.float64, generator=draw) * 3
     weight = torch.randn(50, 16, dtype=torch.float64, generator=draw)
     case.tensors = hidden, weight, *case.tensors[2:]
-    found, wanted = case.evaluate(fused.linear_logprobs, dtype), case.evaluate(dense_logprobs, torch.float64)
+    found, wanted = (
+        case.evaluate(fused.linear_logprobs, dtype),
+        case.evaluate(dense_logprobs, torch.float64),
+    )
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
     for a, b in zip(found, wanted, strict=True):
         assert ((a.double() - b).norm() / b.norm()) < tolerance
@@ -216,7 +254,10 @@ def test_values_of_any_size_equal_dense(chunk_rows: Any, rows: int, temperature:
 def test_bfloat16_is_as_near_as_its_logits_are() -> None:
     case = Case([20, 44], 33, 0.7)
     wanted = case.evaluate(dense_logprobs, torch.float64)
-    for found in (case.evaluate(fused.linear_logprobs, torch.bfloat16), *case.evaluate_cut(torch.bfloat16)[0]):
+    for found in (
+        case.evaluate(fused.linear_logprobs, torch.bfloat16),
+        *case.evaluate_cut(torch.bfloat16)[0],
+    ):
         assert [x.dtype for x in found] == [torch.float32] * 2 + [torch.bfloat16] * 2
         assert_close(found, wanted, 0.1)
 
@@ -237,7 +278,9 @@ def test_gradcheck_of_hidden_on_every_rank_of_a_cut() -> None:
     def body(rank: int) -> bool:
         mine = weight[shards[rank].first :][: sizes[rank]]
         copy = hidden.clone().requires_grad_()
-        return torch.autograd.gradcheck(lambda h: fused.linear_logprobs(h, mine, targets, 0.7, shards[rank]), (copy,))
+        return torch.autograd.gradcheck(
+            lambda h: fused.linear_logprobs(h, mine, targets, 0.7, shards[rank]), (copy,)
+        )
 
     assert ranks.run(body) == [True] * 3
 
@@ -263,7 +306,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         found = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.numel = max([self.numel, *found])
@@ -286,7 +331,12 @@ def test_impossible_tokens_are_finite() -> None:
     weight = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
     logp, entropy = fused.linear_logprobs(hidden, weight, torch.tensor([0]), 1.0)
     (logp + entropy).sum().backward()
-    assert logp.item() == 0 and entropy.item() == 0 and hidden.grad is not None and torch.isfinite(hidden.grad).all()
+    assert (
+        logp.item() == 0
+        and entropy.item() == 0
+        and hidden.grad is not None
+        and torch.isfinite(hidden.grad).all()
+    )
 
 
 def test_no_tokens() -> None:
@@ -307,7 +357,10 @@ def test_a_target_outside_the_vocabulary_is_found(target: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    nothing, shard = torch.zeros(3, dtype=torch.int64), fused.VocabularyShard(0, 5, torch.neg_, torch.neg_)
+    nothing, shard = (
+        torch.zeros(3, dtype=torch.int64),
+        fused.VocabularyShard(0, 5, torch.neg_, torch.neg_),
+    )
     for hidden, weight, match, more in [
         (torch.zeros(3, 4), torch.zeros(6, 5), "do not fit", {}),
         (torch.zeros(3, 4), torch.zeros(6, 4).double(), "do not fit", {}),

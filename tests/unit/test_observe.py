@@ -1,4 +1,6 @@
-"""What a run writes down comes back as it was, is not doubled on resume, and makes a page whatever the model wrote."""
+"""What a run writes down comes back as it was, is not doubled on resume, and makes a page whatever
+the model wrote.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from megarl.types import StepReport
 
 QUIET = ObserveConfig(tensorboard=False, progress=False)
 WEIRD = (
-    'a</pre><script>alert(1)</script><img src=x onerror=alert(2)> "quoted" & \x00\x1b[31m \u202e \ud83d 你好 🎉 ﷽\r\n\u2028end'
+    'a</pre><script>alert(1)</script><img src=x onerror=alert(2)> "quoted" & \x00\x1b[31m \u202e'
+    " \ud83d 你好 🎉 ﷽\r\n\u2028end"
 )
 
 
@@ -49,19 +52,32 @@ def numbers(step: int, total: int) -> dict[str, float]:
 
 
 def answer(correct: bool, prompt: str = "347+589=", response: str = "#936") -> dict[str, Any]:
-    return {"prompt": prompt, "answer": "936", "response": response, "correct": correct, "reward": 1.0, "tokens": 5}
+    return {
+        "prompt": prompt,
+        "answer": "936",
+        "response": response,
+        "correct": correct,
+        "reward": 1.0,
+        "tokens": 5,
+    }
 
 
 def write_run(folder: Path, steps: int, *, evaluated: bool = True) -> None:
     with Observer(QUIET, folder, total_steps=steps) as observer:
         if evaluated:
-            observer.evaluation(0, {"eval/accuracy": 0.174, "eval/length/mean": 18.0}, [answer(False)])
-            observer.evaluation(0, {"eval_sampled/accuracy": 0.2}, [answer(True, response="sampled")])
+            observer.evaluation(
+                0, {"eval/accuracy": 0.174, "eval/length/mean": 18.0}, [answer(False)]
+            )
+            observer.evaluation(
+                0, {"eval_sampled/accuracy": 0.2}, [answer(True, response="sampled")]
+            )
         for step in range(steps):
             observer.step(StepReport(step, numbers(step, steps)))
         if evaluated:
             observer.evaluation(
-                steps, {"eval/accuracy": 0.994, "eval/length/mean": 31.5}, [answer(True, response="7+9+0=16#936")]
+                steps,
+                {"eval/accuracy": 0.994, "eval/length/mean": 31.5},
+                [answer(True, response="7+9+0=16#936")],
             )
 
 
@@ -93,7 +109,10 @@ class Page(HTMLParser):
             self.text += data
 
     def count(self, tag: str, name: str = "") -> int:
-        return sum(t == tag and (not name or name in (attrs.get("class") or "").split()) for t, attrs in self.seen)
+        return sum(
+            t == tag and (not name or name in (attrs.get("class") or "").split())
+            for t, attrs in self.seen
+        )
 
 
 def page_of(folder: Path, title: str = "A run") -> Page:
@@ -128,14 +147,23 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
 
 
 def test_evaluation_names_are_checked(tmp_path: Path) -> None:
-    with Observer(QUIET, tmp_path, total_steps=1) as observer, pytest.raises(ValueError, match="accuracy"):
+    with (
+        Observer(QUIET, tmp_path, total_steps=1) as observer,
+        pytest.raises(ValueError, match="accuracy"),
+    ):
         observer.evaluation(0, {"accuracy": 1.0}, [])
 
 
-def test_progress_without_a_terminal_is_a_few_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_is_a_few_plain_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Observer(ObserveConfig(tensorboard=False), tmp_path, total_steps=50) as observer:
         for step in range(50):
-            observer.step(StepReport(step, {"loss": 1.5, "tokens/trained_per_s": 25000.0, "learning_rate": 1e-4}))
+            observer.step(
+                StepReport(
+                    step, {"loss": 1.5, "tokens/trained_per_s": 25000.0, "learning_rate": 1e-4}
+                )
+            )
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert captured.out == ""
@@ -148,7 +176,9 @@ def test_progress_on_a_terminal_is_a_bar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with Observer(ObserveConfig(tensorboard=False), tmp_path, total_steps=3, first_step=1) as observer:
+    with Observer(
+        ObserveConfig(tensorboard=False), tmp_path, total_steps=3, first_step=1
+    ) as observer:
         for step in (1, 2):
             observer.step(StepReport(step, numbers(step, 3)))
         observer.evaluation(3, {"eval/accuracy": 0.5}, [])
@@ -217,10 +247,17 @@ def test_summary_of_no_run(tmp_path: Path) -> None:
 def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=3) as observer:
         for step in range(4):
-            observer.evaluation(step, {"eval/accuracy": 0.5}, [answer(True, response=f"greedy {step}")])
-            observer.evaluation(step, {"eval_sampled/accuracy": 0.5}, [answer(True, response="sampled")])
-    held = [[one["response"] for one in evaluation.transcripts] for evaluation in read_run(tmp_path).evaluations]
-    assert held == [["greedy 0"], [], [], ["greedy 3"]]
+            observer.evaluation(
+                step, {"eval/accuracy": 0.5}, [answer(True, response=f"greedy {step}")]
+            )
+            observer.evaluation(
+                step, {"eval_sampled/accuracy": 0.5}, [answer(True, response="sampled")]
+            )
+    owned = [
+        [one["response"] for one in evaluation.transcripts]
+        for evaluation in read_run(tmp_path).evaluations
+    ]
+    assert owned == [["greedy 0"], [], [], ["greedy 3"]]
 
 
 # Charts and report
@@ -244,12 +281,15 @@ def test_gather_means_and_largest() -> None:
 
 
 def test_smooth_is_the_mean_of_the_neighbours() -> None:
-    np.testing.assert_allclose(charts.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0])
+    np.testing.assert_allclose(
+        charts.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
+    )
     np.testing.assert_allclose(charts.smooth(np.array([2.0]), 1), [2.0])
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (-1, 1), (0, 0), (3, 3), (-7.3, 1234), (1e-9, 2e-9), (0, 1e-9), (1e6, 1e6 + 1)]
+    ("low", "high"),
+    [(0, 1), (-1, 1), (0, 0), (3, 3), (-7.3, 1234), (1e-9, 2e-9), (0, 1e-9), (1e6, 1e6 + 1)],
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
@@ -261,10 +301,32 @@ def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert [charts.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == ["0%", "17.4%", "99.4%", "100%", "0.05%"]
-    assert [charts.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == ["0", "31.5", "−0.5", "20.3k", "1k", "10M"]  # noqa: RUF001
-    assert [charts.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == ["3.1×10⁻⁵", "10⁻⁴", "−2×10⁻⁶"]  # noqa: RUF001
-    assert [charts.duration(x) for x in (0.987, 45.2, 84, 7500)] == ["0.987 s", "45 s", "1 min 24 s", "2 h 5 min"]
+    assert [charts.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == [
+        "0%",
+        "17.4%",
+        "99.4%",
+        "100%",
+        "0.05%",
+    ]
+    assert [charts.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == [
+        "0",
+        "31.5",
+        "−0.5",
+        "20.3k",
+        "1k",
+        "10M",
+    ]  # noqa: RUF001
+    assert [charts.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == [
+        "3.1×10⁻⁵",
+        "10⁻⁴",
+        "−2×10⁻⁶",
+    ]  # noqa: RUF001
+    assert [charts.duration(x) for x in (0.987, 45.2, 84, 7500)] == [
+        "0.987 s",
+        "45 s",
+        "1 min 24 s",
+        "2 h 5 min",
+    ]
 
 
 def test_report_has_everything(tmp_path: Path) -> None:
@@ -290,9 +352,15 @@ def test_report_has_everything(tmp_path: Path) -> None:
 def test_report_loads_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     page = page_of(tmp_path)
-    assert not [attrs for _, attrs in page.seen if {"src", "href", "srcset", "onerror", "onload"} & set(attrs)]
+    assert not [
+        attrs
+        for _, attrs in page.seen
+        if {"src", "href", "srcset", "onerror", "onload"} & set(attrs)
+    ]
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
-    policies = [attrs["content"] for tag, attrs in page.seen if tag == "meta" and "http-equiv" in attrs]
+    policies = [
+        attrs["content"] for tag, attrs in page.seen if tag == "meta" and "http-equiv" in attrs
+    ]
     assert len(policies) == 1
     assert "default-src 'none'" in (policies[0] or "")
 
@@ -301,7 +369,9 @@ def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=1) as observer:
         observer.step(StepReport(0, {WEIRD: 1.0, "accuracy": 0.5}))
         for step in (0, 1):
-            observer.evaluation(step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}])
+            observer.evaluation(
+                step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}]
+            )
     (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
     page = page_of(tmp_path, WEIRD)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -331,23 +401,40 @@ def test_report_of_thousands_of_steps_stays_small(tmp_path: Path) -> None:
 def test_report_of_supervised_training(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=30) as observer:
         for step in range(30):
-            values = {"loss": 3 / (1 + step), "tokens/trained_per_s": 25e3, "learning_rate": 3e-3, "grad_norm": math.nan}
+            values = {
+                "loss": 3 / (1 + step),
+                "tokens/trained_per_s": 25e3,
+                "learning_rate": 3e-3,
+                "grad_norm": math.nan,
+            }
             observer.step(StepReport(step, values))
     page = page_of(tmp_path)
     assert page.count("figure", "wide") == 1
-    assert page.count("figure", "chart") == 3  # loss, throughput, learning rate; the norm was never finite
+    assert (
+        page.count("figure", "chart") == 3
+    )  # loss, throughput, learning rate; the norm was never finite
     assert "Accuracy" not in page.text
 
 
 def test_report_shows_training_groups_where_nothing_was_evaluated(tmp_path: Path) -> None:
     rollouts = [
-        {"response": f"#93{i}", "reward": float(i), "correct": i > 0, "tokens": 5, "finish": "stop", "versions": [[0, 5]]}
+        {
+            "response": f"#93{i}",
+            "reward": float(i),
+            "correct": i > 0,
+            "tokens": 5,
+            "finish": "stop",
+            "versions": [[0, 5]],
+        }
         for i in range(2)
     ]
     with Observer(QUIET, tmp_path, total_steps=3) as observer:
         for step in range(3):
             observer.step(StepReport(step, {"accuracy": 0.5}))
-            observer.transcripts(step, [{"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}])
+            observer.transcripts(
+                step,
+                [{"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}],
+            )
     page = page_of(tmp_path)
     assert page.count("article", "problem") == 2
     assert "p0" in page.text

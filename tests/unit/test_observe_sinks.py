@@ -23,13 +23,29 @@ WEIRD = 'a</pre> "quoted" & \x00\x1b[31m \u202e \ud83d 你好 🎉\r\n\u2028end'
 def test_metrics_file_round_trip(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "deep" / "metrics.jsonl")
     file.write(
-        0, {"a": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.5), "text": WEIRD, "list": [math.nan]}
+        0,
+        {
+            "a": 0.1 + 0.2,
+            "nan": math.nan,
+            "inf": -math.inf,
+            "numpy": np.float32(0.5),
+            "text": WEIRD,
+            "list": [math.nan],
+        },
     )
     # Flushed, and strict JSON, before it is closed.
     line = (tmp_path / "deep" / "metrics.jsonl").read_text(encoding="utf-8")
     record = json.loads(line, parse_constant=lambda name: pytest.fail(name))
     file.close()
-    assert record == {"step": 0, "a": 0.1 + 0.2, "nan": None, "inf": None, "numpy": 0.5, "text": WEIRD, "list": [None]}
+    assert record == {
+        "step": 0,
+        "a": 0.1 + 0.2,
+        "nan": None,
+        "inf": None,
+        "numpy": 0.5,
+        "text": WEIRD,
+        "list": [None],
+    }
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
@@ -44,7 +60,9 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     resumed = MetricsFile(path, keep_until_step=3)
     resumed.write(4, {"x": -1.0})
     resumed.close()
-    assert path.read_bytes().splitlines(keepends=True)[:4] == before[:4]  # what stays is the same to the byte
+    assert (
+        path.read_bytes().splitlines(keepends=True)[:4] == before[:4]
+    )  # what stays is the same to the byte
     assert [record["step"] for record in read_records(path)] == [0, 1, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -72,18 +90,29 @@ def test_tensorboard_reads_back_without_doubles(tmp_path: Path) -> None:
             observer.step(StepReport(step, {"loss": 10.0 * step}))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 30),
+        (4, 40),
+        (5, 50),
+    ]
     assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(3, 0.25)]
     assert "nan" not in events.Tags()["scalars"]
 
 
-def test_tensorboard_missing_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_missing_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install tensorboard.*observe\.tensorboard"):
         TensorBoardSink(tmp_path)
 
 
-def test_wandb_missing_says_what_to_do_and_touches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_missing_says_what_to_do_and_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     MetricsFile(tmp_path / "metrics.jsonl").write(5, {})
     with pytest.raises(ValueError, match=r"'mine'.*pip install wandb"):
@@ -93,11 +122,18 @@ def test_wandb_missing_says_what_to_do_and_touches_nothing(monkeypatch: pytest.M
 
 def test_wandb_is_given_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    run = types.SimpleNamespace(log=lambda metrics, step: calls.append((step, metrics)), finish=lambda: calls.append("finish"))
+    run = types.SimpleNamespace(
+        log=lambda metrics, step: calls.append((step, metrics)),
+        finish=lambda: calls.append("finish"),
+    )
     fake = types.ModuleType("wandb")
     fake.init = lambda **how: calls.append(how) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = WandbSink("mine", {"seed": 5}, name="run-5")
     sink.write(2, {"loss": 1.0})
     sink.close()
-    assert calls == [{"project": "mine", "config": {"seed": 5}, "name": "run-5"}, (2, {"loss": 1.0}), "finish"]
+    assert calls == [
+        {"project": "mine", "config": {"seed": 5}, "name": "run-5"},
+        (2, {"loss": 1.0}),
+        "finish",
+    ]

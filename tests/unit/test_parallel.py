@@ -33,7 +33,10 @@ def test_groups_are_the_slices_of_the_grid(data: int, sequence: int, tensor: int
 
 def test_resolve_fills_in_data_and_refuses_what_does_not_match() -> None:
     assert resolve(data=0, sequence=2, tensor=2, num_ranks=8) == Layout(2, 2, 2)
-    with pytest.raises(ValueError, match=r"tensor 2 = 16 ranks, but this run has 8; set training\.layout\.data to 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"tensor 2 = 16 ranks, but this run has 8; set training\.layout\.data to 1",
+    ):
         resolve(data=2, sequence=4, tensor=2, num_ranks=8)
     with pytest.raises(ValueError, match="does not divide 6 ranks"):
         resolve(data=0, sequence=4, tensor=1, num_ranks=6)
@@ -51,7 +54,9 @@ def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) ->
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(50, 400))
-def test_rows_keep_to_the_budget_and_are_equally_many(lengths: list[int], parts: int, budget: int) -> None:
+def test_rows_keep_to_the_budget_and_are_equally_many(
+    lengths: list[int], parts: int, budget: int
+) -> None:
     dealt = [[lengths[i] for i in rank] for rank in balance.split(lengths, parts)]
     packed = balance.rows_in_step(dealt, budget)
     assert len({len(rows) for rows in packed}) == 1

@@ -1,4 +1,6 @@
-"""Prompts and demonstrations: rows become tokens before the run starts, and what is wrong with one is said with its line."""
+"""Prompts and demonstrations: rows become tokens before the run starts, and what is wrong with one
+is said with its line.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.contracts import PromptSource
-from megarl.prompts.config import DemonstrationsConfig, PromptsConfig
-from megarl.prompts.demonstrations import load_demonstrations
-from megarl.prompts.rows import READERS, Order
-from megarl.prompts.source import load_prompts
+from megarl.data.config import DemonstrationsConfig, PromptsConfig
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.rows import READERS, Order
+from megarl.data.source import load_prompts
+from megarl.rollout.service import PromptSource
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
@@ -30,19 +32,29 @@ TEMPLATE = (
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "extra": {"level": n}} for n in range(10, 17)]
 
 
-def byte_tokenizer(*, template: str | None = TEMPLATE, around: str | None = None) -> PreTrainedTokenizerFast:
-    """One id a byte; `around` is what the tokenizer itself puts around a text, such as '<bos> $A <eos>'."""
+def byte_tokenizer(
+    *, template: str | None = TEMPLATE, around: str | None = None
+) -> PreTrainedTokenizerFast:
+    """One id a byte; `around` is what the tokenizer itself puts around a text, such as '<bos> $A
+    <eos>'.
+    """
     special = ["<pad>", "<bos>", "<eos>"]
-    vocabulary = {token: n for n, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: n for n, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     fast = Tokenizer(models.BPE(vocabulary, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    fast.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     if around:
         fast.post_processor = processors.TemplateProcessing(
             single=around, special_tokens=[(token, vocabulary[token]) for token in special]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
     made.chat_template = template
     return made
 
@@ -114,11 +126,30 @@ def test_each_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_order_is_the_same_on_every_version() -> None:
-    assert [Order(7, seed=1, shuffle=True).row(n) for n in range(14)] == [5, 3, 0, 4, 2, 6, 1, 5, 2, 3, 4, 1, 0, 6]
+    assert [Order(7, seed=1, shuffle=True).row(n) for n in range(14)] == [
+        5,
+        3,
+        0,
+        4,
+        2,
+        6,
+        1,
+        5,
+        2,
+        3,
+        4,
+        1,
+        0,
+        6,
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), asked=st.lists(st.integers(0, 10**6), max_size=20))
+@given(
+    num_rows=st.integers(1, 50),
+    seed=st.integers(0, 2**31 - 1),
+    asked=st.lists(st.integers(0, 10**6), max_size=20),
+)
 def test_order_is_a_pure_function(num_rows: int, seed: int, asked: list[int]) -> None:
     order = Order(num_rows, seed=seed, shuffle=True)
     first = [order.row(ordinal) for ordinal in asked]
@@ -130,25 +161,45 @@ def test_order_is_a_pure_function(num_rows: int, seed: int, asked: list[int]) ->
     ("around", "before"),
     [(None, []), ("<bos> $A", [BOS]), ("$A <eos>", []), ("<bos> $A <eos>", [BOS])],
 )
-def test_a_prompt_starts_as_the_tokenizer_says_and_never_ends(around: str | None, before: list[int], tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "1"}, {"prompt": "ab<eos>", "answer": "1"}])
+def test_a_prompt_starts_as_the_tokenizer_says_and_never_ends(
+    around: str | None, before: list[int], tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "ab", "answer": "1"}, {"prompt": "ab<eos>", "answer": "1"}],
+    )
     first, second = prompts(file, tokenizer=byte_tokenizer(around=around))
     plain = TOKENIZER("ab").input_ids
     assert first.token_ids == [*before, *plain]
-    assert second.token_ids[: len(before) + 3] == [*before, *plain, EOS], "an end that stands in the text is the user's"
+    assert second.token_ids[: len(before) + 3] == [
+        *before,
+        *plain,
+        EOS,
+    ], "an end that stands in the text is the user's"
 
 
 def test_chat_columns_and_the_template(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "two"}]
-    file = write(tmp_path / "rows.parquet", [{"prompt": chat, "reward_model": {"ground_truth": "2"}}])
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "two"},
+    ]
+    file = write(
+        tmp_path / "rows.parquet", [{"prompt": chat, "reward_model": {"ground_truth": "2"}}]
+    )
     read = {
         "template": "chat",
         "answer_column": "reward_model.ground_truth",
         "tokenizer": byte_tokenizer(around="<bos> $A <eos>"),
     }
     (prompt,) = prompts(file, **read, system="brief", instruction="Go.")
-    assert prompt.text == "<|system|>brief<eos><|user|>one<eos><|assistant|>1<eos><|user|>two\nGo.<eos><|assistant|>"
-    assert prompt.token_ids == TOKENIZER(prompt.text).input_ids, "the template's special tokens, and no others"
+    assert (
+        prompt.text
+        == "<|system|>brief<eos><|user|>one<eos><|assistant|>1<eos><|user|>two\nGo.<eos><|assistant|>"
+    )
+    assert prompt.token_ids == TOKENIZER(prompt.text).input_ids, (
+        "the template's special tokens, and no others"
+    )
     assert prompt.answer == "2"
     assert prompt.fields["prompt"] == chat, "the row itself stays as it was"
     text = write(tmp_path / "text.jsonl", [{"prompt": "two", "answer": 2}])
@@ -156,15 +207,23 @@ def test_chat_columns_and_the_template(tmp_path: Path) -> None:
     assert prompt.text == "<|user|>two<eos><|assistant|>"
     (prompt,) = prompts(text, instruction="Go.")
     assert prompt.text == "two\nGo."
-    with pytest.raises(ValueError, match=r"row 0.*is a chat, but prompts\.template is 'none'; set it to 'chat'"):
+    with pytest.raises(
+        ValueError, match=r"row 0.*is a chat, but prompts\.template is 'none'; set it to 'chat'"
+    ):
         prompts(file, answer_column="reward_model.ground_truth")
     with pytest.raises(ValueError, match=r"has no chat template; set prompts.template to 'none'"):
         prompts(file, **{**read, "tokenizer": byte_tokenizer(template=None)})
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
-    file = write(tmp_path / "own.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[:1], "answer": "1"}])
-    with pytest.raises(ValueError, match=r"line 1.*a system message of its own; remove prompts.system"):
+    file = write(
+        tmp_path / "own.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[:1], "answer": "1"}]
+    )
+    with pytest.raises(
+        ValueError, match=r"line 1.*a system message of its own; remove prompts.system"
+    ):
         prompts(file, template="chat", system="brief")
-    with pytest.raises(ValueError, match=r"line 2.*no user message to append prompts.instruction to"):
+    with pytest.raises(
+        ValueError, match=r"line 2.*no user message to append prompts.instruction to"
+    ):
         prompts(file, template="chat", instruction="Go.")
     file = write(tmp_path / "broken.jsonl", [{"prompt": [{"role": "user"}], "answer": "1"}])
     with pytest.raises(ValueError, match=r"neither a text nor a chat.*set prompts\.prompt_column"):
@@ -172,9 +231,14 @@ def test_chat_columns_and_the_template(tmp_path: Path) -> None:
 
 
 def test_answers_after_a_marker(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "3 #### 4\n#### 1,234 "}, {"prompt": "q", "answer": "no"}])
+    file = write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "q", "answer": "3 #### 4\n#### 1,234 "}, {"prompt": "q", "answer": "no"}],
+    )
     assert prompts(file, answer_after="####", limit=1).at(0).answer == "1,234"
-    with pytest.raises(ValueError, match=r"line 2 .*does not contain prompts\.answer_after = '####'"):
+    with pytest.raises(
+        ValueError, match=r"line 2 .*does not contain prompts\.answer_after = '####'"
+    ):
         prompts(file, answer_after="####")
 
 
@@ -182,17 +246,35 @@ LINES = {
     "missing": (None, r"prompts\.source .*data\.jsonl does not exist; set it to a file"),
     "empty": ("", r"data\.jsonl is empty; set it to one with at least one row"),
     "blank lines only": ("\n\n", r"data\.jsonl is empty"),
-    "malformed": ('{"prompt": "a", "answer": "1"}\n\n{"prompt": \n', r"data\.jsonl, line 3: not JSON: .*mend the line"),
-    "not an object": ('{"prompt": "a", "answer": "1"}\n["a"]\n', r"data\.jsonl, line 2 is a list; make every line an object"),
+    "malformed": (
+        '{"prompt": "a", "answer": "1"}\n\n{"prompt": \n',
+        r"data\.jsonl, line 3: not JSON: .*mend the line",
+    ),
+    "not an object": (
+        '{"prompt": "a", "answer": "1"}\n["a"]\n',
+        r"data\.jsonl, line 2 is a list; make every line an object",
+    ),
     "no prompt": (
         '\n{"question": "a", "answer": "1"}',
-        r"line 2 \(row 0.*no column 'prompt'; set prompts\.prompt_column to one of: question, answer",
+        (
+            r"line 2 \(row 0.*no column 'prompt'; set prompts\.prompt_column to one of: question,"
+            r" answer"
+        ),
     ),
     "null": ('{"prompt": null, "answer": "1"}', r"line 1 .*column 'prompt' is null"),
-    "number": ('{"prompt": {"a": 1}, "answer": "1"}', r"line 1 .*the prompt is an object, not a text"),
+    "number": (
+        '{"prompt": {"a": 1}, "answer": "1"}',
+        r"line 1 .*the prompt is an object, not a text",
+    ),
     "no tokens": ('{"prompt": "", "answer": "1"}', r"line 1 .*the prompt has no tokens"),
-    "empty answer": ('{"prompt": "a", "answer": " "}', r"line 1 .*the answer \(column 'answer'\) is empty"),
-    "list answer": ('{"prompt": "a", "answer": ["1"]}', r"line 1 .*the answer .* is a list, not a text"),
+    "empty answer": (
+        '{"prompt": "a", "answer": " "}',
+        r"line 1 .*the answer \(column 'answer'\) is empty",
+    ),
+    "list answer": (
+        '{"prompt": "a", "answer": ["1"]}',
+        r"line 1 .*the answer .* is a list, not a text",
+    ),
     "too long": (
         '{"prompt": "a", "answer": "1"}\n{"prompt": "123456789", "answer": "1"}',
         r"line 2 \(row 1.*has 9 tokens, but prompts\.max_prompt_tokens is 8; set it to at least 9",
@@ -211,9 +293,14 @@ def test_what_is_wrong_with_a_row_is_said_with_its_line(case: str, tmp_path: Pat
 
 def test_nested_columns_and_other_formats_say_what_is_wrong(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"no column 'extra\.depth'; set prompts\.answer_column to one of: extra\.level"):
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'extra\.depth'; set prompts\.answer_column to one of: extra\.level",
+    ):
         prompts(file, answer_column="extra.depth")
-    with pytest.raises(ValueError, match=r"no column 'answer\.value'.*answer \(it has no columns inside\)"):
+    with pytest.raises(
+        ValueError, match=r"no column 'answer\.value'.*answer \(it has no columns inside\)"
+    ):
         prompts(file, answer_column="answer.value")
     (tmp_path / "lines.json").write_text('{"a": 1}\n{"a": 2}')
     with pytest.raises(ValueError, match=r"lines\.json, line 2: not JSON.*must be named \.jsonl"):
@@ -222,10 +309,14 @@ def test_nested_columns_and_other_formats_say_what_is_wrong(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"one\.json holds an object; make it a list"):
         prompts(str(tmp_path / "one.json"))
     (tmp_path / "mixed.json").write_text('[{"a": 1}, 5]')
-    with pytest.raises(ValueError, match=r"mixed\.json, row 1 \(from 0\) is 5; make every row an object"):
+    with pytest.raises(
+        ValueError, match=r"mixed\.json, row 1 \(from 0\) is 5; make every row an object"
+    ):
         prompts(str(tmp_path / "mixed.json"))
     (tmp_path / "short.csv").write_text('prompt,answer\n"a\nb",1\nc\n')
-    with pytest.raises(ValueError, match=r"short\.csv, line 4 has 1 values for the 2 columns prompt, answer"):
+    with pytest.raises(
+        ValueError, match=r"short\.csv, line 4 has 1 values for the 2 columns prompt, answer"
+    ):
         prompts(str(tmp_path / "short.csv"))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"bad\.parquet is not parquet"):
@@ -234,26 +325,35 @@ def test_nested_columns_and_other_formats_say_what_is_wrong(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"latin\.csv is not UTF-8 \(byte 14"):
         prompts(str(tmp_path / "latin.csv"))
     (tmp_path / "rows.xml").write_text("<a/>")
-    with pytest.raises(ValueError, match=r"ends in '\.xml', but known files end in \.json, \.jsonl, \.parquet, \.csv"):
+    with pytest.raises(
+        ValueError,
+        match=r"ends in '\.xml', but known files end in \.json, \.jsonl, \.parquet, \.csv",
+    ):
         prompts(str(tmp_path / "rows.xml"))
 
 
 def test_an_absent_hub_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"prompts\.source 'nobody/nothing' is neither a file.*hub did not answer"):
+    with pytest.raises(
+        ValueError, match=r"prompts\.source 'nobody/nothing' is neither a file.*hub did not answer"
+    ):
         prompts("nobody/nothing")
     assert time.monotonic() - started < 10
 
 
 def demonstrations(source: str, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Any:
-    return load_demonstrations(DemonstrationsConfig(source=source, shuffle=False, **changes), tokenizer, seed=1)
+    return load_demonstrations(
+        DemonstrationsConfig(source=source, shuffle=False, **changes), tokenizer, seed=1
+    )
 
 
 @pytest.mark.parametrize("around", [None, "<bos> $A <eos>"])
 def test_a_response_ends_once(around: str | None, tmp_path: Path) -> None:
     rows = [{"prompt": "a=", "response": "b"}, {"prompt": "a=", "response": "b<eos>"}]
-    made = demonstrations(write(tmp_path / "rows.jsonl", rows), tokenizer=byte_tokenizer(around=around))
+    made = demonstrations(
+        write(tmp_path / "rows.jsonl", rows), tokenizer=byte_tokenizer(around=around)
+    )
     assert len(made) == 2
     for ordinal in range(4):
         one = made.at(ordinal)
@@ -263,21 +363,37 @@ def test_a_response_ends_once(around: str | None, tmp_path: Path) -> None:
 
 
 def test_demonstrations_say_what_is_wrong(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cde"}])
-    with pytest.raises(ValueError, match=r"line 2 .*have 6 tokens, but demonstrations\.max_tokens is 5; set it to at least 6"):
+    file = write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cde"}],
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"line 2 .*have 6 tokens, but demonstrations\.max_tokens is 5; set it to at least 6",
+    ):
         demonstrations(file, max_tokens=5)
-    with pytest.raises(ValueError, match=r"set demonstrations\.response_column to one of: prompt, response"):
+    with pytest.raises(
+        ValueError, match=r"set demonstrations\.response_column to one of: prompt, response"
+    ):
         demonstrations(file, response_column="reply")
     with pytest.raises(ValueError, match=r"line 1 .*the response \(column 'response'\) is empty"):
         demonstrations(write(tmp_path / "empty.jsonl", [{"prompt": "ab", "response": ""}]))
     with pytest.raises(ValueError, match=r"demonstrations\.template to 'none'"):
         demonstrations(file, template="chat", tokenizer=byte_tokenizer(template=None))
-    chat = write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "response": "a"}])
-    assert TOKENIZER.decode(demonstrations(chat, template="chat").at(0).prompt_ids) == "<|user|>q<eos><|assistant|>"
+    chat = write(
+        tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "response": "a"}]
+    )
+    assert (
+        TOKENIZER.decode(demonstrations(chat, template="chat").at(0).prompt_ids)
+        == "<|user|>q<eos><|assistant|>"
+    )
 
 
 def test_twenty_thousand_rows_take_seconds(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "response": f"#{2 * n}"} for n in range(20_000)]
+    rows = [
+        {"prompt": f"{n}+{n}=", "answer": str(2 * n), "response": f"#{2 * n}"}
+        for n in range(20_000)
+    ]
     file = write(tmp_path / "rows.jsonl", rows)
     started = time.monotonic()
     assert len(prompts(file)) == len(demonstrations(file)) == 20_000
@@ -285,8 +401,17 @@ def test_twenty_thousand_rows_take_seconds(tmp_path: Path) -> None:
 
 
 def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) -> None:
-    rows = [{"prompt": p, "answer": str(n)} for n, p in enumerate(["1+1=", "2+2=", "1+1=", "3+3=", "2+2="])]
+    rows = [
+        {"prompt": p, "answer": str(n)}
+        for n, p in enumerate(["1+1=", "2+2=", "1+1=", "3+3=", "2+2="])
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = load_prompts(PromptsConfig(source=str(path), unique=True, shuffle=False), TOKENIZER, seed=0)
-    assert [(prompt.text, prompt.answer) for prompt in found] == [("1+1=", "0"), ("2+2=", "1"), ("3+3=", "3")]
+    found = load_prompts(
+        PromptsConfig(source=str(path), unique=True, shuffle=False), TOKENIZER, seed=0
+    )
+    assert [(prompt.text, prompt.answer) for prompt in found] == [
+        ("1+1=", "0"),
+        ("2+2=", "1"),
+        ("3+3=", "3"),
+    ]

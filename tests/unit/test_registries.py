@@ -6,11 +6,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from megarl.algorithms import config
-from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.corrections import CORRECTIONS
-from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.losses import AGGREGATIONS, LOSSES
+from megarl.objectives import config
+from megarl.objectives.advantages import ADVANTAGES
+from megarl.objectives.corrections import CORRECTIONS
+from megarl.objectives.kl import KL_ESTIMATORS
+from megarl.objectives.losses import AGGREGATIONS, LOSSES
 
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
     "advantages": (config.AdvantageName, ADVANTAGES, config.AlgorithmConfig, "advantage"),

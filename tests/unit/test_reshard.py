@@ -1,4 +1,6 @@
-"""The reshard plan on random models: each element once, where it belongs, for the fewest bytes and with even work."""
+"""The reshard plan on random models: each element once, where it belongs, for the fewest bytes and
+with even work.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,25 @@ from hypothesis import strategies as st
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
+from megarl.parallel.reshard.boxes import (
+    ZEROS,
+    Box,
+    Owned,
+    Piece,
+    empty_buffers,
+    fills,
+    scatter,
+    tiles,
+)
 from megarl.parallel.reshard.buckets import ALIGN, copies_of, make_buckets
-from megarl.parallel.reshard.pieces import ZEROS, Box, Held, Piece, empty_buffers, fills, scatter, tiles
+from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, apply, make_plan
-from megarl.parallel.reshard.table import WORDS_MULTIPLE, Row, engine_held, training_held, training_shards, whole_held
+from megarl.weight_sync.parameters import (
+    WORDS_MULTIPLE,
+    ParameterSpec,
+    engine_owned,
+    training_shards,
+)
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -34,97 +51,163 @@ Buffers = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a plan: what its ranks hold, and the same in numbers, cut with plain torch from whole tensors."""
+    """One end of a plan: what its ranks hold, and the same in numbers, cut with plain torch from
+    whole tensors.
+    """
 
     what: str
-    held: list[Held]
+    owned: list[Owned]
     by_hand: list[Buffers]
 
 
-def model_table(sizes: Sequence[int], experts: int, tied: bool, biases: bool, norms: bool) -> list[Row]:
-    """A decoder's tensors; with `norms` also a scalar and a tensor of three dimensions, which nobody cuts."""
+def model_table(
+    sizes: Sequence[int], experts: int, tied: bool, biases: bool, norms: bool
+) -> list[ParameterSpec]:
+    """A decoder's tensors; with `norms` also a scalar and a tensor of three dimensions, which
+    nobody cuts.
+    """
     layers, hidden, heads, key_heads, width, intermediate, vocabulary = sizes
     words = vocabulary, hidden
-    table = [Row("embed.weight", words, "words", "embed.weight")]
+    table = [ParameterSpec("embed.weight", words, "vocab", "embed.weight")]
     for number in range(layers):
         at = f"layers.{number}."
         for kind, more in (("weight", (hidden,)), ("bias", ()))[: 1 + biases]:
-            table.append(Row(f"{at}q.{kind}", (heads * width, *more), "outputs", f"{at}qkv.{kind}"))
+            table.append(
+                ParameterSpec(f"{at}q.{kind}", (heads * width, *more), "outputs", f"{at}qkv.{kind}")
+            )
             keys = key_heads * width, *more
-            table += [Row(f"{at}{name}.{kind}", keys, "keys", f"{at}qkv.{kind}", key_heads) for name in "kv"]
-        table.append(Row(f"{at}o.weight", (hidden, heads * width), "inputs", f"{at}o.weight"))
-        table.append(Row(f"{at}norm.weight", (hidden,), "whole", f"{at}norm.weight"))
+            table += [
+                ParameterSpec(f"{at}{name}.{kind}", keys, "kv_heads", f"{at}qkv.{kind}", key_heads)
+                for name in "kv"
+            ]
+        table.append(
+            ParameterSpec(f"{at}o.weight", (hidden, heads * width), "inputs", f"{at}o.weight")
+        )
+        table.append(ParameterSpec(f"{at}norm.weight", (hidden,), "whole", f"{at}norm.weight"))
         if norms:
-            table += [Row(f"{at}{name}_norm.weight", (width,), "whole", f"{at}{name}_norm.weight") for name in "qk"]
-            table += [Row(f"{at}scale", (), "whole", f"{at}scale"), Row(f"{at}conv", (3, 2, width), "whole", f"{at}conv")]
+            table += [
+                ParameterSpec(
+                    f"{at}{name}_norm.weight", (width,), "whole", f"{at}{name}_norm.weight"
+                )
+                for name in "qk"
+            ]
+            table += [
+                ParameterSpec(f"{at}scale", (), "whole", f"{at}scale"),
+                ParameterSpec(f"{at}conv", (3, 2, width), "whole", f"{at}conv"),
+            ]
         if experts:
-            table.append(Row(f"{at}router.weight", (experts, hidden), "whole", f"{at}router.weight"))
+            table.append(
+                ParameterSpec(
+                    f"{at}router.weight", (experts, hidden), "whole", f"{at}router.weight"
+                )
+            )
         for expert in range(max(1, experts)):
             mlp = f"{at}experts.{expert}" if experts else f"{at}mlp"
             for name in ("gate", "up"):
-                table.append(Row(f"{mlp}.{name}.weight", (intermediate, hidden), "outputs", f"{at}mlp.gate_up"))
-            table.append(Row(f"{mlp}.down.weight", (hidden, intermediate), "inputs", f"{at}mlp.down"))
-    table.append(Row("norm.weight", (hidden,), "whole", "norm.weight"))
-    return table if tied else [*table, Row("head.weight", words, "words", "head.weight")]
+                table.append(
+                    ParameterSpec(
+                        f"{mlp}.{name}.weight",
+                        (intermediate, hidden),
+                        "outputs",
+                        f"{at}mlp.gate_up",
+                    )
+                )
+            table.append(
+                ParameterSpec(
+                    f"{mlp}.down.weight", (hidden, intermediate), "inputs", f"{at}mlp.down"
+                )
+            )
+    table.append(ParameterSpec("norm.weight", (hidden,), "whole", "norm.weight"))
+    return table if tied else [*table, ParameterSpec("head.weight", words, "vocab", "head.weight")]
 
 
 @st.composite
-def tables(draw: st.DrawFn, tensor: int) -> list[Row]:
-    """A model that an engine of `tensor` ranks can cut, smaller than a slice or not; training may cut it unevenly."""
-    key_heads = draw(st.sampled_from([tensor // parts for parts in (1, 2, 4, 8) if tensor % parts == 0] + [2 * tensor]))
+def tables(draw: st.DrawFn, tensor: int) -> list[ParameterSpec]:
+    """A model that an engine of `tensor` ranks can cut, smaller than a slice or not; training may
+    cut it unevenly.
+    """
+    key_heads = draw(
+        st.sampled_from(
+            [tensor // parts for parts in (1, 2, 4, 8) if tensor % parts == 0] + [2 * tensor]
+        )
+    )
     heads = math.lcm(key_heads, tensor) * draw(st.integers(1, 2))
     layers, hidden, width, intermediate = (draw(st.integers(1, most)) for most in (3, 12, 3, 4))
-    sizes = layers, hidden, heads, key_heads, width, intermediate * tensor, 2 * draw(st.integers(0, 90)) + 1
-    return model_table(sizes, draw(st.sampled_from([0, 0, 1, 4])), *(draw(st.booleans()) for _ in range(3)))
+    sizes = (
+        layers,
+        hidden,
+        heads,
+        key_heads,
+        width,
+        intermediate * tensor,
+        2 * draw(st.integers(0, 90)) + 1,
+    )
+    return model_table(
+        sizes, draw(st.sampled_from([0, 0, 1, 4])), *(draw(st.booleans()) for _ in range(3))
+    )
 
 
 TENSORS = st.sampled_from([1, 2, 4, 8])
 LAYOUTS = st.builds(Layout, st.integers(1, 3), st.integers(1, 2), st.integers(1, 4))
 
 
-def whole_tensors(table: Sequence[Row]) -> Buffers:
+def whole_tensors(table: Sequence[ParameterSpec]) -> Buffers:
     """A number of its own for every element of the model, from 1: 0 is padding."""
     sizes = [math.prod(row.shape) for row in table]
     flat = torch.arange(1, sum(sizes) + 1).split(sizes)
     return {row.name: part.reshape(row.shape) for row, part in zip(table, flat, strict=True)}
 
 
-def training(table: Sequence[Row], layout: Layout, stage: int) -> Side:
+def training(table: Sequence[ParameterSpec], layout: Layout, stage: int) -> Side:
     whole, by_hand = whole_tensors(table), []
     for rank in range(layout.size):
         replica, tensor = divmod(rank, layout.tensor)
         buffers = {}
         for row in table:
-            cut = row.cut != "whole" and not (row.cut == "keys" and row.heads % layout.tensor)
-            parts = whole[row.name].tensor_split(layout.tensor, int(row.cut == "inputs")) if cut else [whole[row.name]]
+            cut = row.cut != "whole" and not (row.cut == "kv_heads" and row.heads % layout.tensor)
+            parts = (
+                whole[row.name].tensor_split(layout.tensor, int(row.cut == "inputs"))
+                if cut
+                else [whole[row.name]]
+            )
             mine = parts[tensor % len(parts)].contiguous().reshape(-1)
             length = -(-len(mine) // (layout.data * layout.sequence))
-            buffers[row.name] = mine[replica * length : (replica + 1) * length] if stage == 3 else mine
+            buffers[row.name] = (
+                mine[replica * length : (replica + 1) * length] if stage == 3 else mine
+            )
         by_hand.append(buffers)
-    held = training_held({row.name: row.shape for row in table}, training_shards(table, layout.tensor), layout, stage)
-    return Side(f"{layout}, ZeRO {stage}", held, by_hand)
+    owned = training_owned(
+        {row.name: row.shape for row in table}, training_shards(table, layout.tensor), layout, stage
+    )
+    return Side(f"{layout}, ZeRO {stage}", owned, by_hand)
 
 
-def engine(table: Sequence[Row], tensor: int, engines: int = 1) -> Side:
+def engine(table: Sequence[ParameterSpec], tensor: int, engines: int = 1) -> Side:
     whole, by_hand = whole_tensors(table), []
     for rank in range(tensor):
         parts: dict[str, list[torch.Tensor]] = {}
         for row in table:
             part = whole[row.name]
-            if row.cut == "keys":
-                part = part.unflatten(0, (row.heads, -1)).repeat_interleave(max(1, tensor // row.heads), 0)
-            if row.cut == "words":
-                part = torch.cat([part, part.new_zeros(-len(part) % WORDS_MULTIPLE, *part.shape[1:])])
+            if row.cut == "kv_heads":
+                part = part.unflatten(0, (row.heads, -1)).repeat_interleave(
+                    max(1, tensor // row.heads), 0
+                )
+            if row.cut == "vocab":
+                part = torch.cat(
+                    [part, part.new_zeros(-len(part) % WORDS_MULTIPLE, *part.shape[1:])]
+                )
             if row.cut != "whole":
                 part = part.tensor_split(tensor, int(row.cut == "inputs"))[rank]
             parts.setdefault(row.engine, []).append(part.reshape(-1))
         by_hand.append({name: torch.cat(found) for name, found in parts.items()})
-    return Side(f"{engines} engines of {tensor}", engine_held(table, tensor) * engines, by_hand * engines)
+    return Side(
+        f"{engines} engines of {tensor}", engine_owned(table, tensor) * engines, by_hand * engines
+    )
 
 
-def checkpoint(table: Sequence[Row]) -> Side:
+def checkpoint(table: Sequence[ParameterSpec]) -> Side:
     whole = {name: tensor.reshape(-1) for name, tensor in whole_tensors(table).items()}
-    return Side("Hugging Face", whole_held({row.name: row.shape for row in table}), [whole])
+    return Side("Hugging Face", whole_owned({row.name: row.shape for row in table}), [whole])
 
 
 @st.composite
@@ -136,26 +219,34 @@ def sides(draw: st.DrawFn) -> list[Side]:
     return [*made, engine(table, tensor, draw(st.integers(1, 3))), checkpoint(table)]
 
 
-ENDS = st.tuples(sides(), st.permutations(range(4))).map(lambda drawn: (drawn[0][drawn[1][0]], drawn[0][drawn[1][1]]))
+ENDS = st.tuples(sides(), st.permutations(range(4))).map(
+    lambda drawn: (drawn[0][drawn[1][0]], drawn[0][drawn[1][1]])
+)
 GRAINS = st.sampled_from([1, 5, 40, 2**20])
 
 
-def planned(source: Side, destination: Side, grain: int, local: Mapping[int, int] | None = None) -> Plan:
-    """A plan whose regions of more than `grain` elements are shared between replicas, as those of large models are."""
+def planned(
+    source: Side, destination: Side, grain: int, local: Mapping[int, int] | None = None
+) -> Plan:
+    """A plan whose regions of more than `grain` elements are shared between replicas, as those of
+    large models are.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "GRAIN", grain)
-        return make_plan(source.held, destination.held, local)
+        return make_plan(source.owned, destination.owned, local)
 
 
 def draw_local(data: st.DataObject, source: Side, destination: Side) -> dict[int, int]:
-    ranks = st.integers(0, len(source.held) - 1)
-    return data.draw(st.dictionaries(st.integers(0, len(destination.held) - 1), ranks))
+    ranks = st.integers(0, len(source.owned) - 1)
+    return data.draw(st.dictionaries(st.integers(0, len(destination.owned) - 1), ranks))
 
 
 def same(found: Sequence[Buffers], wanted: Sequence[Buffers]) -> bool:
     """Whether all ranks have the same buffers in the same order, to the bit."""
     return [list(buffers) for buffers in found] == [list(buffers) for buffers in wanted] and all(
-        torch.equal(mine[name], other[name]) for mine, other in zip(found, wanted, strict=True) for name in other
+        torch.equal(mine[name], other[name])
+        for mine, other in zip(found, wanted, strict=True)
+        for name in other
     )
 
 
@@ -163,40 +254,60 @@ def same(found: Sequence[Buffers], wanted: Sequence[Buffers]) -> bool:
 @given(found=sides())
 def test_what_ranks_hold_is_what_torch_cuts(found: list[Side]) -> None:
     flat = found[-1].by_hand[0]
-    whole = {piece.tensor: flat[piece.tensor].reshape(-1, piece.box.columns) for piece in found[-1].held[0].pieces}
+    whole = {
+        piece.tensor: flat[piece.tensor].reshape(-1, piece.box.columns)
+        for piece in found[-1].owned[0].pieces
+    }
     for side in found:
-        assert same([scatter(held, whole) for held in side.held], side.by_hand), side.what
-        assert [held.sizes for held in side.held] == [{k: len(v) for k, v in rank.items()} for rank in side.by_hand]
-        assert not any(fills(held) for held in side.held)
+        assert same([scatter(owned, whole) for owned in side.owned], side.by_hand), side.what
+        assert [owned.sizes for owned in side.owned] == [
+            {k: len(v) for k, v in rank.items()} for rank in side.by_hand
+        ]
+        assert not any(fills(owned) for owned in side.owned)
 
 
 @FEW
 @given(ends=ENDS, grain=GRAINS, data=st.data())
-def test_every_element_is_written_once_and_padding_never(ends: tuple[Side, Side], grain: int, data: st.DataObject) -> None:
+def test_every_element_is_written_once_and_padding_never(
+    ends: tuple[Side, Side], grain: int, data: st.DataObject
+) -> None:
     source, destination = ends
     plan = planned(source, destination, grain, draw_local(data, source, destination))
-    counts = [empty_buffers(held, torch.int64) for held in destination.held]
+    counts = [empty_buffers(owned, torch.int64) for owned in destination.owned]
     for copy in plan.copies:
         assert copy.taken.box == copy.put.box and copy.area > 0
         copy.put.view(counts[copy.destination][copy.put.buffer]).add_(1)
-    assert same(counts, [{name: (flat > 0).long() for name, flat in rank.items()} for rank in destination.by_hand])
+    assert same(
+        counts,
+        [{name: (flat > 0).long() for name, flat in rank.items()} for rank in destination.by_hand],
+    )
 
 
 @FEW
 @given(ends=ENDS, grain=GRAINS, data=st.data())
-def test_values_arrive_and_come_back(ends: tuple[Side, Side], grain: int, data: st.DataObject) -> None:
-    """There and back is the identity: training, engines of any number, a checkpoint and another training layout."""
+def test_values_arrive_and_come_back(
+    ends: tuple[Side, Side], grain: int, data: st.DataObject
+) -> None:
+    """There and back is the identity: training, engines of any number, a checkpoint and another
+    training layout.
+    """
     buffers = ends[0].by_hand
     for source, destination in (ends, ends[::-1]):
-        made = [empty_buffers(held, torch.int64) for held in destination.held]
-        apply(planned(source, destination, grain, draw_local(data, source, destination)), buffers, made)
+        made = [empty_buffers(owned, torch.int64) for owned in destination.owned]
+        apply(
+            planned(source, destination, grain, draw_local(data, source, destination)),
+            buffers,
+            made,
+        )
         assert same(made, destination.by_hand), (source.what, destination.what)
         buffers = made
 
 
 @FEW
 @given(ends=ENDS, grain=GRAINS, data=st.data())
-def test_no_plan_moves_fewer_bytes(ends: tuple[Side, Side], grain: int, data: st.DataObject) -> None:
+def test_no_plan_moves_fewer_bytes(
+    ends: tuple[Side, Side], grain: int, data: st.DataObject
+) -> None:
     source, destination = ends
     local = draw_local(data, source, destination)
     plan = planned(source, destination, grain, local)
@@ -204,7 +315,9 @@ def test_no_plan_moves_fewer_bytes(ends: tuple[Side, Side], grain: int, data: st
     for rank, buffers in enumerate(destination.by_hand):
         here = source.by_hand[local[rank]].values() if rank in local else ()
         have = {number for flat in here for number in flat.tolist()}
-        fewest += len({number for flat in buffers.values() for number in flat.tolist()} - have - {0})
+        fewest += len(
+            {number for flat in buffers.values() for number in flat.tolist()} - have - {0}
+        )
     assert plan.minimum(ITEMSIZE) == plan.moved(ITEMSIZE) == fewest * ITEMSIZE
 
     links, ports = Counter(), Counter()
@@ -213,13 +326,17 @@ def test_no_plan_moves_fewer_bytes(ends: tuple[Side, Side], grain: int, data: st
             links[copy.source, copy.destination] += copy.area * ITEMSIZE
             ports.update({("out", copy.source): copy.area, ("in", copy.destination): copy.area})
     assert plan.links(ITEMSIZE) == links
-    assert plan.seconds(ITEMSIZE, bytes_per_s=8.0) == max(ports.values(), default=0) * ITEMSIZE / 8.0
+    assert (
+        plan.seconds(ITEMSIZE, bytes_per_s=8.0) == max(ports.values(), default=0) * ITEMSIZE / 8.0
+    )
 
 
 @FEW
 @given(data=st.data(), stage=st.integers(0, 2), grain=GRAINS, engines=st.integers(1, 3))
 def test_replicas_share_the_work(data: st.DataObject, stage: int, grain: int, engines: int) -> None:
-    """The least loaded takes the next region, so none sends more than total / n + largest region * (1 - 1 / n)."""
+    """The least loaded takes the next region, so none sends more than total / n + largest region *
+    (1 - 1 / n).
+    """
     tensor = data.draw(TENSORS)
     table = data.draw(tables(tensor))
     layout = Layout(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 2)), 1)
@@ -229,13 +346,17 @@ def test_replicas_share_the_work(data: st.DataObject, stage: int, grain: int, en
     out = Counter({rank: 0 for rank in range(layout.size)})
     for (rank, _), count in plan.links(1).items():
         out[rank] += count
-    dealt = max(grain, sum(len(flat) for rank in destination.by_hand for flat in rank.values()) // 1024)
+    dealt = max(
+        grain, sum(len(flat) for rank in destination.by_hand for flat in rank.values()) // 1024
+    )
     region = max(dealt, *(math.prod(row.shape[1:]) for row in table)) if layout.size > 1 else 0
     assert layout.size * max(out.values()) <= out.total() + region * (layout.size - 1)
 
 
 def fixed_digest() -> str:
-    """Of a plan with replicas, slices, padding and colocated ranks; called here and in a process that hashes otherwise."""
+    """Of a plan with replicas, slices, padding and colocated ranks; called here and in a process
+    that hashes otherwise.
+    """
     table = model_table((2, 12, 8, 2, 3, 20, 131), experts=2, tied=False, biases=True, norms=True)
     found = hashlib.sha256()
     for stage in (0, 3):
@@ -246,25 +367,41 @@ def fixed_digest() -> str:
 
 def test_both_ends_make_the_same_plan() -> None:
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_reshard as t; print(t.fixed_digest())"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_reshard as t;"
+        " print(t.fixed_digest())"
+    )
     environment = os.environ | {"PYTHONHASHSEED": seed}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert fixed_digest() == fixed_digest() == child.stdout.strip()
 
 
 @MANY
-@given(data=st.data(), limit=st.integers(1, 3000), itemsize=st.sampled_from([1, 2, 4, 8]), neighbours=st.booleans())
-def test_buckets_hold_modules_in_order(data: st.DataObject, limit: int, itemsize: int, neighbours: bool) -> None:
-    names = [f"{module}.{kind}" for module in data.draw(st.permutations(["a", "ab", "c.0", "c.1", "d"])) for kind in "wbs"]
+@given(
+    data=st.data(),
+    limit=st.integers(1, 3000),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    neighbours=st.booleans(),
+)
+def test_buckets_hold_modules_in_order(
+    data: st.DataObject, limit: int, itemsize: int, neighbours: bool
+) -> None:
+    names = [
+        f"{module}.{kind}"
+        for module in data.draw(st.permutations(["a", "ab", "c.0", "c.1", "d"]))
+        for kind in "wbs"
+    ]
     names = names if neighbours else data.draw(st.permutations(names))
-    held = Held()
+    owned = Owned()
     for name in names[: data.draw(st.integers(0, len(names)))]:
         width = data.draw(st.integers(1, 8))
         for _ in range(data.draw(st.integers(0, 2))):
-            held.add("t", Box(0, data.draw(st.integers(0, 30)), 0, width), name)
-        held.sizes.setdefault(name, 0)
-    sizes, widths = held.sizes, {piece.buffer: piece.stride for piece in held.pieces}
-    buckets = make_buckets(held, itemsize, limit)
+            owned.add("t", Box(0, data.draw(st.integers(0, 30)), 0, width), name)
+        owned.sizes.setdefault(name, 0)
+    sizes, widths = owned.sizes, {piece.buffer: piece.stride for piece in owned.pieces}
+    buckets = make_buckets(owned, itemsize, limit)
     order = list(dict.fromkeys(name for bucket in buckets for name in bucket.sizes))
     first = [name.rpartition(".")[0] for name in sizes]
     assert order == sorted(sizes, key=lambda name: first.index(name.rpartition(".")[0]))
@@ -275,8 +412,14 @@ def test_buckets_hold_modules_in_order(data: st.DataObject, limit: int, itemsize
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
     for bucket in buckets:
         rows = [size // widths.get(name, 1) for name, size in bucket.sizes.items()]
-        assert bucket.num_bytes <= limit or len(rows) == 1 or bucket.num_bytes - limit < ALIGN * len(rows)
-        assert len(rows) > 1 or rows[0] <= 1 or sum(bucket.sizes.values()) * itemsize <= limit, "larger than need be"
+        assert (
+            bucket.num_bytes <= limit
+            or len(rows) == 1
+            or bucket.num_bytes - limit < ALIGN * len(rows)
+        )
+        assert len(rows) > 1 or rows[0] <= 1 or sum(bucket.sizes.values()) * itemsize <= limit, (
+            "larger than need be"
+        )
         image = torch.full((bucket.num_bytes + 8,), 255, dtype=torch.uint8)
         found = bucket.buffers(image, dtype)
         for place, (name, flat) in enumerate(found.items()):
@@ -284,29 +427,37 @@ def test_buckets_hold_modules_in_order(data: st.DataObject, limit: int, itemsize
             assert len(flat) % widths.get(name, 1) == 0, "a row is cut"
             reached[name] += len(flat)
             flat.fill_(place)
-        assert all((flat == place).all() for place, flat in enumerate(found.values())), "images overlap"
+        assert all((flat == place).all() for place, flat in enumerate(found.values())), (
+            "images overlap"
+        )
         assert (image[bucket.num_bytes :] == 255).all()
     assert reached == sizes, "each element of each buffer in one bucket"
     for path in set(first):
         mates = [name for name in sizes if name.rpartition(".")[0] == path]
         if sum(-(-sizes[name] * itemsize // ALIGN) * ALIGN for name in mates) <= limit:
-            assert sum(bool(set(mates) & set(bucket.sizes)) for bucket in buckets) == 1, "a module that fits is cut"
+            assert sum(bool(set(mates) & set(bucket.sizes)) for bucket in buckets) == 1, (
+                "a module that fits is cut"
+            )
 
 
 @FEW
 @given(found=sides(), limit=st.integers(1, 20_000))
 def test_what_travels_in_buckets_is_what_the_plan_copies(found: list[Side], limit: int) -> None:
-    """Each bucket's copies, made into images of their own; parts put together are what `apply` makes."""
+    """Each bucket's copies, made into images of their own; parts put together are what `apply`
+    makes.
+    """
     source, _, destination, _ = found
     plan = planned(source, destination, 5)
-    for rank, held in enumerate(destination.held):
-        buckets = make_buckets(held, 8, limit)
+    for rank, owned in enumerate(destination.owned):
+        buckets = make_buckets(owned, 8, limit)
         mine = replace(plan, copies=[copy for copy in plan.copies if copy.destination == rank])
         for bucket, copies in zip(buckets, copies_of(mine, buckets), strict=True):
             parts = bucket.buffers(torch.zeros(bucket.num_bytes, dtype=torch.uint8), torch.int64)
             for copy in copies:
                 assert copy.taken.box == copy.put.box
-                copy.put.view(parts[copy.put.buffer]).copy_(copy.taken.view(source.by_hand[copy.source][copy.taken.buffer]))
+                copy.put.view(parts[copy.put.buffer]).copy_(
+                    copy.taken.view(source.by_hand[copy.source][copy.taken.buffer])
+                )
             for name, flat in parts.items():
                 start = bucket.starts[name]
                 assert torch.equal(flat, destination.by_hand[rank][name][start : start + len(flat)])
@@ -321,27 +472,48 @@ def boxes(draw: st.DrawFn, rows: int, columns: int) -> Box:
 def tiled(box: Box, data: st.DataObject) -> list[Box]:
     """Bands of the box, each cut at columns of its own."""
     ends = [(box.top, box.bottom), *[(box.left, box.right)] * box.rows]
-    cuts = [sorted({low, high, *data.draw(st.lists(st.integers(low, high), max_size=2))}) for low, high in ends]
+    cuts = [
+        sorted({low, high, *data.draw(st.lists(st.integers(low, high), max_size=2))})
+        for low, high in ends
+    ]
     bands = zip(pairwise(cuts[0]), cuts[1:])  # noqa: B905
-    return [Box(top, bottom, left, right) for (top, bottom), columns in bands for left, right in pairwise(columns)]
+    return [
+        Box(top, bottom, left, right)
+        for (top, bottom), columns in bands
+        for left, right in pairwise(columns)
+    ]
 
 
 @MANY
 @given(data=st.data(), whole=boxes(7, 7), how=st.sampled_from(["tiled", "moved", "random"]))
 def test_tiles_counts_as_brute_force_does(data: st.DataObject, whole: Box, how: str) -> None:
     found = tiled(whole, data) if how != "random" else data.draw(st.lists(boxes(7, 7), max_size=6))
-    if how == "moved":  # within the whole, so that the area stays right: an overlap makes up for the gap
+    if (
+        how == "moved"
+    ):  # within the whole, so that the area stays right: an overlap makes up for the gap
         box = found.pop(data.draw(st.integers(0, len(found) - 1)))
         top = data.draw(st.integers(whole.top, whole.bottom - box.rows))
         found.append(box._replace(top=top, bottom=top + box.rows))
-    cells = Counter((i, j) for box in found for i in range(box.top, box.bottom) for j in range(box.left, box.right))
-    wanted = {(i, j): 1 for i in range(whole.top, whole.bottom) for j in range(whole.left, whole.right)}
+    cells = Counter(
+        (i, j)
+        for box in found
+        for i in range(box.top, box.bottom)
+        for j in range(box.left, box.right)
+    )
+    wanted = {
+        (i, j): 1 for i in range(whole.top, whole.bottom) for j in range(whole.left, whole.right)
+    }
     assert tiles(data.draw(st.permutations(found)), whole) == (dict(cells) == wanted)
 
 
 def test_an_overlap_does_not_make_up_for_a_gap() -> None:
     whole, upper = Box(0, 4, 0, 4), Box(0, 2, 0, 4)
-    assert [tiles([upper, Box(top, top + 2, 0, 4)], whole) for top in range(4)] == [False, False, True, False]
+    assert [tiles([upper, Box(top, top + 2, 0, 4)], whole) for top in range(4)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert not tiles([], whole) and tiles([], Box(0, 0, 0, 4))
 
 
@@ -349,16 +521,21 @@ def test_an_overlap_does_not_make_up_for_a_gap() -> None:
 @given(data=st.data(), parts=st.integers(1, 20))
 def test_a_slice_is_what_flat_slicing_gives(data: st.DataObject, parts: int) -> None:
     """Several pieces in one buffer, fewer elements than slices among them."""
-    held, whole = Held(), torch.arange(1, 50).reshape(7, 7)
+    owned, whole = Owned(), torch.arange(1, 50).reshape(7, 7)
     for _ in range(data.draw(st.integers(1, 4))):
-        held.add("w", data.draw(boxes(7, 7)), data.draw(st.sampled_from("ab")))
-    flat = scatter(held, {"w": whole})
+        owned.add("w", data.draw(boxes(7, 7)), data.draw(st.sampled_from("ab")))
+    flat = scatter(owned, {"w": whole})
     for part in range(parts):
-        cut = held.slice(part, parts)
-        lengths = {name: -(-size // parts) for name, size in held.sizes.items()}
-        wanted = {name: flat[name][part * length : (part + 1) * length] for name, length in lengths.items()}
-        assert same([scatter(cut, {"w": whole})], [wanted]) and cut.sizes == {name: len(some) for name, some in wanted.items()}
-        assert not fills(cut) and len(cut.pieces) <= 3 * len(held.pieces)
+        cut = owned.slice(part, parts)
+        lengths = {name: -(-size // parts) for name, size in owned.sizes.items()}
+        wanted = {
+            name: flat[name][part * length : (part + 1) * length]
+            for name, length in lengths.items()
+        }
+        assert same([scatter(cut, {"w": whole})], [wanted]) and cut.sizes == {
+            name: len(some) for name, some in wanted.items()
+        }
+        assert not fills(cut) and len(cut.pieces) <= 3 * len(owned.pieces)
 
 
 @FEW
@@ -366,9 +543,11 @@ def test_a_slice_is_what_flat_slicing_gives(data: st.DataObject, parts: int) -> 
 def test_a_missing_piece_is_named(data: st.DataObject, grain: int, stage: int) -> None:
     table = data.draw(tables(2))
     source = training(table, data.draw(LAYOUTS), stage)
-    lost = data.draw(st.sampled_from([piece for held in source.held for piece in held.pieces]))
-    for held in source.held:
-        held.pieces = [piece for piece in held.pieces if (piece.tensor, piece.box) != (lost.tensor, lost.box)]
+    lost = data.draw(st.sampled_from([piece for owned in source.owned for piece in owned.pieces]))
+    for owned in source.owned:
+        owned.pieces = [
+            piece for piece in owned.pieces if (piece.tensor, piece.box) != (lost.tensor, lost.box)
+        ]
     with pytest.raises(ValueError, match=rf"\b{lost.tensor} "):
         planned(source, engine(table, 2), grain)
 
@@ -376,39 +555,62 @@ def test_a_missing_piece_is_named(data: st.DataObject, grain: int, stage: int) -
 UPPER, LOWER, MIDDLE = Box(0, 2, 0, 3), Box(2, 4, 0, 3), Box(1, 3, 0, 3)
 
 
-@pytest.mark.parametrize("kept", [[Box(0, 3, 0, 3), LOWER], [UPPER, MIDDLE], [UPPER, MIDDLE, Box(3, 4, 0, 3)], [UPPER], []])
+@pytest.mark.parametrize(
+    "kept",
+    [[Box(0, 3, 0, 3), LOWER], [UPPER, MIDDLE], [UPPER, MIDDLE, Box(3, 4, 0, 3)], [UPPER], []],
+)
 def test_sources_of_no_one_layout_are_refused(kept: list[Box]) -> None:
-    sources = [Held([Piece("model.w", box, "w", 0, 3)], {"w": box.area}) for box in kept]
-    wanting = Held([Piece("model.w", Box(0, 4, 0, 3), "flat", 0, 3)], {"flat": 12})
-    said = r"pieces of model\.w overlap" if len(kept) > 1 else r"holds all of model\.w rows 0:4 that rank 1 wants"
+    sources = [Owned([Piece("model.w", box, "w", 0, 3)], {"w": box.area}) for box in kept]
+    wanting = Owned([Piece("model.w", Box(0, 4, 0, 3), "flat", 0, 3)], {"flat": 12})
+    said = (
+        r"pieces of model\.w overlap"
+        if len(kept) > 1
+        else r"holds all of model\.w rows 0:4 that rank 1 wants"
+    )
     with pytest.raises(ValueError, match=said):
-        make_plan(sources, [Held(), wanting])
+        make_plan(sources, [Owned(), wanting])
 
 
 FIRST, PADDING = Piece("w", UPPER, "flat", 0, 3), Piece(ZEROS, UPPER, "flat", 12, 3)
-SECONDS = {"lost": [], "early": [(3, 3)], "late": [(9, 3)], "apart": [(6, 4)], "twice": [(6, 3), (6, 3)]}
+SECONDS = {
+    "lost": [],
+    "early": [(3, 3)],
+    "late": [(9, 3)],
+    "apart": [(6, 4)],
+    "twice": [(6, 3), (6, 3)],
+}
 
 
 @pytest.mark.parametrize("how", [*SECONDS, "padded", "nothing"])
 def test_a_buffer_that_is_not_filled_is_named(how: str) -> None:
     rest = [Piece("w", LOWER, "flat", *place) for place in SECONDS.get(how, [(6, 3)])]
     pieces = [] if how == "nothing" else [FIRST, *rest, *([PADDING] if how == "padded" else [])]
-    source = whole_held({"w": (4, 3)})
+    source = whole_owned({"w": (4, 3)})
     with pytest.raises(ValueError, match="pieces of flat on destination rank 1 "):
-        make_plan(source, [source[0], Held(pieces, {"flat": 12})])
+        make_plan(source, [source[0], Owned(pieces, {"flat": 12})])
 
 
 CANNOT = [((6, 2), 3, 2), ((12,), 6, 4), ((12,), 3, 4), ((6, 2), 0, 4), ((2, 6), -1, 4)]
 
 
 @pytest.mark.parametrize(("shape", "heads", "tensor"), CANNOT)
-def test_an_engine_that_cannot_cut_is_refused(shape: tuple[int, ...], heads: int, tensor: int) -> None:
-    row = Row("some.w", shape, "inputs" if heads < 0 else "keys" if heads else "outputs", "some.w", heads)
-    with pytest.raises(ValueError, match=rf"rollout\.engine\.tensor is {tensor}, which does not divide some\.w"):
-        engine_held([row], tensor)
+def test_an_engine_that_cannot_cut_is_refused(
+    shape: tuple[int, ...], heads: int, tensor: int
+) -> None:
+    row = ParameterSpec(
+        "some.w",
+        shape,
+        "inputs" if heads < 0 else "kv_heads" if heads else "outputs",
+        "some.w",
+        heads,
+    )
+    with pytest.raises(
+        ValueError, match=rf"rollout\.engine\.tensor is {tensor}, which does not divide some\.w"
+    ):
+        engine_owned([row], tensor)
 
 
 def test_a_cut_that_no_box_describes_is_refused() -> None:
-    shards = training_shards([Row("conv.w", (4, 2, 3), "inputs", "conv.w")], 2)
+    shards = training_shards([ParameterSpec("conv.w", (4, 2, 3), "inputs", "conv.w")], 2)
     with pytest.raises(ValueError, match=r"conv\.w"):
-        training_held({"conv.w": (4, 2, 3)}, shards, Layout(1, 1, 2), 0)
+        training_owned({"conv.w": (4, 2, 3)}, shards, Layout(1, 1, 2), 0)

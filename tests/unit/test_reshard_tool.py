@@ -1,4 +1,6 @@
-"""tools/reshard.py: round trips bit by bit, dry runs of large models by arithmetic, and each bad input refused with a cure."""
+"""tools/reshard.py: round trips bit by bit, dry runs of large models by arithmetic, and each bad
+input refused with a fix.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tools"))
 
-from tiny import write_model
+from support.tiny import write_model
 
+from megarl.checkpoints import files
+from megarl.checkpoints.checkpoint import seal
 from megarl.parallel.layout import Layout
-from megarl.parallel.reshard import files
-from megarl.parallel.reshard.pieces import scatter
-from megarl.training.checkpoint import seal
+from megarl.parallel.reshard.boxes import scatter
 
 reshard = importlib.import_module("reshard")
 
 KINDS = ("qwen2", "qwen3", "llama", "mistral")
-LAYOUTS = ("data 2 tensor 2 zero 3", "data 3 sequence 2 zero 3", "tensor 4", "data 2 sequence 1 tensor 2 zero 1", "data 1")
+LAYOUTS = (
+    "data 2 tensor 2 zero 3",
+    "data 3 sequence 2 zero 3",
+    "tensor 4",
+    "data 2 sequence 1 tensor 2 zero 1",
+    "data 1",
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
@@ -55,19 +61,37 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All of a Hugging Face folder's."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)
+        ), name
 
 
-def model_of(folder: Path, kind: str = "qwen2", *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
-    """Four heads, two key heads, an odd vocabulary: word shards of unlike sizes, key heads cut and shared."""
-    made = write_model(folder, kind=kind, tied=tied, biases=True, num_attention_heads=4, num_key_value_heads=2, vocab_size=41)
+def model_of(
+    folder: Path, kind: str = "qwen2", *, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Four heads, two key heads, an odd vocabulary: word shards of unlike sizes, key heads cut and
+    shared.
+    """
+    made = write_model(
+        folder,
+        kind=kind,
+        tied=tied,
+        biases=True,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=41,
+    )
     if dtype != torch.float32:
         cast = {name: tensor.to(dtype) for name, tensor in tensors(made).items()}
         save_file(cast, made / "model.safetensors", metadata={"format": "pt"})
@@ -83,55 +107,86 @@ def in_two_files(folder: Path) -> None:
         part = dict(list(sorted(whole.items()))[number::2])
         save_file(part, folder / f"part{number}.safetensors", metadata={"format": "pt"})
         where |= dict.fromkeys(part, f"part{number}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- round trips
+# -------------------------------------------------------------------------------------- round trips
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trips_are_bitwise(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Split, then from layout to layout and back to whole: the tensors, bit by bit, and a model that transformers loads."""
+def test_round_trips_are_bitwise(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Split, then from layout to layout and back to whole: the tensors, bit by bit, and a model
+    that transformers loads.
+    """
     import transformers
 
-    source = model_of(tmp_path / "model", kind, tied=kind == "qwen3", dtype=torch.bfloat16 if kind == "llama" else torch.float32)
+    source = model_of(
+        tmp_path / "model",
+        kind,
+        tied=kind == "qwen3",
+        dtype=torch.bfloat16 if kind == "llama" else torch.float32,
+    )
     order = random.Random(kind).sample(LAYOUTS, 4)
     run(capsys, "split", source, tmp_path / "0", "--layout", order[0])
     for number, layout in enumerate(order[1:], 1):
-        run(capsys, "convert", tmp_path / f"{number - 1}", tmp_path / f"{number}", "--layout", layout)
+        run(
+            capsys,
+            "convert",
+            tmp_path / f"{number - 1}",
+            tmp_path / f"{number}",
+            "--layout",
+            layout,
+        )
     found = run(capsys, "join", tmp_path / "3", tmp_path / "back")
     assert found["files"] == ["model.safetensors"] and found["left_out"] == []
     assert_same(tensors(tmp_path / "back"), tensors(source))
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in source.iterdir()} | {"digests.json"}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        path.name for path in source.iterdir()
+    } | {"digests.json"}
     assert (tmp_path / "back" / "config.json").read_text() == (source / "config.json").read_text()
 
-    one, other = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path / "back"))
+    one, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+        for path in (source, tmp_path / "back")
+    )
     assert_same(one.state_dict(), other.state_dict())
     words = torch.arange(2, 12)[None]
     assert torch.equal(one(words).logits, other(words).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert tokenizer("12+3=")["input_ids"] == transformers.AutoTokenizer.from_pretrained(source)("12+3=")["input_ids"]
+    assert (
+        tokenizer("12+3=")["input_ids"]
+        == transformers.AutoTokenizer.from_pretrained(source)("12+3=")["input_ids"]
+    )
 
 
 def random_layouts(count: int) -> list[str]:
     draw = random.Random(7)
     return [
-        f"data {draw.randint(1, 5)} sequence {draw.randint(1, 3)} tensor {draw.choice((1, 2, 4))} zero {draw.randint(0, 3)}"
+        f"data {draw.randint(1, 5)} sequence {draw.randint(1, 3)} tensor {draw.choice((1, 2, 4))}"
+        f" zero {draw.randint(0, 3)}"
         for _ in range(count)
     ]
 
 
 @pytest.mark.parametrize("layout", random_layouts(8))
-def test_ranks_hold_what_the_layout_says(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_hold_what_the_layout_says(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each rank's file against the definition: its piece of every whole tensor, flat."""
     source = model_of(tmp_path / "model")
     run(capsys, "split", source, tmp_path / "out", "--layout", layout)
     degrees, whole = reshard.parse_degrees(layout), tensors(source)
     described = files.read_description(tmp_path / "out")
     assert described.degrees == degrees.layout and described.zero_stage == degrees.zero_stage
-    assert len(set(described.files)) == (degrees.layout.size if degrees.zero_stage == 3 else degrees.layout.tensor)
-    held = reshard.load_model(source).held(degrees)
-    for file, one in zip(described.files, held, strict=True):
+    assert len(set(described.files)) == (
+        degrees.layout.size if degrees.zero_stage == 3 else degrees.layout.tensor
+    )
+    owned = reshard.load_model(source).owned(degrees)
+    for file, one in zip(described.files, owned, strict=True):
         assert_same(load_file(tmp_path / "out" / file), scatter(one, whole))
     run(capsys, "join", tmp_path / "out", tmp_path / "back")
     assert_same(tensors(tmp_path / "back"), whole)
@@ -147,8 +202,8 @@ def test_several_files_and_an_index(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = run(capsys, "join", tmp_path / "out", tmp_path / "back", "--file-gb", "0.00005")
     assert len(found["files"]) > 2
     for name in found["files"]:
-        held = load_file(tmp_path / "back" / name)
-        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 50_000
+        owned = load_file(tmp_path / "back" / name)
+        assert len(owned) == 1 or sum(tensor.nbytes for tensor in owned.values()) <= 50_000
     assert_same(tensors(tmp_path / "back"), whole)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
@@ -180,7 +235,9 @@ def test_a_tied_head_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert_same(tensors(tmp_path / "back"), whole)
     more["lm_head.weight"][3, 3] += 1
     save_file(whole | more, source / "model.safetensors")
-    assert "tie_word_embeddings" in refused(capsys, "split", source, tmp_path / "no", "--layout", "tensor 2")
+    assert "tie_word_embeddings" in refused(
+        capsys, "split", source, tmp_path / "no", "--layout", "tensor 2"
+    )
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -197,26 +254,55 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["parameters"] > 0, done.stderr
     assert_same(tensors(tmp_path / "back"), tensors(source))
     done = call("join", "out", "back")
-    assert done.returncode == 1 and not done.stdout and "is there already" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and not done.stdout
+        and "is there already" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- dry runs
+# ----------------------------------------------------------------------------------------- dry runs
 
 LARGE = {
     "14B": (
         14_768_307_200,
-        dict(model_type="qwen3", num_hidden_layers=40, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8)
+        dict(
+            model_type="qwen3",
+            num_hidden_layers=40,
+            hidden_size=5120,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+        )
         | dict(head_dim=128, intermediate_size=17408, vocab_size=151936, tie_word_embeddings=False),
     ),
     "70B": (
         70_553_706_496,
-        dict(model_type="llama", num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8)
+        dict(
+            model_type="llama",
+            num_hidden_layers=80,
+            hidden_size=8192,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        )
         | dict(intermediate_size=28672, vocab_size=128256, tie_word_embeddings=False),
     ),
     "30B-A3B": (
         30_532_122_624,
-        dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4)
-        | dict(head_dim=128, num_experts=128, moe_intermediate_size=768, intermediate_size=6144, vocab_size=151936)
+        dict(
+            model_type="qwen3_moe",
+            num_hidden_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+        )
+        | dict(
+            head_dim=128,
+            num_experts=128,
+            moe_intermediate_size=768,
+            intermediate_size=6144,
+            vocab_size=151936,
+        )
         | dict(tie_word_embeddings=False),
     ),
 }
@@ -239,9 +325,23 @@ def config_of(folder: Path, name: str) -> Path:
     ],
 )
 def test_a_dry_run_of_a_large_model(
-    name: str, source: str, engines: int, tensor: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    source: str,
+    engines: int,
+    tensor: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["--source", source, "--engines", engines, "--engine-tensor", tensor, "--link-gb-s", "50"]
+    arguments = [
+        "--source",
+        source,
+        "--engines",
+        engines,
+        "--engine-tensor",
+        tensor,
+        "--link-gb-s",
+        "50",
+    ]
     found = run(capsys, "plan", config_of(tmp_path, name), *arguments)
     parameters = LARGE[name][0]
     assert found["model"]["parameters"] == parameters
@@ -249,7 +349,8 @@ def test_a_dry_run_of_a_large_model(
     assert cover["wanted_elements"] == cover["written_elements"] >= engines * parameters
     assert found["moved_bytes"] == found["minimum_bytes"] == 2 * cover["written_elements"]
     assert found["target"]["bytes"] == 2 * (cover["written_elements"] + cover["padding_elements"])
-    # Norms, and key heads that are fewer than ranks, are all that more than one rank of an engine has.
+    # Norms, and key heads that are fewer than ranks, are all that more than one rank of an engine
+    # has.
     assert cover["written_elements"] < engines * parameters * 1.02
     degrees = reshard.parse_degrees(source)
     replicas = degrees.layout.size // degrees.layout.tensor
@@ -260,22 +361,58 @@ def test_a_dry_run_of_a_large_model(
     ranks = engines * tensor
     assert found["target"]["ranks"] == ranks and found["naive_bytes"] > ranks * 2 * parameters
     assert found["most_received_bytes"] == 2 * cover["written_elements"] // ranks
-    assert found["predicted_s"] == max(found["most_sent_bytes"], found["most_received_bytes"]) / 50e9
+    assert (
+        found["predicted_s"] == max(found["most_sent_bytes"], found["most_received_bytes"]) / 50e9
+    )
     assert found["most_sent_bytes"] >= found["moved_bytes"] / found["source"]["ranks"]
-    assert found["buckets"]["rank_buckets"] >= found["target"]["largest_rank_bytes"] / found["buckets"]["largest_bytes"]
+    assert (
+        found["buckets"]["rank_buckets"]
+        >= found["target"]["largest_rank_bytes"] / found["buckets"]["largest_bytes"]
+    )
 
 
-def test_a_dry_run_between_training_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_between_training_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config_of(tmp_path, "14B")
-    found = run(capsys, "plan", path, "--source", "data 4 tensor 2 zero 3", "--target", "data 2 tensor 4 zero 3")
-    assert found["target"]["ranks"] == 8 and found["moved_bytes"] == found["minimum_bytes"] == found["target"]["bytes"]
-    same = run(capsys, "plan", path, "--source", "data 4 zero 3", "--target", "data 4 zero 3", "--colocated")
-    assert same["moved_bytes"] == 0 and same["local_copies"] == same["copies"] and same["predicted_s"] == 0
-    assert reshard.main(["plan", str(path), "--source", "data 2", "--engines", "1", "--engine-tensor", "2"]) == 0
+    found = run(
+        capsys,
+        "plan",
+        path,
+        "--source",
+        "data 4 tensor 2 zero 3",
+        "--target",
+        "data 2 tensor 4 zero 3",
+    )
+    assert (
+        found["target"]["ranks"] == 8
+        and found["moved_bytes"] == found["minimum_bytes"] == found["target"]["bytes"]
+    )
+    same = run(
+        capsys,
+        "plan",
+        path,
+        "--source",
+        "data 4 zero 3",
+        "--target",
+        "data 4 zero 3",
+        "--colocated",
+    )
+    assert (
+        same["moved_bytes"] == 0
+        and same["local_copies"] == same["copies"]
+        and same["predicted_s"] == 0
+    )
+    assert (
+        reshard.main(
+            ["plan", str(path), "--source", "data 2", "--engines", "1", "--engine-tensor", "2"]
+        )
+        == 0
+    )
     assert "14,768,307,200 parameters" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -308,19 +445,43 @@ def truncate(path: Path, off: int = 100) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config.json": (lambda f: (f / "config.json").unlink(), ["config.json", "name a model's"]),
-    "config.json of something else": (lambda f: (f / "config.json").write_text("[]"), ["model_type", "name one"]),
+    "config.json of something else": (
+        lambda f: (f / "config.json").write_text("[]"),
+        ["model_type", "name one"],
+    ),
     "unknown family": (lambda f: change_config(f, model_type="gpt2"), ["gpt2", "known: qwen2"]),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors", "name the folder"]),
-    "a missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), [NORM, "no tensor", "fetch both"]),
-    "an unexpected tensor": (lambda f: change_tensors(f, lambda t: t.update(more=torch.ones(1))), ["more in", "fetch both"]),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        ["model.safetensors", "name the folder"],
+    ),
+    "a missing tensor": (
+        lambda f: change_tensors(f, lambda t: t.pop(NORM)),
+        [NORM, "no tensor", "fetch both"],
+    ),
+    "an unexpected tensor": (
+        lambda f: change_tensors(f, lambda t: t.update(more=torch.ones(1))),
+        ["more in", "fetch both"],
+    ),
     "another shape": (
         lambda f: change_tensors(f, lambda t: t.update({NORM: torch.ones(32)})),
         [NORM, "(32,)", "(64,)", "fetch both"],
     ),
-    "another model": (lambda f: change_config(f, num_hidden_layers=3, layer_types=None), ["model.layers.2.", "no tensor"]),
-    "a config.json that contradicts itself": (lambda f: change_config(f, num_hidden_layers=3), ["layer_types", "fetch it"]),
-    "no weight's dtype": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].int()})), [NORM, "I32"]),
-    "a truncated file": (lambda f: truncate(f / "model.safetensors"), ["truncated", "fetch it again"]),
+    "another model": (
+        lambda f: change_config(f, num_hidden_layers=3, layer_types=None),
+        ["model.layers.2.", "no tensor"],
+    ),
+    "a config.json that contradicts itself": (
+        lambda f: change_config(f, num_hidden_layers=3),
+        ["layer_types", "fetch it"],
+    ),
+    "no weight's dtype": (
+        lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].int()})),
+        [NORM, "I32"],
+    ),
+    "a truncated file": (
+        lambda f: truncate(f / "model.safetensors"),
+        ["truncated", "fetch it again"],
+    ),
     "a name twice": (repeat_a_tensor, ["part0.safetensors and in", "part1.safetensors", "remove"]),
     "an index without its file": (forget_a_file, ["part1.safetensors", "not in the folder"]),
     "an index and a whole file": (
@@ -328,7 +489,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["both", "remove the one"],
     ),
     "an index that is none": (
-        lambda f: (in_two_files(f), (f / "model.safetensors.index.json").write_text('{"weight_map": 3}')),
+        lambda f: (
+            in_two_files(f),
+            (f / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+        ),
         ["index.json cannot be read"],
     ),
     "an index that is wrong": (
@@ -346,7 +510,9 @@ def move_in_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_what_is_no_checkpoint_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint_is_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil, says = BAD_FOLDERS[case]
     folder = model_of(tmp_path / "model")
     spoil(folder)
@@ -366,18 +532,33 @@ def change_layout(folder: Path, **changes: object) -> None:
 
 
 BAD_SHARDS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "a truncated shard": (lambda f: truncate(f / "rank_00001.safetensors"), ["rank_00001.safetensors is damaged"]),
-    "a changed byte": (lambda f: flip(f / "rank_00002.safetensors"), ["rank_00002.safetensors is damaged"]),
-    "a missing shard": (lambda f: (f / "rank_00000.safetensors").unlink(), ["missing or foreign", "rank_00000.safetensors"]),
+    "a truncated shard": (
+        lambda f: truncate(f / "rank_00001.safetensors"),
+        ["rank_00001.safetensors is damaged"],
+    ),
+    "a changed byte": (
+        lambda f: flip(f / "rank_00002.safetensors"),
+        ["rank_00002.safetensors is damaged"],
+    ),
+    "a missing shard": (
+        lambda f: (f / "rank_00000.safetensors").unlink(),
+        ["missing or foreign", "rank_00000.safetensors"],
+    ),
     "no layout": (lambda f: (f / "layout.json").unlink(), ["no sharded checkpoint", "name one"]),
     "layout.json cut off": (lambda f: truncate(f / "layout.json"), ["layout.json cannot be read"]),
     "of a later format": (lambda f: change_layout(f, format=2), ["format 1"]),
     "nonsense": (lambda f: change_layout(f, layout={"data": 0}), ["does not describe ranks"]),
-    "another layout": (lambda f: change_layout(f, layout={"data": 1, "sequence": 4, "tensor": 1}), ["rank_00000", "layout.json"]),
+    "another layout": (
+        lambda f: change_layout(f, layout={"data": 1, "sequence": 4, "tensor": 1}),
+        ["rank_00000", "layout.json"],
+    ),
     "another stage": (lambda f: change_layout(f, zero_stage=0), ["other files"]),
     "another fingerprint": (lambda f: change_layout(f, fingerprint="0"), ["names and shapes"]),
     "a shard of another": (
-        lambda f: (shutil.copy(f / "rank_00000.safetensors", f / "rank_00001.safetensors"), seal_again(f)),
+        lambda f: (
+            shutil.copy(f / "rank_00000.safetensors", f / "rank_00001.safetensors"),
+            seal_again(f),
+        ),
         ["rank_00001.safetensors does not hold", "fetch"],
     ),
 }
@@ -392,7 +573,9 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_SHARDS)
-def test_a_damaged_sharded_checkpoint_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_sharded_checkpoint_is_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil, says = BAD_SHARDS[case]
     folder = tmp_path / "sharded"
     run(capsys, "split", model_of(tmp_path / "model"), folder, "--layout", "data 2 tensor 2 zero 3")
@@ -402,21 +585,46 @@ def test_a_damaged_sharded_checkpoint_is_refused(case: str, tmp_path: Path, caps
         assert all(word in said for word in says), said
 
 
-def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, out = model_of(tmp_path / "model"), tmp_path / "out"
-    assert "num_attention_heads = 4" in refused(capsys, "split", folder, out, "--layout", "tensor 3")
+    assert "num_attention_heads = 4" in refused(
+        capsys, "split", folder, out, "--layout", "tensor 3"
+    )
     run(capsys, "split", folder, tmp_path / "sharded", "--layout", "tensor 2")
-    assert "num_attention_heads = 4" in refused(capsys, "convert", tmp_path / "sharded", out, "--layout", "tensor 8")
+    assert "num_attention_heads = 4" in refused(
+        capsys, "convert", tmp_path / "sharded", out, "--layout", "tensor 8"
+    )
     path = config_of(tmp_path, "14B")
-    assert "tensor is 16" in refused(capsys, "plan", path, "--source", "tensor 16", "--engines", "1")
-    assert "tensor is 16" in refused(capsys, "plan", path, "--source", "data 2", "--engines", "1", "--engine-tensor", "16")
-    assert "tensor is 7" in refused(capsys, "plan", path, "--source", "data 2", "--target", "tensor 7")
+    assert "tensor is 16" in refused(
+        capsys, "plan", path, "--source", "tensor 16", "--engines", "1"
+    )
+    assert "tensor is 16" in refused(
+        capsys, "plan", path, "--source", "data 2", "--engines", "1", "--engine-tensor", "16"
+    )
+    assert "tensor is 7" in refused(
+        capsys, "plan", path, "--source", "data 2", "--target", "tensor 7"
+    )
     moe = config_of(tmp_path, "30B-A3B")
-    assert "moe_tp_experts" in refused(capsys, "plan", moe, "--source", "tensor 2", "--engines", "1")
+    assert "moe_tp_experts" in refused(
+        capsys, "plan", moe, "--source", "tensor 2", "--engines", "1"
+    )
 
 
 @pytest.mark.parametrize(
-    "words", ["", "data", "data two", "data 2 tensor", "width 2", "zero 4", "data 0", "data 2 data 2", "data 2 tensor -1"]
+    "words",
+    [
+        "",
+        "data",
+        "data two",
+        "data 2 tensor",
+        "width 2",
+        "zero 4",
+        "data 0",
+        "data 2 data 2",
+        "data 2 tensor -1",
+    ],
 )
 def test_layouts_that_are_none_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -429,16 +637,23 @@ def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out.mkdir()
     assert "is there already" in refused(capsys, "split", folder, out, "--layout", "data 2")
     (tmp_path / ".writing_new").mkdir()
-    assert "another process writes" in refused(capsys, "split", folder, tmp_path / "new", "--layout", "data 2")
+    assert "another process writes" in refused(
+        capsys, "split", folder, tmp_path / "new", "--layout", "data 2"
+    )
     assert "within one that exists" in refused_deep(capsys, folder, tmp_path / "not" / "there")
 
 
 def refused_deep(capsys: pytest.CaptureFixture[str], folder: Path, out: Path) -> str:
-    assert reshard.main(["split", str(folder), str(out), "--layout", "data 2"]) == 1 and not out.parent.exists()
+    assert (
+        reshard.main(["split", str(folder), str(out), "--layout", "data 2"]) == 1
+        and not out.parent.exists()
+    )
     return capsys.readouterr().err
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before, where it can be known; and where it fills up in the middle."""
     folder, out = model_of(tmp_path / "model"), tmp_path / "out"
     usage = shutil.disk_usage(tmp_path)
@@ -461,7 +676,9 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated is a buffer of the output, never more than one tensor, and one after the other."""
+    """What is allocated is a buffer of the output, never more than one tensor, and one after the
+    other.
+    """
     source = reshard.open_hugging_face(model_of(tmp_path / "model"))
     (tmp_path / "out").mkdir()
     made: list[int] = []
@@ -473,6 +690,8 @@ def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(files.torch, "empty", counted)
-        reshard.write_sharded(source, reshard.Degrees(Layout(data=2, tensor=2), 3), tmp_path / "out")
+        reshard.write_sharded(
+            source, reshard.Degrees(Layout(data=2, tensor=2), 3), tmp_path / "out"
+        )
     sizes = {name: math.prod(shape) for name, shape in source.model.shapes.items()}
     assert len(made) == 4 * len(sizes) and max(made) <= max(sizes.values())

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tiny import groups
+from support.tiny import groups
 
 from megarl.rollout.batch import shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
@@ -23,13 +18,23 @@ from megarl.types import Prompt, StepBatch, Turn, Verdict
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 3), st.floats(1.0, 3.0), st.integers(0, 10_000), st.floats(0.0, 1.0))
+@given(
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.floats(1.0, 3.0),
+    st.integers(0, 10_000),
+    st.floats(0.0, 1.0),
+)
 def test_age_never_exceeds_the_bound_and_nothing_is_lost(
     per_step: int, staleness: int, draws: float, seed: int, rejected: float
 ) -> None:
-    """Any order of arrival, any rejections: groups are consumed in order, each once, never older than the bound."""
+    """Any order of arrival, any rejections: groups are consumed in order, each once, never older
+    than the bound.
+    """
     draw = random.Random(seed)
-    window = Window(per_step=per_step, max_draws=round(draws * per_step), staleness=staleness, last_step=7)
+    window = Window(
+        per_step=per_step, max_draws=round(draws * per_step), staleness=staleness, last_step=7
+    )
     started: dict[int, int] = {}
     running: list[int] = []
     consumed: list[int] = []
@@ -74,7 +79,9 @@ class Engine:
     def __init__(self, fail_at: int = -1, hang_at: int = -1) -> None:
         self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
 
-    async def generate(self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float) -> Turn:
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+    ) -> Turn:
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("engine exploded")
@@ -99,22 +106,43 @@ class Prompts:
 
 async def score(prompt: Prompt, text: str, num_tokens: int, truncated: bool) -> Verdict:
     # Every third prompt is hopeless: all its rewards are equal.
-    return Verdict(reward=0.0 if prompt.index % 3 == 0 else float(num_tokens % 2), correct=num_tokens % 2 == 1)
+    return Verdict(
+        reward=0.0 if prompt.index % 3 == 0 else float(num_tokens % 2), correct=num_tokens % 2 == 1
+    )
 
 
 def service(
-    engines: list[Engine], *, ranks: int = 1, staleness: int = 1, timeout_s: float = 5.0, **more: object
+    engines: list[Engine],
+    *,
+    ranks: int = 1,
+    staleness: int = 1,
+    timeout_s: float = 5.0,
+    **more: object,
 ) -> RolloutService:
     config = RolloutConfig(
         groups_per_step=3,
-        samples_per_group=6,
+        group_size=6,
         max_new_tokens=5,
         max_staleness=staleness,
         dynamic_sampling=DynamicSamplingConfig(max_draws=4.0),
         request_timeout_s=timeout_s,
     )
-    settings = dict(num_data_ranks=ranks, mini_batches=1, micro_batch_tokens=40, last_step=5, transcripts_per_step=1, seed=3)
-    return RolloutService(config=config, prompts=Prompts(), engines=engines, score=score, decode=str, **(settings | more))  # type: ignore[arg-type]
+    settings = dict(
+        num_data_ranks=ranks,
+        num_mini_batches=1,
+        micro_batch_tokens=40,
+        last_step=5,
+        transcripts_per_step=1,
+        seed=3,
+    )
+    return RolloutService(
+        config=config,
+        prompts=Prompts(),
+        engines=engines,
+        score=score,
+        decode=str,
+        **(settings | more),
+    )  # type: ignore[arg-type]
 
 
 async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[StepBatch]]:
@@ -130,7 +158,15 @@ async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[Ste
 def rows(batches: list[list[StepBatch]]) -> list[list[tuple[int, ...]]]:
     """Per step, the token rows of all ranks in the order of the step."""
     return [
-        [row for _, row in sorted((s.row, tuple(s.token_ids)) for share in step for part in share.samples for s in part)]
+        [
+            row
+            for _, row in sorted(
+                (s.row, tuple(s.token_ids))
+                for share in step
+                for part in share.samples
+                for s in part
+            )
+        ]
         for step in batches
     ]
 
@@ -138,7 +174,11 @@ def rows(batches: list[list[StepBatch]]) -> list[list[tuple[int, ...]]]:
 def test_seeds_alone_decide_what_is_trained() -> None:
     """Other engines, other ranks, other timing, other staleness: the same rows in the same steps."""
     one = rows(asyncio.run(drive(service([Engine()], staleness=0), 1, range(4))))
-    two = rows(asyncio.run(drive(service([Engine(), Engine(), Engine()], ranks=2, staleness=1), 2, range(4))))
+    two = rows(
+        asyncio.run(
+            drive(service([Engine(), Engine(), Engine()], ranks=2, staleness=1), 2, range(4))
+        )
+    )
     assert one == two
     assert len({row for step in one for row in step}) > 40
 
@@ -158,7 +198,9 @@ def test_resumed_service_goes_on_where_the_cursor_says() -> None:
         return taken, cursor
 
     batches, cursor = asyncio.run(whole())
-    again = asyncio.run(drive(service([Engine()], first_ordinal=cursor, first_step=2), 1, range(2, 4)))
+    again = asyncio.run(
+        drive(service([Engine()], first_ordinal=cursor, first_step=2), 1, range(2, 4))
+    )
     assert rows(again) == rows(batches)[2:]
 
 
@@ -185,25 +227,40 @@ def test_an_engine_that_fails_or_hangs_ends_the_wait_with_its_reason(engine: Eng
             await made.take(step, 0)
             await made.release(step + 1)
 
-    with pytest.raises(RuntimeError, match=r"engine exploded|engine 0 did not answer prompt \d+ within 0.5 s"):
+    with pytest.raises(
+        RuntimeError, match=r"engine exploded|engine 0 did not answer prompt \d+ within 0.5 s"
+    ):
         asyncio.run(asyncio.wait_for(go(), 20))
 
 
 def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     made = groups(6, 4)
     dealt = shares(
-        step=0, drawn=made, accepted=made, seconds=1.0, num_data_ranks=3, mini_batches=2, micro_batch_tokens=50, transcripts=1
+        step=0,
+        drawn=made,
+        accepted=made,
+        seconds=1.0,
+        num_data_ranks=3,
+        num_mini_batches=2,
+        micro_batch_tokens=50,
+        transcripts=1,
     )
-    seen = sorted(sample.row for rank in range(3) for part in dealt.share(rank).samples for sample in part)
+    seen = sorted(
+        sample.row for rank in range(3) for part in dealt.share(rank).samples for sample in part
+    )
     assert seen == list(range(24))
     for part in range(2):
         assert len({len(dealt.share(rank).micro_batches[part]) for rank in range(3)}) == 1
         for rank in range(3):
             share = dealt.share(rank)
-            assert sorted(i for row in share.micro_batches[part] for i in row) == list(range(len(share.samples[part])))
+            assert sorted(i for row in share.micro_batches[part] for i in row) == list(
+                range(len(share.samples[part]))
+            )
             assert all(share.mini_batch_of[sample.row] == part for sample in share.samples[part])
     group = made[0]
-    sample = next(s for rank in range(3) for part in dealt.share(rank).samples for s in part if s.row == 0)
+    sample = next(
+        s for rank in range(3) for part in dealt.share(rank).samples for s in part if s.row == 0
+    )
     rollout = group.rollouts[sample.row]
     assert sample.token_ids == group.prompt.token_ids + rollout.turns[0].token_ids
     assert sum(sample.mask) == rollout.num_tokens and not sample.mask[0]
@@ -212,12 +269,24 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
 def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
     made = groups(2, 2)
     dealt = shares(
-        step=0, drawn=made, accepted=[], seconds=1.0, num_data_ranks=2, mini_batches=2, micro_batch_tokens=50, transcripts=0
+        step=0,
+        drawn=made,
+        accepted=[],
+        seconds=1.0,
+        num_data_ranks=2,
+        num_mini_batches=2,
+        micro_batch_tokens=50,
+        transcripts=0,
     )
     assert dealt.share(1).samples == [] and dealt.share(0).rewards == []
 
 
 def test_request_seeds_differ_by_place_and_run() -> None:
-    seeds = {request_seed(run, ordinal, sample) for run in range(3) for ordinal in range(50) for sample in range(8)}
+    seeds = {
+        request_seed(run, ordinal, sample)
+        for run in range(3)
+        for ordinal in range(50)
+        for sample in range(8)
+    }
     assert len(seeds) == 3 * 50 * 8
     assert all(0 <= seed < 2**62 for seed in seeds)

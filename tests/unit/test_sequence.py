@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import CUTS, cut, imbalance
 from megarl.parallel.tensor import Shard
-from megarl.training.packing import pack, pack_shared
+from megarl.trainer.packing import pack, pack_shared
 from megarl.types import Sample
 
 ROW = st.lists(st.integers(0, 70), min_size=1, max_size=12)
@@ -38,9 +38,15 @@ def test_a_cut_is_a_permutation_that_inverts(lengths: list[int], size: int, how:
 
 
 @settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), size=st.integers(2, 8), how=st.sampled_from(HOW))
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    size=st.integers(2, 8),
+    how=st.sampled_from(HOW),
+)
 def test_labels_are_shifted_before_the_cut(lengths: list[int], size: int, how: str) -> None:
-    """Whoever holds a token holds its successor as the label, even where the successor sits on another rank."""
+    """Whoever holds a token holds its successor as the label, even where the successor sits on
+    another rank.
+    """
     samples = [
         Sample(
             row,
@@ -68,7 +74,9 @@ def test_zigzag_shares_the_work_of_one_long_document(size: int) -> None:
     row = [0, 65536]
     assert imbalance(row, cut(row, size, "zigzag"), linear=False) <= 1.02
     assert imbalance(row, cut(row, size, "auto"), linear=False) <= 1.02
-    assert imbalance(row, cut(row, size, "contiguous"), linear=False) == pytest.approx((2 * size - 1) / size, rel=1e-3)
+    assert imbalance(row, cut(row, size, "contiguous"), linear=False) == pytest.approx(
+        (2 * size - 1) / size, rel=1e-3
+    )
 
 
 def chains_of_thought(draw: random.Random, total: int) -> list[int]:
@@ -91,11 +99,17 @@ def test_work_of_mixed_lengths_is_even(size: int) -> None:
 def test_a_cut_that_needs_no_messages_is_preferred() -> None:
     """Four documents on four ranks: nobody needs another's keys."""
     row = [0, 64, 128, 192, 256]
-    assert all(torch.equal(a, b) for a, b in zip(cut(row, 4), cut(row, 4, "contiguous"), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(cut(row, 4), cut(row, 4, "contiguous"), strict=True)
+    )
 
 
 @settings(deadline=None, derandomize=True)
-@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), parts=st.integers(1, 8), data=st.data())
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    parts=st.integers(1, 8),
+    data=st.data(),
+)
 def test_shards_are_a_partition(shape: list[int], parts: int, data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     shard = Shard.even(dim, shape[dim], parts)

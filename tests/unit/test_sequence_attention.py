@@ -1,4 +1,6 @@
-"""Attention split by token over simulated ranks, every schedule and block, against dense attention in float64."""
+"""Attention split by token over simulated ranks, every schedule and block, against dense attention
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import SimulatedExchange, simulate
+from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import pieces
+from megarl.kernels.block import Places
 from megarl.kernels.block_cpu import CpuBlock
 from megarl.kernels.block_reference import reference_attention
-from megarl.kernels.blocks import BLOCKS, Places
+from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import CUTS, cut
 
@@ -28,14 +31,20 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def _runs_here(name: str) -> bool:
-    """Triton kernels run on a CPU only where they are interpreted, and what is in test_block_cuda.py not at all."""
+    """Triton kernels run on a CPU only where they are interpreted, and what is in
+    test_block_cuda.py not at all.
+    """
     if name in ("flash", "cudnn"):
         return False
-    return name != "triton" or (importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1")
+    return name != "triton" or (
+        importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+    )
 
 
 BLOCK_NAMES = [name for name in BLOCKS if _runs_here(name)]
-DTYPES = {name: [torch.float32] if name == "triton" else [torch.float32, torch.float64] for name in BLOCKS}
+DTYPES = {
+    name: [torch.float32] if name == "triton" else [torch.float32, torch.float64] for name in BLOCKS
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,9 @@ class Case:
         query_heads, kv_heads = self.heads
         counts = (query_heads, kv_heads, kv_heads, query_heads)
         shapes = [(int(self.starts[-1]), count, self.width) for count in counts]
-        return [torch.randn(shape, dtype=torch.float64, generator=draw).to(dtype) for shape in shapes]
+        return [
+            torch.randn(shape, dtype=torch.float64, generator=draw).to(dtype) for shape in shapes
+        ]
 
 
 def degrees() -> st.SearchStrategy[tuple[int, int, tuple[int, int]]]:
@@ -80,7 +91,9 @@ def degrees() -> st.SearchStrategy[tuple[int, int, tuple[int, int]]]:
         for ulysses in range(1, ranks + 1)
         for kv in (1, 2, 4)
         for group in (1, 2, 4)
-        if ranks % ulysses == 0 and kv * group % ulysses == 0 and (kv % ulysses == 0 or ulysses % kv == 0)
+        if ranks % ulysses == 0
+        and kv * group % ulysses == 0
+        and (kv % ulysses == 0 or ulysses % kv == 0)
     ]
     return st.sampled_from(every)
 
@@ -92,12 +105,21 @@ def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
     how = draw(st.sampled_from([*CUTS, "permuted"]))
     widths = st.sampled_from([1, 3, 8]) if width is None else st.just(width)
     return Case(
-        lengths, ranks, ulysses, how, heads, draw(widths), draw(st.sampled_from([0.1, 0.35, 1.0])), draw(st.integers(0, 99))
+        lengths,
+        ranks,
+        ulysses,
+        how,
+        heads,
+        draw(widths),
+        draw(st.sampled_from([0.1, 0.35, 1.0])),
+        draw(st.integers(0, 99)),
     )
 
 
 class Locked:
-    """A block that only one simulated rank may use at a time: Triton's interpreter is not made for threads."""
+    """A block that only one simulated rank may use at a time: Triton's interpreter is not made for
+    threads.
+    """
 
     lock = threading.Lock()
 
@@ -120,7 +142,13 @@ def make_plan(case: Case, block: str) -> AttentionPlan:
     return plan
 
 
-def rank_body(exchange: SimulatedExchange, case: Case, plan: AttentionPlan, transport: str, tensors: list[torch.Tensor]) -> Any:
+def rank_body(
+    exchange: SimulatedExchange,
+    case: Case,
+    plan: AttentionPlan,
+    transport: str,
+    tensors: list[torch.Tensor],
+) -> Any:
     """One rank's output, gradients, and the calls it made."""
     inner, outer = exchange.split(case.ulysses)
     mine = case.indices()[exchange.rank]
@@ -130,8 +158,12 @@ def rank_body(exchange: SimulatedExchange, case: Case, plan: AttentionPlan, tran
     return [out.detach(), *grads], (inner.calls, outer.calls)
 
 
-def split_attention(case: Case, block: str, transport: str, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """Output and gradients over the whole row, put together from the ranks', and the calls that all of them made."""
+def split_attention(
+    case: Case, block: str, transport: str, tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], Any]:
+    """Output and gradients over the whole row, put together from the ranks', and the calls that all
+    of them made.
+    """
     found = simulate(case.ranks, rank_body, case, make_plan(case, block), transport, tensors)
     made = found[0][1]
     assert all(calls == made for _, calls in found), "ranks called the exchange differently"
@@ -169,7 +201,9 @@ def test_every_schedule_equals_dense_attention(transport: str, block: str) -> No
 @pytest.mark.parametrize("how", [*CUTS, "permuted"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_longer_documents_and_every_cut(transport: str, how: str) -> None:
-    """Long enough that the CPU block has rectangles, triangles and tiles of its own, not only batches of small pieces."""
+    """Long enough that the CPU block has rectangles, triangles and tiles of its own, not only
+    batches of small pieces.
+    """
     case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3)
     found, _ = split_attention(case, "cpu", transport, case.tensors(torch.float32))
     assert_close(found, dense(case, case.tensors()), 1e-5)
@@ -178,8 +212,12 @@ def test_longer_documents_and_every_cut(transport: str, how: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ulysses", [1, 4])
-def test_16_bit_inputs_are_summed_in_float32(ulysses: int, transport: str, dtype: torch.dtype) -> None:
-    """Four ranks round no more than one does: half a unit in the last place, and the rounding of the saved output."""
+def test_16_bit_inputs_are_summed_in_float32(
+    ulysses: int, transport: str, dtype: torch.dtype
+) -> None:
+    """Four ranks round no more than one does: half a unit in the last place, and the rounding of
+    the saved output.
+    """
     case = Case((90, 38), 4, ulysses, "zigzag", (4, 2), 16, 0.25, 5)
     tensors = case.tensors(dtype)
     found, _ = split_attention(case, "cpu", transport, tensors)
@@ -189,7 +227,9 @@ def test_16_bit_inputs_are_summed_in_float32(ulysses: int, transport: str, dtype
 
 @pytest.mark.parametrize("tile", [1, 4, 64])
 @pytest.mark.parametrize("small", [0, pieces.SMALL])
-def test_cpu_block_equals_the_reference_block_on_any_places(monkeypatch: pytest.MonkeyPatch, tile: int, small: int) -> None:
+def test_cpu_block_equals_the_reference_block_on_any_places(
+    monkeypatch: pytest.MonkeyPatch, tile: int, small: int
+) -> None:
     """Any queries and any keys, merged into sums of which some are still empty."""
     monkeypatch.setattr(pieces, "TILE", tile)
     monkeypatch.setattr(pieces, "SMALL", small)
@@ -199,13 +239,19 @@ def test_cpu_block_equals_the_reference_block_on_any_places(monkeypatch: pytest.
     def check(lengths: list[int], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        order = torch.randperm(int(starts[-1]), generator=draw) if seed % 2 else torch.arange(int(starts[-1]))
+        order = (
+            torch.randperm(int(starts[-1]), generator=draw)
+            if seed % 2
+            else torch.arange(int(starts[-1]))
+        )
         chosen = [order[torch.rand(len(order), generator=draw) < share] for share in (0.5, 0.7)]
         queries, keys = (Places.of(index, starts) for index in chosen)
         q = torch.randn(len(chosen[0]), 4, 5, generator=draw)
         k, v = torch.randn(len(chosen[1]), 2, 2, 5, generator=draw).unbind(1)
         upstream = torch.randn(q.shape, generator=draw)
-        lse = torch.randn(4, len(q), generator=draw).masked_fill_(torch.rand(len(q), generator=draw) < 0.5, -torch.inf)
+        lse = torch.randn(4, len(q), generator=draw).masked_fill_(
+            torch.rand(len(q), generator=draw) < 0.5, -torch.inf
+        )
         out = torch.randn(q.shape, generator=draw) * (lse > -torch.inf).T[:, :, None]
         blocks = [BLOCKS[name]() for name in ("reference", "cpu")]
         works = [block.prepare(queries, keys, CPU) for block in blocks]
@@ -242,7 +288,10 @@ def test_irregular_cuts_stay_in_small_masks() -> None:
     order = torch.randperm(8192, generator=draw)
     work = CpuBlock().prepare(Places.of(order[:4096], starts), Places.of(order[4096:], starts), CPU)
     assert work is not None
-    assert sum(piece.mask.numel() for piece in work.pieces if piece.mask is not None) < 2 * 4096 * pieces.TILE
+    assert (
+        sum(piece.mask.numel() for piece in work.pieces if piece.mask is not None)
+        < 2 * 4096 * pieces.TILE
+    )
 
 
 @pytest.mark.parametrize("block", [name for name in BLOCK_NAMES if name != "triton"])
@@ -255,7 +304,9 @@ def test_another_document_never_changes_mine(how: str, transport: str, block: st
     for x in changed:
         x[:9] *= 50.0
         x[40:] = -3.0
-    before, after = (split_attention(case, block, transport, given)[0] for given in (tensors, changed))
+    before, after = (
+        split_attention(case, block, transport, given)[0] for given in (tensors, changed)
+    )
     assert_close([x[9:40] for x in after], [x[9:40] for x in before], 1e-12)
     tensors[3][:9] = tensors[3][40:] = 0.0
     for grad in split_attention(case, block, transport, tensors)[0][1:]:
@@ -275,7 +326,9 @@ def test_the_same_call_twice_is_bitwise_equal(ulysses: int, transport: str, bloc
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
-    """The forward pass runs again during backward, so exchanges of both are interleaved, alike on every rank."""
+    """The forward pass runs again during backward, so exchanges of both are interleaved, alike on
+    every rank.
+    """
     case = Case((40, 13), 4, ulysses, "zigzag", (4, 2), 8, 0.35, 4)
     tensors = case.tensors()
 
@@ -286,7 +339,9 @@ def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
         q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
 
         def layer(x: torch.Tensor) -> torch.Tensor:
-            return (x + sequence_attention(x, k, v, plan, inner, outer, case.scale, transport)).tanh()
+            return (
+                x + sequence_attention(x, k, v, plan, inner, outer, case.scale, transport)
+            ).tanh()
 
         x = q
         for _ in range(2):
@@ -306,12 +361,18 @@ def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
         ((64,), "zigzag", 7),
         ((64,), "striped", 7),
         ((8,) * 8, "contiguous", 0),
-        ((12,) * 5, "contiguous", 2),  # 7 or 8 tokens a rank: a document reaches into the second next
+        (
+            (12,) * 5,
+            "contiguous",
+            2,
+        ),  # 7 or 8 tokens a rank: a document reaches into the second next
         ((1,) * 64, "striped", 0),
         ((20, 44), "contiguous", 5),
     ],
 )
-def test_the_ring_stops_when_nobody_sees_what_comes(lengths: tuple[int, ...], how: str, hops: int) -> None:
+def test_the_ring_stops_when_nobody_sees_what_comes(
+    lengths: tuple[int, ...], how: str, hops: int
+) -> None:
     case = Case(lengths, 8, 1, how, (2, 1), 4, 0.5, 6)
     assert make_plan(case, "cpu").hops == hops
     _, (inner, outer) = split_attention(case, "cpu", "ring", case.tensors())
@@ -338,7 +399,10 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     """Queries before every key, alone and beside some that see them, into empty sums and full ones."""
     starts = torch.tensor([0, 8])
     made = BLOCKS[block]()
-    assert made.prepare(Places.of(torch.arange(4), starts), Places.of(torch.arange(4, 8), starts), CPU) is None
+    assert (
+        made.prepare(Places.of(torch.arange(4), starts), Places.of(torch.arange(4, 8), starts), CPU)
+        is None
+    )
     queries = Places.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
     work = made.prepare(queries, Places.of(torch.tensor([4, 5]), starts), CPU)
     q, (k, v) = torch.randn(6, 2, 16), torch.randn(2, 2, 1, 16).unbind(1)
@@ -346,7 +410,11 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     for _ in range(2):
         made.forward(q, k, v, work, 0.3, out, lse)
         assert torch.isfinite(out).all() and not lse.isnan().any()
-        assert (lse[:, [0, 2, 4, 5]] == -torch.inf).all() and not out[[0, 2, 4, 5]].any() and torch.isfinite(lse[:, [1, 3]]).all()
+        assert (
+            (lse[:, [0, 2, 4, 5]] == -torch.inf).all()
+            and not out[[0, 2, 4, 5]].any()
+            and torch.isfinite(lse[:, [1, 3]]).all()
+        )
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     made.backward(torch.ones_like(q), q, k, v, out, lse, work, 0.3, *grads)
     assert all(torch.isfinite(grad).all() for grad in grads) and not grads[0][[0, 2, 4, 5]].any()
@@ -355,14 +423,22 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
 def test_a_row_without_tokens() -> None:
     case = Case((0,), 3, 1, "contiguous", (2, 1), 4, 0.5, 0)
     for transport in TRANSPORTS:
-        assert all(x.numel() == 0 for x in split_attention(case, "cpu", transport, case.tensors())[0])
+        assert all(
+            x.numel() == 0 for x in split_attention(case, "cpu", transport, case.tensors())[0]
+        )
 
 
 @pytest.mark.parametrize(
     ("heads", "ulysses", "message"),
-    [((6, 2), 4, "one of 1, 2, 6 and"), ((12, 6), 4, "one of 1, 2, 3, 6, 12"), ((3, 2), 1, "do not divide 3")],
+    [
+        ((6, 2), 4, "one of 1, 2, 6 and"),
+        ((12, 6), 4, "one of 1, 2, 3, 6, 12"),
+        ((3, 2), 1, "do not divide 3"),
+    ],
 )
-def test_heads_that_cannot_be_shared_are_refused(heads: tuple[int, int], ulysses: int, message: str) -> None:
+def test_heads_that_cannot_be_shared_are_refused(
+    heads: tuple[int, int], ulysses: int, message: str
+) -> None:
     case = Case((8,), 4, ulysses, "contiguous", heads, 4, 0.5, 0)
     with pytest.raises(ValueError, match=message):
         split_attention(case, "cpu", "ring", case.tensors())
@@ -377,10 +453,22 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="set a divisor"):
         AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=3)
     with pytest.raises(ValueError, match="groups of 2, but the exchanges have 2 groups of 1"):
-        simulate(2, rank_body, case, AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=2), "ring", case.tensors())
+        simulate(
+            2,
+            rank_body,
+            case,
+            AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=2),
+            "ring",
+            case.tensors(),
+        )
     with pytest.raises(ValueError, match="the plan has 3 tokens here"):
         simulate(
-            2, rank_body, case, AttentionPlan.of([torch.arange(3), torch.arange(3, 8)], case.starts, CPU), "ring", case.tensors()
+            2,
+            rank_body,
+            case,
+            AttentionPlan.of([torch.arange(3), torch.arange(3, 8)], case.starts, CPU),
+            "ring",
+            case.tensors(),
         )
 
 

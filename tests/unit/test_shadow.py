@@ -55,14 +55,33 @@ def fake_kernels(folder: Path) -> Path:
 
 def test_installed_kernels_wins_from_the_root_folder(tmp_path: Path) -> None:
     code = "import kernels, transformers.modeling_utils; print(kernels.__file__)"
-    environment = {"PYTHONPATH": str(fake_kernels(tmp_path)), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    environment = {
+        "PYTHONPATH": str(fake_kernels(tmp_path)),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+    )
     assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), done.stderr[-2000:]
 
 
 def test_installed_kernels_wins_in_a_ray_worker(tmp_path: Path) -> None:
     """Ray puts the driver's working folder first on its workers' path."""
-    environment = {"PYTHONPATH": str(fake_kernels(tmp_path)), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment = {
+        "PYTHONPATH": str(fake_kernels(tmp_path)),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
     command = [sys.executable, "-c", IN_RAY]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=180)
-    assert done.stdout.strip().endswith(str(tmp_path / "kernels" / "__init__.py")), done.stderr[-2000:]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=180
+    )
+    assert done.stdout.strip().endswith(str(tmp_path / "kernels" / "__init__.py")), done.stderr[
+        -2000:
+    ]

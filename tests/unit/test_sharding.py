@@ -1,4 +1,6 @@
-"""What a model's own plan makes of a tensor axis, without ranks: which parameters are cut, and what is refused."""
+"""What a model's own plan makes of a tensor axis, without ranks: which parameters are cut, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 import transformers
 
 from megarl.parallel.mesh import Axis
-from megarl.parallel.tensor import SharedColumnLinear
-from megarl.training import sharding
-from megarl.training.sharding import refuse_tensor, shard_model, whole_shapes
+from megarl.parallel.tensor import SharedColumnLinear, whole_shapes
+from megarl.trainer import sharding
+from megarl.trainer.sharding import refuse_tensor, shard_model
 
 KINDS = {
     "qwen2": transformers.Qwen2Config,
@@ -23,7 +25,12 @@ KINDS = {
 
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=41,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 
 
@@ -51,19 +58,26 @@ def test_the_parts_of_all_ranks_are_the_whole_model(kind: str, tensor: int, tied
         mine = model(config)
         shards = shard_model(mine, axis(tensor, rank))
         parts.append(dict(mine.named_parameters()))
-        assert whole_shapes(mine, shards) == {name: tuple(parameter.shape) for name, parameter in whole.items()}
+        assert whole_shapes(mine, shards) == {
+            name: tuple(parameter.shape) for name, parameter in whole.items()
+        }
     for name, parameter in whole.items():
-        held = [part[name] for part in parts]
+        owned = [part[name] for part in parts]
         if name in shards:
-            assert torch.equal(torch.cat(held, shards[name].dim), parameter)
-            assert all(part.tensor_model_parallel for part in held)
+            assert torch.equal(torch.cat(owned, shards[name].dim), parameter)
+            assert all(part.tensor_model_parallel for part in owned)
         else:
-            assert all(torch.equal(part, parameter) and not hasattr(part, "tensor_model_parallel") for part in held)
+            assert all(
+                torch.equal(part, parameter) and not hasattr(part, "tensor_model_parallel")
+                for part in owned
+            )
     if tensor > 1:
         cut = {name.split(".")[-2] for name in shards}
         # With four ranks for two key heads, key and value projections stay whole.
         expected = {"embed_tokens", "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-        assert cut == expected | (set() if tied else {"lm_head"}) | ({"k_proj", "v_proj"} if tensor == 2 else set())
+        assert cut == expected | (set() if tied else {"lm_head"}) | (
+            {"k_proj", "v_proj"} if tensor == 2 else set()
+        )
 
 
 def test_neighbours_share_a_key_head() -> None:
@@ -90,7 +104,11 @@ def test_a_plan_that_leaves_out_a_layer_of_the_same_input_is_refused() -> None:
     [
         ({"num_attention_heads": 6}, 4, "num_attention_heads = 6"),
         ({"intermediate_size": 50}, 4, "intermediate_size = 50"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads 3: neither divides the other"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            "num_key_value_heads 3: neither divides the other",
+        ),
         ({"vocab_size": 3}, 4, "has 3 words"),
     ],
 )
@@ -101,7 +119,10 @@ def test_what_does_not_divide_is_refused(changes: dict[str, int], tensor: int, s
 
 def test_a_style_we_do_not_know_is_refused_by_name() -> None:
     config = small()
-    config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.experts": "moe_tp_experts"}
+    config.base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
     with pytest.raises(ValueError, match="moe_tp_experts"):
         refuse_tensor(config, 2)
 
@@ -112,13 +133,18 @@ def test_numbers_of_layers_become_stars() -> None:
 
 
 def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
-    """A lock without a process behind it goes once it is older than any compilation; a fresh one stays."""
+    """A lock without a process behind it goes once it is older than any compilation; a fresh one
+    stays.
+    """
     import os
     import time
 
-    from megarl.training.compilation import drop_stale_locks
+    from megarl.trainer.compilation import drop_stale_locks
 
-    old, fresh = (tmp_path / "py311_cpu" / name / "lock" for name in ("deepspeed_shm_comm", "deepspeed_cpu_adam"))
+    old, fresh = (
+        tmp_path / "py311_cpu" / name / "lock"
+        for name in ("deepspeed_shm_comm", "deepspeed_cpu_adam")
+    )
     for lock in (old, fresh):
         lock.parent.mkdir(parents=True)
         lock.touch()
@@ -127,15 +153,38 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
     assert fresh.exists() and not old.exists()
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
 
 REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
-    "scaled embedding": (transformers.GemmaConfig(**SMALL, head_dim=8), 2, "GemmaTextScaledWordEmbedding"),
-    "parameters on a part of the activations": (transformers.ApertusConfig(**SMALL), 2, "mlp.act_fn.alpha"),
-    "another attention": (transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4), 1, "bloom.* 0 of its 2"),
-    "a bare error of the model's": (transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4), 1, "gptj"),
+    "scaled embedding": (
+        transformers.GemmaConfig(**SMALL, head_dim=8),
+        2,
+        "GemmaTextScaledWordEmbedding",
+    ),
+    "parameters on a part of the activations": (
+        transformers.ApertusConfig(**SMALL),
+        2,
+        "mlp.act_fn.alpha",
+    ),
+    "another attention": (
+        transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4),
+        1,
+        "bloom.* 0 of its 2",
+    ),
+    "a bare error of the model's": (
+        transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4),
+        1,
+        "gptj",
+    ),
     "rotary embeddings of the longest document": (
-        transformers.LlamaConfig(**SMALL, rope_parameters=LONG | {"original_max_position_embeddings": 32}),
+        transformers.LlamaConfig(
+            **SMALL, rope_parameters=LONG | {"original_max_position_embeddings": 32}
+        ),
         1,
         "longrope rotary",
     ),
@@ -144,10 +193,12 @@ REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, name: str) -> None:
-    """Found by comparing every causal language model of transformers with ours (see tests/distributed/test_families.py)."""
-    from megarl.preflight import check_cut
-    from megarl.training.config import LayoutConfig, ModelConfig, TrainingConfig
-    from megarl.training.model import refuse_unsupported
+    """Found by comparing every causal language model of transformers with ours (see
+    tests/distributed/test_families.py).
+    """
+    from megarl.checks.preflight import check_cut
+    from megarl.trainer.config import LayoutConfig, ModelConfig, TrainingConfig
+    from megarl.trainer.model import refuse_unsupported
 
     config, tensor, says = REFUSED[name]
     config.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""Tokenizers: SentencePiece files keep their ids through every form, and what a model cannot use is refused with the cure."""
+"""Tokenizers: SentencePiece files keep their ids through every form, and what a model cannot use is
+refused with the fix.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.prompts.tokenizer import check_tokenizer, load_tokenizer
+from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "Natalia sold clips to her friends in April and then half as many in May how altogether 0123456789 +-=.,?"
+WORDS = (
+    "Natalia sold clips to her friends in April and then half as many in May how altogether"
+    " 0123456789 +-=.,?"
+)
 TEXTS = [
     "How many clips did Natalia sell altogether in April and May?",
     "48+24 = 72",
@@ -45,9 +50,17 @@ def train(folder: Path, **changes: object) -> Path:
     words = WORDS.split()
     lines = [" ".join(words[i % len(words)] for i in range(n, n + 7)) for n in range(400)]
     corpus.write_text("\n".join([*lines, *TEXTS]))
-    settings = {"model_type": "unigram", "vocab_size": 120, "pad_id": 3, "hard_vocab_limit": False, "character_coverage": 1.0}
+    settings = {
+        "model_type": "unigram",
+        "vocab_size": 120,
+        "pad_id": 3,
+        "hard_vocab_limit": False,
+        "character_coverage": 1.0,
+    }
     settings.update(changes)
-    sentencepiece.SentencePieceTrainer.train(input=str(corpus), model_prefix=str(folder / "spm"), minloglevel=2, **settings)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(folder / "spm"), minloglevel=2, **settings
+    )
     return folder / "spm.model"
 
 
@@ -86,19 +99,29 @@ def test_sentencepiece_file_keeps_its_ids_and_texts(kind: str, tmp_path: Path) -
             assert ids == original.encode(text), text
             if original.unk_id() not in ids:
                 assert form.decode(ids) == original.decode(ids), text
-                assert form.decode([*ids, form.eos_token_id], skip_special_tokens=True) == original.decode(ids)
+                assert form.decode(
+                    [*ids, form.eos_token_id], skip_special_tokens=True
+                ) == original.decode(ids)
         for text in TEXTS:
             assert form.decode(form(text).input_ids) == text
 
 
 @pytest.fixture(scope="module")
-def llama_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[sentencepiece.SentencePieceProcessor, PreTrainedTokenizerFast]:
+def llama_pair(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[sentencepiece.SentencePieceProcessor, PreTrainedTokenizerFast]:
     file = train(tmp_path_factory.mktemp("llama"), **KINDS["llama"])
     return sentencepiece.SentencePieceProcessor(model_file=str(file)), load_tokenizer(str(file))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2581"), max_size=30))
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    text=st.text(
+        st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2581"), max_size=30
+    )
+)
 def test_any_text_goes_through_a_byte_fallback_tokenizer(text: str, llama_pair: tuple) -> None:
     original, tokenizer = llama_pair
     ids = tokenizer(text).input_ids
@@ -123,10 +146,15 @@ def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(train(tmp_path, model_type="word", vocab_size=30)))
 
 
-def test_absent_folders_and_names_fail_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_folders_and_names_fail_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"tokenizer folder .* does not exist; set the path"):
         load_tokenizer(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files",
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="name is empty"):
         load_tokenizer("")
@@ -137,7 +165,11 @@ def test_absent_folders_and_names_fail_fast(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
     with pytest.raises(
-        ValueError, match=r"'nobody/nothing' is not on this machine and the Hugging Face hub did not answer.*HF_HUB_OFFLINE"
+        ValueError,
+        match=(
+            r"'nobody/nothing' is not on this machine and the Hugging Face hub did not"
+            r" answer.*HF_HUB_OFFLINE"
+        ),
     ):
         load_tokenizer("nobody/nothing")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -147,7 +179,9 @@ def test_absent_folders_and_names_fail_fast(tmp_path: Path, monkeypatch: pytest.
 
 
 def make_addition() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_addition", ROOT / "tools" / "make_addition.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_addition", ROOT / "tools" / "make_addition.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -159,7 +193,9 @@ def test_check_tokenizer_names_the_cure(tmp_path: Path) -> None:
     make_addition().write_model(tmp_path / "model")
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     check_tokenizer(tokenizer, 16, source="model")
-    with pytest.raises(ValueError, match=r"model has 16 tokens, but the model embeds 15; .* at least 16"):
+    with pytest.raises(
+        ValueError, match=r"model has 16 tokens, but the model embeds 15; .* at least 16"
+    ):
         check_tokenizer(tokenizer, 15, source="model")
     tokenizer.pad_token = None
     with pytest.raises(ValueError, match="no padding token; set pad_token"):
@@ -170,11 +206,15 @@ def test_check_tokenizer_names_the_cure(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> None:
-    """transformers 5 would read a SentencePiece tokenizer beside a Qwen2 with Qwen's splitting rules."""
+    """transformers 5 would read a SentencePiece tokenizer beside a Qwen2 with Qwen's splitting
+    rules.
+    """
     file = train(tmp_path, **KINDS["bpe"])
     folder = tmp_path / "model"
     load_tokenizer(str(file)).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    )
     original = sentencepiece.SentencePieceProcessor(model_file=str(file))
     for text in TEXTS:
         assert load_tokenizer(str(folder))(text).input_ids == original.encode(text)
@@ -188,10 +228,17 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_addition_tokenizer_is_sixteen_characters(addition: Path) -> None:
-    for tokenizer in (load_tokenizer(str(addition / "model")), AutoTokenizer.from_pretrained(addition / "model")):
+    for tokenizer in (
+        load_tokenizer(str(addition / "model")),
+        AutoTokenizer.from_pretrained(addition / "model"),
+    ):
         check_tokenizer(tokenizer, 64, source="addition")
         assert len(tokenizer) == 16
-        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (
+            0,
+            1,
+            None,
+        )
         text = "0123456789+=,#"
         assert tokenizer(text).input_ids == list(range(2, 16))
         assert tokenizer.decode(range(2, 16)) == text
@@ -200,7 +247,12 @@ def test_addition_tokenizer_is_sixteen_characters(addition: Path) -> None:
 
 def test_addition_parts_do_not_touch_and_answers_are_sums(addition: Path) -> None:
     tool = make_addition()
-    parts = {"train": range(2, 10), "held_out": range(1), "validation": range(1, 2), "sft": range(2, 10)}
+    parts = {
+        "train": range(2, 10),
+        "held_out": range(1),
+        "validation": range(1, 2),
+        "sft": range(2, 10),
+    }
     for name, expected in parts.items():
         rows = [json.loads(line) for line in (addition / f"{name}.jsonl").read_text().splitlines()]
         assert len(rows) == {"train": 900, "held_out": 500, "validation": 500, "sft": 4000}[name]
@@ -233,7 +285,9 @@ def carry_pairs(response: str) -> list[bool]:
     return [after[4] == "1" for before, after in itertools.pairwise(steps) if before[6] == "1"]
 
 
-def test_addition_is_made_once(addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_addition_is_made_once(
+    addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tool = make_addition()
     before = {path: path.read_bytes() for path in addition.rglob("*.json*")}
     same = ["--demonstrations", "4000", "--prompts", "900"]

@@ -1,4 +1,6 @@
-"""The Triton kernels against float64: in Triton's interpreter on CPU, in a process of its own, and on a GPU if there is one."""
+"""The Triton kernels against float64: in Triton's interpreter on CPU, in a process of its own, and
+on a GPU if there is one.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 
 from megarl.kernels import logprobs_torch, tiles
+from megarl.kernels.block import Places
 from megarl.kernels.block_reference import ReferenceBlock
-from megarl.kernels.blocks import Places
 from megarl.kernels.tiles import Tile, visits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,7 +23,8 @@ here = pytest.mark.skipif(INTERPRETED, reason="runs in the process that starts t
 
 # The interpreter multiplies the bits of bfloat16 as integers, and is slow.
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
-# Largest error over largest value. p and its gradient are rounded to the input's type before they are multiplied again.
+# Largest error over largest value. p and its gradient are rounded to the input's type before they
+# are multiplied again.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SMALL = {name: Tile(32, 16, 4, 2) for name in ("forward", "grad_keys", "grad_queries")}
 
@@ -48,7 +51,17 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
 @here
 def test_these_tests_in_the_interpreter() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            __file__,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -60,10 +73,15 @@ def test_these_tests_in_the_interpreter() -> None:
 @here
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(name: str, by_keys: bool) -> None:
+def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
+    name: str, by_keys: bool
+) -> None:
     kinds = set()
     # In the last pair one tile's last place is another's first.
-    for queries, keys in [*((a, b) for a in LAYOUTS[name] for b in LAYOUTS[name]), (ROW[:16], ROW[15:])]:
+    for queries, keys in [
+        *((a, b) for a in LAYOUTS[name] for b in LAYOUTS[name]),
+        (ROW[:16], ROW[15:]),
+    ]:
         places_q, places_k = Places.of(queries, STARTS), Places.of(keys, STARTS)
         mask = (places_q.doc_start[:, None] <= keys) & (keys <= queries[:, None])
         work, runs = visits(places_q, places_k, 16, 8, by_keys)
@@ -78,7 +96,10 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(name: str, by
                     met[rows, columns] += 1
                     weight += end - begin
                     if whole:
-                        assert mask[rows, columns].all() and mask[rows, columns].shape == (16, (end - begin) * 8)
+                        assert mask[rows, columns].all() and mask[rows, columns].shape == (
+                            16,
+                            (end - begin) * 8,
+                        )
                     kinds.add(whole)
             weights.append(weight)
         assert ((met == 1) | ((met == 0) & ~mask)).all()
@@ -87,26 +108,43 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(name: str, by
     assert False in kinds and (name == "scattered" or {True, "skipped"} <= kinds)
 
 
-def attention(block, tensors: list[torch.Tensor], places: list[Places], rank: int, scale: float, upstream: torch.Tensor):
-    """out, lse and the gradients of q, k and v of `rank`'s queries over both ranks' keys, block by block as a ring would."""
+def attention(
+    block,
+    tensors: list[torch.Tensor],
+    places: list[Places],
+    rank: int,
+    scale: float,
+    upstream: torch.Tensor,
+):
+    """out, lse and the gradients of q, k and v of `rank`'s queries over both ranks' keys, block by
+    block as a ring would.
+    """
     q, *rest = tensors
     kv = list(zip(rest[:2], rest[2:], strict=True))
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape, dtype=kind, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=kind, device=q.device)
-    grads = [torch.full(x.shape, 0.5, dtype=kind, device=x.device) for x in (q, *rest)]  # they are added to
+    grads = [
+        torch.full(x.shape, 0.5, dtype=kind, device=x.device) for x in (q, *rest)
+    ]  # they are added to
     work = [block.prepare(places[rank], keys, q.device) for keys in places]
     order = [i for i in (1 - rank, rank) if work[i] is not None]
     for i in order:
         block.forward(q, *kv[i], work[i], scale, out, lse)
     for i in order:
-        block.backward(upstream, q, *kv[i], out, lse, work[i], scale, grads[0], grads[1 + i], grads[3 + i])
+        block.backward(
+            upstream, q, *kv[i], out, lse, work[i], scale, grads[0], grads[1 + i], grads[3 + i]
+        )
     return [out, lse, *(grad - 0.5 for grad in grads)]
 
 
 def among_others(x: torch.Tensor) -> torch.Tensor:
-    """`x` [L, H, D] on the device as q, k and v are in a packed tensor: between its rows is what must not be read."""
-    room = torch.full((len(x), x[0].numel() + 16), torch.nan, dtype=x.dtype, device=DEVICE)[:, : x[0].numel()]
+    """`x` [L, H, D] on the device as q, k and v are in a packed tensor: between its rows is what
+    must not be read.
+    """
+    room = torch.full((len(x), x[0].numel() + 16), torch.nan, dtype=x.dtype, device=DEVICE)[
+        :, : x[0].numel()
+    ]
     return room.copy_(x.flatten(1)).view(x.shape)
 
 
@@ -125,8 +163,12 @@ def compare(
     shapes = [(len(parts[rank]), heads[0]), *[(len(index), heads[1]) for index in (*parts, *parts)]]
     tensors = [torch.randn(*shape, width, generator=draw).to(dtype) for shape in shapes]
     upstream = torch.randn(tensors[0].shape, generator=draw).to(dtype)
-    wanted = attention(ReferenceBlock(), [x.double() for x in tensors], places, rank, scale, upstream.double())
-    found = attention(block, [among_others(x) for x in tensors], places, rank, scale, upstream.to(DEVICE))
+    wanted = attention(
+        ReferenceBlock(), [x.double() for x in tensors], places, rank, scale, upstream.double()
+    )
+    found = attention(
+        block, [among_others(x) for x in tensors], places, rank, scale, upstream.to(DEVICE)
+    )
     for name, a, b in zip(("out", "lse", "q", "k0", "k1", "v0", "v1"), found, wanted, strict=True):
         a, seen = a.cpu().double(), b > -torch.inf
         assert torch.equal(a > -torch.inf, seen), name
@@ -146,7 +188,9 @@ def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> 
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 72)])
+@pytest.mark.parametrize(
+    ("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 72)]
+)
 def test_attention_with_odd_heads_and_widths(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], width: int, dtype: torch.dtype
 ) -> None:
@@ -168,15 +212,27 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
     if INTERPRETED:
         compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True))
     else:
-        compare(LONG, 1, (4, 2), width, dtype, TritonBlock(descriptors=True), torch.tensor([0, 290, 600]))
+        compare(
+            LONG,
+            1,
+            (4, 2),
+            width,
+            dtype,
+            TritonBlock(descriptors=True),
+            torch.tensor([0, 290, 600]),
+        )
 
 
 @on_device
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(64, torch.float16), (128, torch.float16)] if INTERPRETED else [(w, dtype) for w in (64, 128, 192, 256) for dtype in DTYPES],
+    [(64, torch.float16), (128, torch.float16)]
+    if INTERPRETED
+    else [(w, dtype) for w in (64, 128, 192, 256) for dtype in DTYPES],
 )
-def test_attention_with_the_shapes_of_programs_it_would_choose(width: int, dtype: torch.dtype) -> None:
+def test_attention_with_the_shapes_of_programs_it_would_choose(
+    width: int, dtype: torch.dtype
+) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
     compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), torch.tensor([0, 290, 600]))
@@ -184,7 +240,9 @@ def test_attention_with_the_shapes_of_programs_it_would_choose(width: int, dtype
 
 @on_device
 def test_rows_that_see_nothing_stay_as_they_were() -> None:
-    """The second rank's queries and the first rank's keys: most queries are of documents that begin later."""
+    """The second rank's queries and the first rank's keys: most queries are of documents that begin
+    later.
+    """
     from megarl.kernels.block_triton import TritonBlock
 
     queries, keys = Places.of(ROW[30:90], STARTS), Places.of(ROW[:30], STARTS)
@@ -201,9 +259,12 @@ def test_rows_that_see_nothing_stay_as_they_were() -> None:
     assert grads[0][23:].abs().max() == 0 and all(grad.isfinite().all() for grad in grads)
     # Nor does a row give anything that is said to have seen nothing.
     again = [torch.zeros_like(x) for x in (q, k, v)]
-    block.backward(torch.randn_like(q), q, k, v, out, torch.full_like(lse, -torch.inf), work, 0.3, *again)
+    block.backward(
+        torch.randn_like(q), q, k, v, out, torch.full_like(lse, -torch.inf), work, 0.3, *again
+    )
     assert all(grad.abs().max() == 0 for grad in again)
-    # A row that has seen much larger scores elsewhere is not moved by this block, nor is one that has seen nothing.
+    # A row that has seen much larger scores elsewhere is not moved by this block, nor is one that
+    # has seen nothing.
     kept, lse[:] = out.clone(), 500.0
     block.forward(q, k, v, work, 0.3, out, lse)
     assert (out - kept).abs().max() < 1e-6 and (lse == 500).all()
@@ -215,9 +276,12 @@ def test_equal_inputs_give_equal_bits() -> None:
 
     places = [Places.of(index, STARTS) for index in LAYOUTS["zigzag"]]
     tensors = [
-        torch.randn(len(places[i].index), heads, 16, device=DEVICE) for i, heads in ((0, 2), (0, 1), (1, 1), (0, 1), (1, 1))
+        torch.randn(len(places[i].index), heads, 16, device=DEVICE)
+        for i, heads in ((0, 2), (0, 1), (1, 1), (0, 1), (1, 1))
     ]
-    once, again = (attention(TritonBlock(SMALL), tensors, places, 0, 0.25, tensors[0]) for _ in range(2))
+    once, again = (
+        attention(TritonBlock(SMALL), tensors, places, 0, 0.25, tensors[0]) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
@@ -260,14 +324,19 @@ def test_logprob_passes_equal_their_twins(first: int, dtype: torch.dtype) -> Non
         torch.testing.assert_close(b.double(), c, rtol=2e-6, atol=2e-6)
 
     m, s, t, _ = wanted
-    m, s = m.clamp_min(-9.0), s.clamp_min(1.0)  # the row of -inf: another shard holds what is likely
+    m, s = (
+        m.clamp_min(-9.0),
+        s.clamp_min(1.0),
+    )  # the row of -inf: another shard holds what is likely
     upstream = torch.randn(2, 6, generator=draw, dtype=torch.float64)
     rows = [m, s.log(), s.log() - t / s, *upstream]
     wanted, twin, found = logits.double(), logits.clone(), logits.to(DEVICE)
     logprobs_torch.gradient_(wanted, targets, first, temperature, *rows)
     rows = [x.float() for x in rows]
     logprobs_torch.gradient_(twin, targets, first, temperature, *rows)
-    logprobs_triton.gradient_(found, targets.to(DEVICE), first, temperature, *(x.to(DEVICE) for x in rows))
+    logprobs_triton.gradient_(
+        found, targets.to(DEVICE), first, temperature, *(x.to(DEVICE) for x in rows)
+    )
     assert wanted.isfinite().all() and found.dtype == dtype
     tolerance = 3e-6 if dtype == torch.float32 else 8e-3
     for a in (found.cpu(), twin):
@@ -291,14 +360,21 @@ def test_the_twins_are_the_derivative() -> None:
     m = torch.stack([part[0] for part in found]).amax(0)
     shifts = [(part[0] - m).masked_fill(part[0] == -torch.inf, 0.0) for part in found]
     s = sum(part[1] * shift.exp() for part, shift in zip(found, shifts, strict=True))
-    t = sum(shift.exp() * (part[2] + shift * part[1]) for part, shift in zip(found, shifts, strict=True))
+    t = sum(
+        shift.exp() * (part[2] + shift * part[1]) for part, shift in zip(found, shifts, strict=True)
+    )
     owned = [(targets >= a) & (targets < b) for a, b in shards]
-    z_y = sum(torch.where(mine, part[3] + shift, 0.0) for part, shift, mine in zip(found, shifts, owned, strict=True))
+    z_y = sum(
+        torch.where(mine, part[3] + shift, 0.0)
+        for part, shift, mine in zip(found, shifts, owned, strict=True)
+    )
     assert isinstance(s, torch.Tensor)
     entropy = s.log() - t / s
     torch.testing.assert_close((z_y - s.log(), entropy), wanted)
     for a, b in shards:
-        logprobs_torch.gradient_(logits[:, a:b], targets, a, temperature, m, s.log(), entropy, *upstream)
+        logprobs_torch.gradient_(
+            logits[:, a:b], targets, a, temperature, m, s.log(), entropy, *upstream
+        )
     torch.testing.assert_close(logits, gradient)
 
 
@@ -320,7 +396,9 @@ class Hopper:
 @here
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors: bool) -> None:
-    """No GPU is needed for it: they use Hopper's own matrix instructions and fit into its shared memory."""
+    """No GPU is needed for it: they use Hopper's own matrix instructions and fit into its shared
+    memory.
+    """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -330,10 +408,14 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
     compiled = {}
 
     def only_compile(kernel: JITFunction, grid: tuple[int, ...]):
-        return lambda *args, **options: compiled.update({kernel.__name__: kernel.run(*args, grid=grid, warmup=True, **options)})
+        return lambda *args, **options: compiled.update(
+            {kernel.__name__: kernel.run(*args, grid=grid, warmup=True, **options)}
+        )
 
     monkeypatch.setattr(JITFunction, "__getitem__", only_compile)
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # said by us as an option, which Triton does not see in time
+    monkeypatch.setenv(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # said by us as an option, which Triton does not see in time
     places = Places.of(ROW, STARTS)
     block = TritonBlock(descriptors=descriptors)
     work = block.prepare(places, places, torch.device("cpu"))
@@ -347,7 +429,14 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
     logits = torch.zeros(TOTAL, 5000, dtype=torch.bfloat16)
     logprobs_triton.statistics(logits, ROW, 0, 1.0)
     logprobs_triton.gradient_(logits, ROW, 0, 1.0, *rows)
-    assert set(compiled) == {"_forward", "_row_sums", "_grad_keys", "_grad_queries", "_statistics", "_gradient"}
+    assert set(compiled) == {
+        "_forward",
+        "_row_sums",
+        "_grad_keys",
+        "_grad_queries",
+        "_statistics",
+        "_gradient",
+    }
     for name in ("_forward", "_grad_keys", "_grad_queries"):
         code = compiled[name].asm["ptx"]
         assert "wgmma.mma_async" in code and ("cp.async.bulk.tensor" in code) == descriptors

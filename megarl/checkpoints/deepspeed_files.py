@@ -1,0 +1,421 @@
+"""A run's checkpoint from one layout and ZeRO stage to another: master weights and Adam's moments,
+each element as it was.
+
+What DeepSpeed's files hold of a tensor rank's parameters, in the model's order:
+
+    ZeRO 0       every parameter, in the one file of the tensor rank
+    ZeRO 1, 2    rank r of n (data x sequence): the r-th part of all of them in a row, padded to a
+                 multiple of 2 n
+    ZeRO 3       the r-th part of each, padded to a multiple of n, in a row; in groups of SUB_GROUP
+                 elements or a little more
+
+Each is a `Owned`, so that one plan moves all three kinds. The weights that layers compute with are
+the master weights, rounded to the run's precision, under every stage; so they are made of them.
+Precision stays, as do step, prompt cursor and the exported model; ranks that the source has not
+take the random state of rank r modulo its ranks. Owned in memory: what one file of the target
+holds. What is read is mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from megarl.checkpoints.checkpoint import Progress, fingerprint, read_progress, written_under
+from megarl.parallel.layout import Layout
+from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
+from megarl.parallel.reshard.owned import training_owned
+from megarl.parallel.reshard.plan import Copy, make_plan
+from megarl.trainer.config import TrainingConfig
+from megarl.weight_sync.parameters import ParameterSpec, training_shards
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+SUB_GROUP = 10**9
+"""DeepSpeed's `sub_group_size`, which megarl leaves as it is."""
+ALIGN = 2
+"""DeepSpeed's `nccl_start_alignment_factor`."""
+PREFIX = "model."
+"""Of parameters in the wrapped model, before the names that a checkpoint has."""
+FORMAT = "0.19."
+"""Versions of DeepSpeed whose files look like this."""
+WRITTEN = re.compile(
+    r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The layout, ZeRO stage and precision of a run's checkpoint, and the parameters it is about,
+    in the model's order.
+    """
+
+    layout: Layout
+    zero_stage: int
+    precision: Literal["float32", "bfloat16"]
+    table: Mapping[str, ParameterSpec]
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share a tensor rank's optimizer state."""
+        return self.layout.size // self.layout.tensor
+
+    @property
+    def optimizer_files(self) -> list[tuple[int, int]]:
+        """(tensor rank, replica) of each; of ZeRO 0, of each tensor rank one."""
+        replicas = self.replicas if self.zero_stage else 1
+        return [
+            (tensor, replica) for tensor in range(self.layout.tensor) for replica in range(replicas)
+        ]
+
+    def model_path(self, folder: Path, tensor: int, replica: int) -> Path:
+        """The file of weights and settings; ZeRO 3 has one a rank, without weights."""
+        part = f"zero_pp_rank_{replica}_" if self.zero_stage == 3 else ""
+        return folder / f"{part}mp_rank_{tensor:02d}_model_states.pt"
+
+    def optimizer_path(self, folder: Path, tensor: int, replica: int) -> Path:
+        half = "bf16_" if self.precision == "bfloat16" else ""
+        return folder / f"{half}zero_pp_rank_{replica}_mp_rank_{tensor:02d}_optim_states.pt"
+
+    @property
+    def shards(self) -> dict[str, Any]:
+        return training_shards(list(self.table.values()), self.layout.tensor)
+
+    def weights(self) -> list[Owned]:
+        """What each tensor rank computes with, a buffer a parameter."""
+        shapes = {name: row.shape for name, row in self.table.items()}
+        return training_owned(shapes, self.shards, Layout(tensor=self.layout.tensor), 0)
+
+    def shapes(self, tensor: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a tensor rank."""
+        made = {}
+        for name, row in self.table.items():
+            shard = self.shards.get(name)
+            made[name] = tuple(
+                shard.lengths[tensor] if shard is not None and dim == shard.dim else length
+                for dim, length in enumerate(row.shape)
+            )
+        return made
+
+    def optimizer(self) -> list[Owned]:
+        """What each of `optimizer_files` holds of each kind."""
+        weights = self.weights()
+        if self.zero_stage == 0:
+            return weights
+        cut = _each_cut if self.zero_stage == 3 else _row_cut
+        return [
+            cut(weights[tensor], replica, self.replicas) for tensor, replica in self.optimizer_files
+        ]
+
+
+def _row_cut(owned: Owned, replica: int, replicas: int) -> Owned:
+    """ZeRO 1 and 2: all parameters in a row, padded, and of that a part."""
+    row = Owned()
+    for piece in owned.pieces:
+        row.add(piece.tensor, piece.box, "0")
+    row.add(ZEROS, Box(0, -row.sizes["0"] % (ALIGN * replicas), 0, 1), "0")
+    return row.slice(replica, replicas)
+
+
+def _each_cut(owned: Owned, replica: int, replicas: int) -> Owned:
+    """ZeRO 3: a part of each parameter, padded, in a row; a group ends where it has `SUB_GROUP`
+    elements.
+    """
+    parts, made, group = owned.slice(replica, replicas), Owned(), 0
+    pieces = defaultdict(list)
+    for piece in parts.pieces:
+        pieces[piece.buffer].append(piece)
+    for name, size in owned.sizes.items():
+        for piece in pieces[name]:
+            made.add(piece.tensor, piece.box, str(group))
+        made.add(ZEROS, Box(0, -(-size // replicas) - parts.sizes[name], 0, 1), str(group))
+        group += made.sizes[str(group)] >= SUB_GROUP
+    return made
+
+
+def read_place(
+    folder: Path, table: Sequence[ParameterSpec]
+) -> tuple[Place, Progress, dict[str, Any]]:
+    """Of a checkpoint: where it stands, and rank 0's settings. Raises `ValueError` for one that
+    cannot be read here.
+    """
+    try:
+        progress = read_progress(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder} is no checkpoint of a run ({error}); name RUN/checkpoints/step_..."
+        ) from None
+    found = WRITTEN.fullmatch(progress.layout)
+    if found is None:
+        raise ValueError(
+            f"{folder} was written under {progress.layout}, and only megarl's own tensor"
+            " parallelism can be read"
+        )
+    if fingerprint({row.name: row.shape for row in table}) != progress.model:
+        raise ValueError(
+            f"{folder} holds other weights than its model/config.json says; name a checkpoint that"
+            " is whole"
+        )
+    data, sequence, tensor, stage = map(int, found.groups()[:4])
+    precision: Literal["float32", "bfloat16"] = (
+        "float32" if found.group(5) == "float32" else "bfloat16"
+    )
+    place = Place(Layout(data, sequence, tensor), stage, precision, {})
+    path = place.model_path(folder / "state" / "state", 0, 0)
+    first = _load(path)
+    if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
+        raise ValueError(
+            f"{folder} is of DeepSpeed {first['ds_version']}, and {deepspeed.__version__} is"
+            f" installed: only files of {FORMAT}x are known; use deepspeed {FORMAT}x for both"
+        )
+    rows = {row.name: row for row in table}
+    names = [
+        name.removeprefix(PREFIX) for name in first["module"] if name.removeprefix(PREFIX) in rows
+    ]
+    return replace(place, table={name: rows[name] for name in names}), progress, first
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A file of DeepSpeed's, mapped; nothing in it is run."""
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; name a checkpoint that is whole") from None
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """A file of DeepSpeed's; raises `OSError` where it cannot be written, which torch calls a
+    `RuntimeError`.
+    """
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        raise OSError(f"{path.name}: {error}") from None
+
+
+class _Source:
+    """The optimizer files of a checkpoint, by kind and buffer."""
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.files, self.owned = [], place.optimizer()
+        for (tensor, replica), owned in zip(place.optimizer_files, self.owned, strict=True):
+            if place.zero_stage == 0:
+                found, names = _load(place.model_path(folder, tensor, replica)), list(owned.sizes)
+                master, states = (
+                    [found["module"][PREFIX + name] for name in names],
+                    found["optimizer"],
+                )
+            else:
+                found, names = (
+                    _load(place.optimizer_path(folder, tensor, replica))["optimizer_state_dict"],
+                    list(owned.sizes),
+                )
+                third = place.zero_stage == 3
+                master = found["fp32_flat_groups" if third else "single_partition_of_fp32_groups"]
+                states = found["optimizer_state_dict" if third else "base_optimizer_state"]
+            assert len(master) == len(states["state"]) == len(names), (
+                f"{folder}: {len(master)} groups, not {len(names)}"
+            )
+            self.files.append(
+                {"master": dict(zip(names, (x.detach().reshape(-1) for x in master), strict=True))}
+                | {
+                    kind: {
+                        name: states["state"][n][kind].reshape(-1) for n, name in enumerate(names)
+                    }
+                    for kind in KINDS[1:]
+                }
+            )
+            self.step, self.group = states["state"][0]["step"].clone(), states["param_groups"][0]
+        # What every tensor rank has whole lies at other places in each one's row: it is taken from
+        # the first.
+        cut = place.shards
+        for (tensor, _), owned in zip(place.optimizer_files, self.owned, strict=True):
+            owned.pieces = [piece for piece in owned.pieces if tensor == 0 or piece.tensor in cut]
+
+
+class _Moves:
+    """The copies into each destination's buffers."""
+
+    def __init__(self, source: _Source, destinations: list[Owned]) -> None:
+        self.source, self.destinations = source, destinations
+        self.copies: dict[int, list[Copy]] = defaultdict(list)
+        for copy in make_plan(source.owned, destinations).copies:
+            self.copies[copy.destination].append(copy)
+
+    def buffers(
+        self, destination: int, kind: str, dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
+        """A destination's, rounded to `dtype`; padding is 0."""
+        made = {
+            name: torch.zeros(size, dtype=dtype)
+            for name, size in self.destinations[destination].sizes.items()
+        }
+        for copy in self.copies[destination]:
+            taken = copy.taken.view(self.source.files[copy.source][kind][copy.taken.buffer])
+            copy.put.view(made[copy.put.buffer]).copy_(taken)
+        return made
+
+
+def reshard_checkpoint(
+    source: Path,
+    target: Path,
+    table: Sequence[ParameterSpec],
+    layout: Layout,
+    zero_stage: Literal[0, 1, 2, 3],
+) -> None:
+    """Write the checkpoint `source` as one of another layout and stage into the empty folder
+    `target`, which the caller seals.
+
+    Raises `ValueError` where the source cannot be read, or the target is no layout of a run;
+    `OSError` on a full disk.
+    """
+    place, progress, first = read_place(source, table)
+    training = TrainingConfig(
+        zero_stage=zero_stage,  # pyright: ignore[reportArgumentType]
+        precision=place.precision,
+    )
+    to = replace(place, layout=layout, zero_stage=zero_stage)
+    files, moves = (
+        target / "state" / "state",
+        _Moves(_Source(place, source / "state" / "state"), to.optimizer() + to.weights()),
+    )
+    for folder in (files, target / "random"):
+        folder.mkdir(parents=True)
+    for number, (tensor, replica) in enumerate(to.optimizer_files):
+        whole = None
+        if zero_stage < 3 and replica == 0:
+            whole = moves.buffers(
+                len(to.optimizer_files) + tensor, "master", getattr(torch, place.precision)
+            )
+        states = {kind: moves.buffers(number, kind) for kind in KINDS}
+        if zero_stage == 3 or replica == 0:
+            _save(
+                _model_state(to, first, tensor, whole, states, moves.source),
+                to.model_path(files, tensor, replica),
+            )
+        if zero_stage:
+            _save(
+                _optimizer_state(to, first, states, moves.source),
+                to.optimizer_path(files, tensor, replica),
+            )
+    for rank in range(layout.size):
+        taken = source / "random" / f"rank_{rank % place.layout.size:05d}.safetensors"
+        shutil.copyfile(taken, target / "random" / f"rank_{rank:05d}.safetensors")
+    shutil.copytree(source / "model", target / "model")
+    (target / "run.json").write_text(
+        json.dumps(asdict(replace(progress, layout=written_under(layout, training))), indent=1)
+    )
+
+
+def _adam(
+    names: Sequence[str], states: Mapping[str, Mapping[str, torch.Tensor]], source: _Source
+) -> dict[str, Any]:
+    """torch's state of AdamW over tensors in the order of `names`."""
+    each = {
+        n: {"step": source.step.clone()} | {kind: states[kind][name] for kind in KINDS[1:]}
+        for n, name in enumerate(names)
+    }
+    return {"state": each, "param_groups": [{**source.group, "params": list(range(len(names)))}]}
+
+
+def _model_state(
+    place: Place,
+    first: Mapping[str, Any],
+    tensor: int,
+    whole: Mapping[str, torch.Tensor] | None,
+    states: Mapping[str, Mapping[str, torch.Tensor]],
+    source: _Source,
+) -> dict[str, Any]:
+    """DeepSpeed's file of weights and settings: the source's, but for what depends on the
+    layout.
+    """
+    shapes, stage = place.shapes(tensor), place.zero_stage
+    embedding = next(iter(place.table))
+    module: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for key in first["module"]:
+        name = key.removeprefix(PREFIX)
+        name = name if name in place.table else embedding  # a tied head
+        empty = torch.empty(0, dtype=getattr(torch, place.precision))
+        module[key] = empty if whole is None else whole[name].view(shapes[name])
+    adam = None
+    if stage == 0:
+        shaped = {
+            kind: {name: flat.view(shapes[name]) for name, flat in states[kind].items()}
+            for kind in KINDS
+        }
+        adam = _adam(list(shapes), shaped, source)
+    sizes = OrderedDict((PREFIX + name, torch.Size(shape)) for name, shape in shapes.items())
+    return {
+        **first,
+        "module": module,
+        "optimizer": adam,
+        "param_shapes": [sizes] if stage else None,
+        "shared_params": {} if stage else None,
+        "frozen_param_shapes": OrderedDict() if stage > 1 else None,
+        "frozen_param_fragments": OrderedDict() if stage > 1 else None,
+        "global_samples": first["global_steps"] * place.replicas,
+        "dp_world_size": place.replicas,
+        "mp_world_size": place.layout.tensor,
+        "checkpoint_parallel_dimensions": {
+            **first["checkpoint_parallel_dimensions"],
+            "tp_degree": place.layout.tensor,
+        },
+        "ds_config": _settings(place, first),
+    }
+
+
+def _settings(place: Place, first: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration, kept for the reader."""
+    zero = {**first["ds_config"]["zero_optimization"], "stage": place.zero_stage}
+    return {**first["ds_config"], "zero_optimization": zero, "train_batch_size": place.replicas}
+
+
+def _optimizer_state(
+    place: Place,
+    first: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, torch.Tensor]],
+    source: _Source,
+) -> dict[str, Any]:
+    """DeepSpeed's file of a rank's optimizer state."""
+    names = list(states["master"])
+    adam, master = _adam(names, states, source), [states["master"][name] for name in names]
+    state: dict[str, Any] = {
+        "zero_stage": ZeroStageEnum(place.zero_stage),
+        "loss_scaler": LossScaler(scale=1),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+    }
+    if place.zero_stage == 3:
+        state |= {
+            "partition_count": place.replicas,
+            "optimizer_state_dict": adam,
+            "fp32_flat_groups": master,
+        }
+    else:
+        state |= {
+            "clip_grad": first["ds_config"]["gradient_clipping"],
+            "base_optimizer_state": adam,
+            "single_partition_of_fp32_groups": master,
+            "group_paddings": [0],  # those of `master` are part of it
+            "param_alignment_paddings": [[0] * len(place.table)],
+            "partition_count": [place.replicas],
+            "ds_version": first["ds_version"],
+            "param_slice_mappings": [],
+        }
+    return {
+        "optimizer_state_dict": state,
+        "ds_config": _settings(place, first),
+        "ds_version": first["ds_version"],
+    }

@@ -1,0 +1,1 @@
+"""Checks before a run starts, and of the machine it starts on."""

@@ -1,0 +1,182 @@
+"""The generating side of a run: engines and the rollout service on Ray, started from rank 0.
+
+generation = start_generation(...)   # rank 0: engines begin to load
+...build the model meanwhile...
+generation.start_service(...)        # rank 0: wait for the engines, start the service
+generation.join(stack)               # the other ranks connect to the same Ray cluster
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cluster.engines import EngineGroup, RemoteEngine
+from megarl.cluster.placement import RankPlace, own_seats, shared_seats
+from megarl.cluster.process_env import engine_environment, own_cluster_token
+from megarl.cluster.ray_cluster import Cluster
+from megarl.config import RunConfig, longest_request
+from megarl.data.source import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.scoring import Environment
+from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.rollout.service import RolloutService
+
+
+@dataclass
+class Generation:
+    """Engines and rollout service of a run; `cluster` and `engines` are set on rank 0 only."""
+
+    config: RunConfig
+    mesh: ProcessMesh
+    cluster: Cluster | None
+    engines: EngineGroup | None
+
+    def start_service(self, layout: Layout, first_step: int, first_ordinal: int) -> None:
+        """Rank 0 waits for the engines and starts the rollout service; other ranks do nothing."""
+        if self.engines is None:
+            return
+        assert self.cluster is not None
+        start_service(
+            self.config,
+            self.cluster,
+            self.engines,
+            layout,
+            first_step=first_step,
+            first_ordinal=first_ordinal,
+        )
+
+    def join(self, stack: ExitStack) -> None:
+        """Bring the ranks other than 0 into rank 0's Ray cluster; all ranks call it."""
+        place = None
+        if self.cluster is not None:
+            place = (self.cluster.address, self.cluster.namespace, own_cluster_token())
+        place = broadcast_object(place, self.mesh.world)
+        if self.cluster is None:
+            assert place is not None
+            stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
+
+    def sleep(self) -> None:
+        """Colocated engines free the GPU memory for training. Nothing when disaggregated."""
+        if self.config.rollout.placement == "colocated":
+            self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
+
+    def wake(self) -> None:
+        """Colocated engines take their memory back; they generate once weights arrive."""
+        if self.config.rollout.placement == "colocated":
+            self._ask_engines("waking the engines up", EngineGroup.wake)
+
+    def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
+        """Rank 0 asks the engines; what fails there is raised on every rank."""
+        timeout_s = self.config.weight_sync.timeout_s
+        failure = on_first(lambda: call(self.engines, timeout_s=timeout_s), self.mesh.world)
+        if failure:
+            raise RuntimeError(f"{doing} failed: {failure}")
+
+
+def start_generation(
+    config: RunConfig,
+    stop_token_ids: list[int],
+    mesh: ProcessMesh,
+    stack: ExitStack,
+    *,
+    on_cpu: bool,
+) -> Generation:
+    """Rank 0 starts Ray and the engines, which load while the caller builds the model."""
+    ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
+    if mesh.world.rank != 0:
+        return Generation(config, mesh, None, None)
+    cluster = stack.enter_context(
+        Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token())
+    )
+    engines = start_engines(cluster, config, stop_token_ids, on_cpu=on_cpu, ranks=ranks)
+    return Generation(config, mesh, cluster, engines)
+
+
+def start_engines(
+    cluster: Cluster,
+    config: RunConfig,
+    stop_token_ids: list[int],
+    *,
+    on_cpu: bool,
+    ranks: Sequence[RankPlace] = (),
+    load: bool = False,
+) -> EngineGroup:
+    """The recipe's engines, starting: on the GPUs of the trainer's `ranks` where they are
+    colocated. With `load` they read the model's weights instead of waiting for version 0.
+    """
+    engine, count = config.rollout.engine, config.rollout.num_engines
+    shares = config.rollout.placement == "colocated" and bool(ranks)
+    if shares:
+        seats = shared_seats(count, tensor=engine.tensor, ranks=ranks)
+    else:
+        seats = own_seats(
+            count, tensor=engine.tensor, gpus=not on_cpu, timeout_s=engine.start_timeout_s
+        )
+    return cluster.start_engines(
+        seats,
+        timeout_s=engine.start_timeout_s,
+        load=load,
+        sleeps=shares and not on_cpu,
+        model=config.model.path,
+        config=engine,
+        max_tokens=longest_request(config),
+        stop_token_ids=stop_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+        environment=engine_environment(
+            on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
+        ),
+    )
+
+
+def start_service(
+    config: RunConfig,
+    cluster: Cluster,
+    engines: EngineGroup,
+    layout: Layout,
+    *,
+    first_step: int,
+    first_ordinal: int,
+) -> None:
+    """Wait for the engines, then start the rollout service that sends requests to them."""
+    engines.wait()
+    builder = functools.partial(
+        build_service, config, list(engines.handles), layout, first_step, first_ordinal
+    )
+    timeout_s = config.rollout.engine.start_timeout_s
+    engines.service = cluster.start_service(builder, timeout_s=timeout_s)
+
+
+def build_service(
+    config: RunConfig, handles: list[Any], layout: Layout, first_step: int, first_ordinal: int
+) -> tuple[RolloutService, Environment]:
+    """The rollout service and its environment, built inside the service's own process."""
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    environment = Environment(config.environment)
+    decode: Any = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    service = RolloutService(
+        config=config.rollout,
+        seed=config.seed,
+        prompts=load_prompts(config.prompts, tokenizer, seed=config.seed),
+        engines=[RemoteEngine(handle) for handle in handles],
+        score=environment.score,
+        decode=decode,
+        num_data_ranks=layout.data,
+        num_mini_batches=config.training.num_mini_batches,
+        micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
+        last_step=config.steps - 1,
+        transcripts_per_step=config.observe.transcripts_per_step,
+        first_ordinal=first_ordinal,
+        first_step=first_step,
+    )
+    return service, environment

@@ -1,0 +1,55 @@
+"""Whether the Hugging Face hub answers, asked before a download is tried: the libraries alone retry
+for most of a minute.
+"""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from typing import Literal
+
+ANSWER_WITHIN_S = 5.0
+
+
+def hub_state() -> Literal["online", "offline", "unreachable"]:
+    """`offline` where HF_HUB_OFFLINE says so, else whether the endpoint answers within
+    `ANSWER_WITHIN_S`; proxies count.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "offline"
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(constants.ENDPOINT, method="HEAD")  # noqa: S310 - the user's own endpoint
+            urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S).close()  # noqa: S310
+            answered.append(True)
+        except urllib.error.HTTPError:
+            answered.append(True)  # an error page is an answer
+        except (OSError, ValueError):
+            pass
+
+    # In a thread of its own: the time limit of urlopen does not cover looking up the name.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_WITHIN_S)
+    return "online" if answered else "unreachable"
+
+
+def why_absent(name: str) -> str:
+    """The half sentence that follows "`name` is not on this machine", for errors."""
+    state = hub_state()
+    if state == "offline":
+        return "and HF_HUB_OFFLINE is set; unset it to download, or set the path of a local copy"
+    if state == "unreachable":
+        return (
+            f"and the Hugging Face hub did not answer within {ANSWER_WITHIN_S:g} s; set the path of"
+            " a local copy, HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use what was"
+            " downloaded before"
+        )
+    return (
+        f"and the hub did not give it; check the name '{name}', and set HF_TOKEN if it is private"
+    )

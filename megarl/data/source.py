@@ -1,0 +1,155 @@
+"""Prompts for reinforcement learning: rows of a data set, checked and tokenised before the run
+starts, then asked for by ordinal.
+
+    PromptsConfig --load_prompts--> PromptList --at(ordinal)--> Prompt
+
+To read another kind of file, see `megarl.data.rows`.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megarl.data.config import PromptsConfig
+from megarl.data.rows import (
+    Order,
+    Row,
+    Table,
+    check_template,
+    column,
+    encode_prompts,
+    read_rows,
+    render,
+    text_of,
+)
+from megarl.schema import require
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_ROWS = 4096  # tokenised at once
+
+
+class PromptList:
+    """Prompts by ordinal; meets `megarl.rollout.service.PromptSource`."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        texts: list[str],
+        token_ids: list[array[int]],
+        answers: list[str],
+        order: Order,
+    ) -> None:
+        self._rows, self._texts, self._token_ids, self._answers = rows, texts, token_ids, answers
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Every prompt once, in the order of the file: for evaluation."""
+        return (self._row(index) for index in range(len(self)))
+
+    def at(self, ordinal: int) -> Prompt:
+        """The prompt trained as number `ordinal`; a pure function of (seed, ordinal)."""
+        return self._row(self._order.row(ordinal))
+
+    def _row(self, index: int) -> Prompt:
+        return Prompt(
+            index=index,
+            text=self._texts[index],
+            token_ids=self._token_ids[index].tolist(),
+            answer=self._answers[index],
+            fields=self._rows[index],
+        )
+
+
+def load_prompts(
+    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+) -> PromptList:
+    """Read, check and tokenise every prompt; raises `ValueError` naming the file, the row and what
+    to set.
+    """
+    table = read_rows(
+        config.source,
+        split=config.split,
+        limit=config.limit,
+        setting="prompts",
+        subset=config.subset,
+    )
+    if config.unique:
+        table = _unique(table, config.prompt_column)
+    check_template(tokenizer, config.template, "prompts")
+    answers = [_answer(config, table, index) for index in range(len(table.rows))]
+    texts = [
+        render(
+            column(
+                row, config.prompt_column, place=table.place(index), setting="prompts.prompt_column"
+            ),
+            tokenizer,
+            template=config.template,
+            system=config.system,
+            instruction=config.instruction,
+            place=table.place(index),
+            setting="prompts",
+        )
+        for index, row in enumerate(table.rows)
+    ]
+    token_ids: list[array[int]] = []
+    for start in range(0, len(texts), BATCH_ROWS):
+        for ids in encode_prompts(tokenizer, texts[start : start + BATCH_ROWS], config.template):
+            _check_length(config, table, len(token_ids), len(ids))
+            token_ids.append(array("i", ids))  # a tenth of a list's memory
+    return PromptList(
+        table.rows, texts, token_ids, answers, Order(len(texts), seed=seed, shuffle=config.shuffle)
+    )
+
+
+def _unique(table: Table, prompt_column: str) -> Table:
+    """The first row of each prompt."""
+    first: dict[str, int] = {}
+    for index, row in enumerate(table.rows):
+        prompt = column(
+            row, prompt_column, place=table.place(index), setting="prompts.prompt_column"
+        )
+        first.setdefault(json.dumps(prompt, sort_keys=True, default=str), index)
+    return table.only(list(first.values()))
+
+
+def _answer(config: PromptsConfig, table: Table, index: int) -> str:
+    """The reference answer of a row, what follows the marker where one is set."""
+    place = table.place(index)
+    value = column(
+        table.rows[index], config.answer_column, place=place, setting="prompts.answer_column"
+    )
+    answer = text_of(value, what=f"the answer (column '{config.answer_column}')", place=place)
+    if config.answer_after:
+        _, marker, answer = answer.rpartition(config.answer_after)
+        require(
+            bool(marker),
+            f"{place}: the answer does not contain prompts.answer_after = '{config.answer_after}'; "
+            "set the marker that this data set uses, or none",
+        )
+    require(
+        bool(answer.strip()),
+        f"{place}: the answer (column '{config.answer_column}') is empty; drop the row or set"
+        " prompts.answer_column",
+    )
+    return answer.strip()
+
+
+def _check_length(config: PromptsConfig, table: Table, index: int, length: int) -> None:
+    require(
+        length > 0,
+        f"{table.place(index)}: the prompt has no tokens; fill column '{config.prompt_column}'",
+    )
+    require(
+        length <= config.max_prompt_tokens,
+        f"{table.place(index)}: the prompt has {length} tokens, but prompts.max_prompt_tokens is "
+        f"{config.max_prompt_tokens}; set it to at least {length}, or drop the row",
+    )

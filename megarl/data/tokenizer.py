@@ -1,0 +1,252 @@
+"""Tokenizers: a Hugging Face folder or hub name, or a SentencePiece `.model` file made into a fast
+tokenizer.
+
+    name --load_tokenizer--> tokenizer --check_tokenizer--> fit for a model of `vocab_size`
+    embeddings
+
+A SentencePiece file is rebuilt piece by piece, so that the ids are those of SentencePiece itself;
+the result can be saved with `save_pretrained` and loaded by anything that knows Hugging Face
+tokenizers, vLLM included.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.hub import hub_state, why_absent
+from megarl.schema import require
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+UNIGRAM, BPE, CHAR = 1, 2, 4  # TrainerSpec.ModelType of a SentencePiece file
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or a SentencePiece `.model` file; raises `ValueError`
+    saying what to set.
+    """
+    require(
+        bool(name),
+        "the tokenizer's name is empty; set it to a model folder, a hub name or a SentencePiece"
+        " .model file",
+    )
+    path = Path(name)
+    if path.suffix == ".model":
+        require(
+            path.is_file(),
+            f"SentencePiece file {path} does not exist; set the path of a .model file",
+        )
+        return _from_sentencepiece(path)
+    # What looks like a path is never asked of the hub.
+    local = (
+        path.exists()
+        or path.is_absolute()
+        or name.startswith(("./", "../", "~"))
+        or name.count("/") > 1
+    )
+    if local:
+        require(
+            path.is_dir(),
+            f"tokenizer folder {path} does not exist; set the path of a folder with a"
+            " tokenizer.json",
+        )
+        files = (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "tokenizer.model",
+            "vocab.json",
+            "vocab.txt",
+        )
+        require(
+            any((path / file).is_file() for file in files),
+            f"folder {path} holds no tokenizer (none of {', '.join(files)}); copy the tokenizer's"
+            " files into it, or set a folder that has them",
+        )
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    only_local = local or hub_state() != "online"
+    try:
+        # A folder that declares no family means its tokenizer.json to be taken as it is;
+        # AutoTokenizer would look at the # model beside it, and read any tokenizer beside a Qwen2
+        # with the splitting rules of Qwen's own.
+        described = get_tokenizer_config(name, local_files_only=only_local)
+        plain = described.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if plain and "auto_map" not in described:
+            return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=only_local)
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=only_local, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # the library raises a dozen kinds, down to KeyError
+        said = " ".join(str(error).split())[:500]
+        if not trust_remote_code and "trust_remote_code" in said:
+            raise ValueError(
+                f"tokenizer '{name}' needs code of its own; read that code, then set"
+                " trust_remote_code to true"
+            ) from error
+        if local:
+            raise ValueError(
+                f"the tokenizer in {path} does not load: {type(error).__name__}: {said}"
+            ) from error
+        absent = (
+            f"tokenizer '{name}' is not on this machine {why_absent(name)} ({type(error).__name__}:"
+            f" {said})"
+        )
+        raise ValueError(absent) from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
+    """Raise `ValueError` unless `tokenizer` has EOS and padding and no id beyond `vocab_size`;
+    `source` names it in the error.
+    """
+    require(
+        tokenizer.eos_token_id is not None,
+        f"tokenizer {source} has no end-of-sequence token, so no response could end; set eos_token"
+        " in its tokenizer_config.json to the token that ends a reply",
+    )
+    require(
+        tokenizer.pad_token_id is not None,
+        f"tokenizer {source} has no padding token; set pad_token in its tokenizer_config.json, to"
+        f" '{tokenizer.eos_token}' where no other token is free (a .model file: load it, set"
+        " tokenizer.pad_token, save_pretrained to a folder, and set that folder)",
+    )
+    special: Any = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    size = max(len(tokenizer), *(token + 1 for token in special))
+    require(
+        size <= vocab_size,
+        f"tokenizer {source} has {size} tokens, but the model embeds {vocab_size}; set the"
+        " tokenizer that belongs to the model, or resize the model's embeddings to at least"
+        f" {size}",
+    )
+
+
+def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    """A fast tokenizer with the ids of the SentencePiece file `path`; its special tokens keep their
+    roles.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+    from transformers import PreTrainedTokenizerFast
+
+    schema: Any = sentencepiece_model_pb2  # its classes are made while it is imported
+    model = schema.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a SentencePiece model: {error}; set a file written by its trainer"
+        ) from error
+    require(
+        len(model.pieces) > 0,
+        f"{path} is not a SentencePiece model: it has no pieces; set a file written by its trainer",
+    )
+    spec = model.trainer_spec
+    roles = {
+        role: model.pieces[index].piece
+        for role, index in (
+            ("unk_token", spec.unk_id),
+            ("bos_token", spec.bos_id),
+            ("eos_token", spec.eos_id),
+            ("pad_token", spec.pad_id),
+        )
+        if 0 <= index < len(model.pieces)
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_fast_tokenizer(model, path), clean_up_tokenization_spaces=False, **roles
+    )
+
+
+def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
+    """The `tokenizers` pipeline (normaliser, model, decoder) that does what SentencePiece's `model`
+    does.
+    """
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
+
+    spec, norm = model.trainer_spec, model.normalizer_spec
+    require(
+        spec.model_type in (UNIGRAM, BPE, CHAR),
+        f"{path} is a SentencePiece model of type {spec.model_type} (words); train one of type"
+        " unigram, bpe or char",
+    )
+    require(
+        not spec.treat_whitespace_as_suffix,
+        f"{path} was trained with treat_whitespace_as_suffix; train it without",
+    )
+    if spec.model_type == UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in model.pieces]
+        fast = Tokenizer(
+            models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+        )
+    else:
+        vocabulary = {piece.piece: index for index, piece in enumerate(model.pieces)}
+        merges = _merges(model) if spec.model_type == BPE else []
+        unknown = model.pieces[spec.unk_id].piece
+        fast = Tokenizer(
+            models.BPE(
+                vocabulary,
+                merges,
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=spec.byte_fallback,
+            )
+        )
+
+    steps: list[Any] = (
+        [normalizers.Precompiled(norm.precompiled_charsmap)] if norm.precompiled_charsmap else []
+    )
+    if norm.remove_extra_whitespaces:
+        # With a prefix, one leading space stays and stands for it: Metaspace puts none where one
+        # is.
+        steps += [
+            normalizers.Strip(left=not norm.add_dummy_prefix),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    elif norm.add_dummy_prefix:
+        # SentencePiece puts its leading space before one that is there already; Metaspace would
+        # not.
+        steps.append(normalizers.Replace(Regex(r"\A "), "  "))
+    if steps:
+        fast.normalizer = normalizers.Sequence(steps)
+    prefix = "first" if norm.add_dummy_prefix else "never"
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=prefix, split=False)
+    parts: list[Any] = [decoders.Replace(SPACE, " ")]
+    parts += [decoders.ByteFallback()] if spec.byte_fallback else []
+    parts += [decoders.Fuse()]
+    parts += [decoders.Strip(" ", 1, 0)] if norm.add_dummy_prefix else []
+    fast.decoder = decoders.Sequence(parts)
+    fast.add_tokens(
+        [
+            AddedToken(piece.piece, normalized=False, special=piece.type in (CONTROL, UNKNOWN))
+            for piece in model.pieces
+            if piece.type in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+    )
+    return fast
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE `model`, first applied first: it joins whatever pair makes
+    the best-scored piece.
+    """
+    index = {
+        piece.piece: number for number, piece in enumerate(model.pieces) if piece.type == NORMAL
+    }
+    ranked = sorted(
+        (-model.pieces[number].score, index[text[:cut]], index[text[cut:]], text[:cut], text[cut:])
+        for text, number in index.items()
+        for cut in range(1, len(text))
+        if text[:cut] in index and text[cut:] in index
+    )
+    return [(left, right) for *_, left, right in ranked]

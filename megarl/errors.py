@@ -1,0 +1,16 @@
+"""The errors that callers tell apart."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake that the user can correct; the message says what was found and what to set."""
+
+
+class EngineLost(RuntimeError):
+    """Inference engines that died or stopped answering; fresh engines can take their places."""
+
+    def __init__(self, reason: str, engines: tuple[int, ...] = ()) -> None:
+        """`engines`: the numbers of the lost engines, as far as they are known."""
+        super().__init__(reason)
+        self.engines = engines

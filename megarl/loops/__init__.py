@@ -1,0 +1,1 @@
+"""Training and evaluation loops, one file each: what a `megarl` command does."""

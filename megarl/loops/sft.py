@@ -1,0 +1,93 @@
+"""Supervised fine-tuning: demonstrations in, the same policy network, engine and packing as
+reinforcement learning.
+
+Demonstration -> Sample -> MicroBatch -> -log-prob of the response, one mean over the step's
+response tokens
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megarl.config import SftConfig
+from megarl.loops.schedule import due
+from megarl.parallel import balance
+from megarl.parallel.collectives import all_reduce
+from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.context import RunInputs, open_run
+from megarl.trainer.model import PolicyModel, load_model
+from megarl.trainer.packing import pack_shared
+from megarl.trainer.policy import DTYPES
+from megarl.trainer.zero import TrainEngine
+from megarl.types import Demonstration, Sample, StepReport
+
+
+def to_sample(row: int, demonstration: Demonstration) -> Sample:
+    """Prompt and response as one row; only the response is trained on."""
+    prompt, response = demonstration.prompt_ids, demonstration.response_ids
+    length = len(prompt) + len(response)
+    return Sample(
+        row, prompt + response, [False] * len(prompt) + [True] * len(response), [0.0] * length
+    )
+
+
+def main(config: SftConfig, inputs: RunInputs) -> int:
+    """`megarl sft`: train from the checkpoint to resume, or the model's own weights, to
+    `config.steps`.
+    """
+    demonstrations = inputs.demonstrations
+    assert demonstrations is not None
+    with open_run(config, inputs) as context:
+        mesh, training = context.mesh, config.training
+        model = load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed)
+        network = PolicyModel(model, mesh, training)
+        engine = TrainEngine(network, training, mesh, context.device, total_steps=config.steps)
+        context.stack.callback(engine.destroy)
+        checkpoints = context.checkpoints(engine)
+        progress = context.resume(checkpoints)
+        first = progress.step if progress else 0
+        observer = context.observe(first)
+        size = config.samples_per_step
+        for step in range(first, config.steps):
+            # Every rank reads the whole step, so that all deal it out alike.
+            samples = [to_sample(row, demonstrations.at(step * size + row)) for row in range(size)]
+            report = train(engine, mesh, samples, step)
+            if observer is not None:
+                observer.step(report)
+            if due(step + 1, training.checkpoint.every, config.steps):
+                checkpoints.save(step=step + 1, next_ordinal=(step + 1) * size)
+    return 0
+
+
+def train(engine: TrainEngine, mesh: ProcessMesh, samples: list[Sample], step: int) -> StepReport:
+    """One optimizer step on `samples`, the same list on every rank."""
+    started_at = time.monotonic()
+    lengths = [len(sample.token_ids) for sample in samples]
+    dealt = balance.split(lengths, mesh.data.size)
+    budget = engine.config.micro_batch_tokens * mesh.sequence.size
+    rows = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
+    mine = [samples[i] for i in dealt[mesh.data.rank]]
+    num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for number, row in enumerate(rows[mesh.data.rank]):
+        micro = pack_shared(
+            [mine[i] for i in row], engine.device, mesh.sequence, engine.config.sequence.cut
+        )
+        logprobs, _ = engine(micro, 1.0)
+        loss = -logprobs.sum() / num_tokens
+        engine.backward(loss, last=number == len(rows[mesh.data.rank]) - 1)
+        total += loss.detach().double()
+    norm, rate = engine.step()
+    loss = all_reduce(total, mesh.gradient).item()
+    seconds = time.monotonic() - started_at
+    metrics = {
+        "loss": loss,
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "tokens/trained": float(num_tokens),
+    }
+    return StepReport(
+        step, metrics | {"tokens/trained_per_s": sum(lengths) / seconds, "time/step_s": seconds}
+    )

@@ -1,0 +1,172 @@
+"""From the rewards of a whole step to one advantage per sample.
+
+To add one: write a function of (rewards_N, groups_N, tokens_N), add a line to `ADVANTAGES`, add its
+name to `AdvantageName` in `config.py` and its closed form to `tests/unit/test_algorithms.py`.
+
+The reward is an outcome and gamma is 1, so every token of a sample gets the sample's advantage and
+there is no per-token return to compute. N counts every sample of the step, on every rank: the
+functions are pure, all ranks call them with the same numbers, and no statistic can depend on the
+layout or on the micro-batches. Groups may have any size, any labels and any order. A sample without
+response tokens still counts in its group (its reward is the outcome of an attempt), but has weight
+0 in statistics over tokens.
+
+A KL penalty in the reward belongs to whole samples too: see `kl.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6
+"""Added to a standard deviation. Small beside any reward difference that means something, large
+beside rounding.
+"""
+
+AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """What the group baselines share."""
+
+    centred_N: Tensor
+    """[N] float64, reward - mean of its group; exactly 0 in a group of one or of equal rewards."""
+    index_N: Tensor
+    """[N] int64, number of the group, 0 .. number of groups - 1."""
+    sizes_N: Tensor
+    """[N] int64, samples in the group."""
+    num_groups: int
+
+
+def _check(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
+    """Raise `ValueError` for shapes that differ, rewards that are not finite or negative token
+    counts.
+    """
+    if (
+        rewards_N.dim() != 1
+        or rewards_N.shape != groups_N.shape
+        or rewards_N.shape != tokens_N.shape
+    ):
+        shapes = [list(tensor.shape) for tensor in (rewards_N, groups_N, tokens_N)]
+        raise ValueError(
+            f"rewards, groups and tokens must all be [N], found {shapes[0]}, {shapes[1]} and"
+            f" {shapes[2]}"
+        )
+    bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"the reward of sample {bad[0]} is {float(rewards_N[bad[0]])} ({len(bad)} such in the"
+            " step); make the verifier return finite numbers"
+        )
+    if bool((tokens_N < 0).any()):
+        raise ValueError(
+            "a sample has a negative number of response tokens; count the True entries of its mask"
+        )
+
+
+def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
+    """Subtract from every reward the mean of its group."""
+    labels, index_N = torch.unique(groups_N, return_inverse=True)
+    num_groups = int(labels.numel())
+    sizes = torch.bincount(index_N, minlength=num_groups)
+    lowest = rewards_N.new_full((num_groups,), float("inf")).scatter_reduce(
+        0, index_N, rewards_N, "amin"
+    )
+    # Measured from the group's lowest reward, equal rewards are exact zeros: (0.1 + 0.1 + 0.1) / 3
+    # is not 0.1.
+    above_N = rewards_N - lowest[index_N]
+    means = above_N.new_zeros(num_groups).index_add(0, index_N, above_N) / sizes
+    return _Groups(above_N - means[index_N], index_N, sizes[index_N], num_groups)
+
+
+def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """(x - mean) / (std + EPSILON) with mean and population std over all response tokens of the
+    step.
+
+    Samples without tokens get 0: they have nothing to train, and dividing by a std that they are no
+    part of could make their value huge.
+    """
+    trained_N = tokens_N > 0
+    if not bool(trained_N.any()):
+        return torch.zeros_like(values_N)
+    weights_N = tokens_N.to(values_N.dtype) / tokens_N.sum()
+    # As in `_by_group`: equal values become exact zeros.
+    above_N = torch.where(trained_N, values_N - values_N[trained_N].min(), 0.0)
+    centred_N = above_N - (weights_N * above_N).sum()
+    std = (weights_N * centred_N.square()).sum().sqrt()
+    return torch.where(trained_N, centred_N / (std + EPSILON), 0.0)
+
+
+def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """(r - mean) / (std + EPSILON) in each group: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+
+    The std is the population's (divided by n, not n - 1). Then the mean square of a group's
+    advantages is 1 whatever its size, so groups that lost samples weigh like full ones, and n = 1
+    needs no special case. The paper does not say; implementations that divide by n - 1 get values
+    smaller by sqrt((n - 1) / n), 3 % at n = 16. A group of one or of equal rewards gets exactly 0.
+    """
+    _check(rewards_N, groups_N, tokens_N)
+    groups = _by_group(rewards_N, groups_N)
+    squares = rewards_N.new_zeros(groups.num_groups).index_add(
+        0, groups.index_N, groups.centred_N.square()
+    )
+    std_N = (squares[groups.index_N] / groups.sizes_N).sqrt()
+    return groups.centred_N / (std_N + EPSILON)
+
+
+def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """r - mean in each group: Dr.GRPO, arXiv:2503.20783, section 3.2. Its loss goes with
+    `aggregation: constant`.
+    """
+    _check(rewards_N, groups_N, tokens_N)
+    return _by_group(rewards_N, groups_N).centred_N
+
+
+def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """r_i - mean of the others in its group: leave-one-out, Kool et al. 2019; arXiv:2402.14740 for
+    language models.
+
+    Equal to n / (n - 1) x (r_i - mean). A group of one has no others, hence no baseline, and gets
+    0.
+    """
+    _check(rewards_N, groups_N, tokens_N)
+    groups = _by_group(rewards_N, groups_N)
+    return groups.centred_N * groups.sizes_N / (groups.sizes_N - 1).clamp(min=1)
+
+
+def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """(r - mean) / (std + EPSILON) over all response tokens of the step: REINFORCE++,
+    arXiv:2501.03262.
+
+    No group baseline, so one sample per prompt is enough. The statistics are over tokens, so a
+    sample of T tokens counts T times: the advantages that the loss sees have mean 0 and variance 1
+    over the step.
+    """
+    _check(rewards_N, groups_N, tokens_N)
+    return _normalise_over_tokens(rewards_N, tokens_N)
+
+
+def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """r - mean of its group, then normalised over all response tokens of the step:
+    arXiv:2501.03262, "w/ Baseline".
+
+    The second mean is over tokens, the first over samples, so where right and wrong answers differ
+    in length it is not 0, and a group of equal rewards then gets a small value other than 0. A step
+    of such groups only gets 0.
+    """
+    _check(rewards_N, groups_N, tokens_N)
+    return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}

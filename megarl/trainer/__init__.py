@@ -1,0 +1,1 @@
+"""Training: a Hugging Face model under DeepSpeed, packed rows, one normaliser for every layout."""

@@ -1,0 +1,98 @@
+"""Tensor parallelism by DeepSpeed's AutoTP, on the same `tp_plan` as `sharding`:
+`training.tensor_backend: autotp`.
+
+    model (whole, on every rank)  ->  the same model with AutoTP's layers, and {parameter name:
+    Shard}
+
+AutoTP is given the model, not the engine: `tensor_parallel.autotp_size` among DeepSpeed's settings
+would discard our mesh for groups of its own, and leave the reference model, which has no engine,
+whole. Embedding and head stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.tensor import Shard
+from megarl.trainer.compilation import drop_stale_locks
+from megarl.trainer.sharding import WORD_STYLES, kv_heads, refuse_tensor
+
+
+def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
+    """Have AutoTP cut `model` for this rank, in place; the returned names are the parameters of
+    which it now holds a part.
+    """
+    axis = mesh.tensor
+    if axis.size == 1:
+        return {}
+    import deepspeed
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import AutoTPConfig
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+
+    refuse_autotp(model.config, axis.size)
+    plan = {name: style for name, style in model.tp_plan.items() if style not in WORD_STYLES}
+    drop_stale_locks()
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        deepspeed.init_distributed(
+            dist_init_required=False, auto_mpi_discovery=False, verbose=False
+        )
+        set_autotp_mode(training=True)  # else its layers freeze their weights
+        cutter = AutoTP(
+            module=model,
+            all_reduce_linears=(),
+            prefix="",
+            state_dict=None,
+            linear_layer_setting=(nn.Linear, nn.Embedding),
+            orig_layer_impl=None,
+            partition_config=AutoTPConfig(
+                tp_size=axis.size, layer_specs=TPPlanConverter.convert(plan) or []
+            ),
+            model_config=model.config,
+            training_mode=True,
+        )
+        # Not `set_tensor_parallel_config`: in training that takes a global group of DeepSpeed's,
+        # whichever it is given.
+        cutter.mp_size, cutter.mp_group = axis.size, mesh.group(axis)
+        cutter.update_linear_policies()
+        cutter._replace_module(model)
+        cutter.register_replicated_grad_hooks(model)
+    return shards_of(model)
+
+
+def shards_of(model: nn.Module) -> dict[str, Shard]:
+    """Which parts AutoTP's layers hold, by their own word."""
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearAllreduce | LinearLayer):
+            sizes = layer._partition_sizes
+            edges = tuple(sum(sizes[:rank]) for rank in range(len(sizes) + 1))
+            by_column = isinstance(layer, LinearLayer)
+            found[f"{name}.weight"] = Shard(0 if by_column else 1, edges)
+            if by_column and layer.bias is not None:
+                found[f"{name}.bias"] = Shard(0, edges)
+    return found
+
+
+def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
+    """Raise `ValueError` where AutoTP cannot cut a model over `tensor` ranks as we need it, with
+    what to set instead.
+    """
+    refuse_tensor(config, tensor)
+    heads = kv_heads(config)
+    if heads % tensor:
+        raise ValueError(
+            f"training.layout.tensor is {tensor}, but the model's num_key_value_heads is {heads}:"
+            " DeepSpeed AutoTP would leave ranks without attention heads; set"
+            " training.tensor_backend to plan, which copies key heads, or training.layout.tensor"
+            f" to a divisor of {heads}"
+        )

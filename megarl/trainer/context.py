@@ -1,0 +1,133 @@
+"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer.
+
+    with open_run(config, inputs) as run:       # joins the ranks, makes the mesh and the run folder
+        ...build the loop's roles...
+        checkpoints = run.checkpoints(engine)   # save and resume
+        first_step = run.resume(checkpoints)    # progress of the checkpoint, or None
+        observer = run.observe(first_step)      # metrics, TensorBoard, report; on rank 0
+
+A loop adds what it alone needs (engines, a second model) and closes it through `run.stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from megarl.checkpoints.checkpoint import Checkpoints, Progress
+from megarl.config import RunConfig, SftConfig, as_plain, dump
+from megarl.data.demonstrations import DemonstrationList
+from megarl.data.source import PromptList
+from megarl.observe.observer import Observer
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+
+if TYPE_CHECKING:
+    from megarl.trainer.zero import TrainEngine
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the checks before a run have loaded and resolved; see `megarl.checks.preflight`."""
+
+    layout: Layout
+    tokenizer: PreTrainedTokenizerBase
+    hf: transformers.PretrainedConfig
+    """The model's config.json."""
+    stop_token_ids: list[int]
+    data: str
+    """Fingerprint of the prompts or demonstrations and their order."""
+    prompts: PromptList | None = None
+    held_out: PromptList | None = None
+    demonstrations: DemonstrationList | None = None
+    resume_from: Path | None = None
+    """On rank 0: the checkpoint to resume from."""
+
+    def __str__(self) -> str:
+        counts = {"prompts": self.prompts, "demonstrations": self.demonstrations}
+        found = [f"{len(rows)} {name}" for name, rows in counts.items() if rows is not None]
+        return ", ".join([str(self.layout), *found])
+
+
+@dataclass
+class RunContext:
+    """A run on this rank. Made by `open_run`."""
+
+    config: RunConfig | SftConfig
+    inputs: RunInputs
+    mesh: ProcessMesh
+    device: torch.device
+    stack: ExitStack
+    """Closes what the loop adds, last in first out, also after an error."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes metrics and talks to the user."""
+        return self.mesh.world.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.folder)
+
+    def checkpoints(self, engine: TrainEngine) -> Checkpoints:
+        """Saves and restores the trained model `engine` in `folder/checkpoints`."""
+        return Checkpoints(
+            self.folder / "checkpoints",
+            keep=self.config.training.checkpoint.keep,
+            engine=engine,
+            tokenizer=self.inputs.tokenizer,
+            mesh=self.mesh,
+            seed=self.config.seed,
+            data=self.inputs.data,
+        )
+
+    def resume(self, checkpoints: Checkpoints) -> Progress | None:
+        """Load the checkpoint that rank 0 chose; None for a new run. All ranks call it."""
+        chosen = broadcast_object(self.inputs.resume_from, self.mesh.world)
+        return checkpoints.load(chosen) if chosen is not None else None
+
+    def observe(self, first_step: int) -> Observer | None:
+        """The writer of metrics, on rank 0; None on the other ranks."""
+        if not self.is_main:
+            return None
+        return self.stack.enter_context(
+            Observer(
+                self.config.observe,
+                self.folder,
+                total_steps=self.config.steps,
+                first_step=first_step,
+                resolved=as_plain(self.config),
+            )
+        )
+
+
+@contextmanager
+def open_run(config: RunConfig | SftConfig, inputs: RunInputs) -> Iterator[RunContext]:
+    """Join the ranks, make the mesh and the run folder; undo it on leaving, also after an error."""
+    training = config.training
+    torch.set_num_threads(training.num_threads)
+    with ExitStack() as stack:
+        device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+        stack.callback(mesh_module.finalise)
+        mesh = stack.enter_context(
+            ProcessMesh(
+                inputs.layout,
+                ulysses=training.sequence.ulysses,
+                timeout_s=training.collective_timeout_s,
+            )
+        )
+        run = RunContext(config, inputs, mesh, device, stack)
+        if run.is_main:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / "recipe.yaml").write_text(dump(config))
+        yield run

@@ -1,0 +1,224 @@
+"""Automatic tensor parallelism: the model's own `tp_plan` says which layers are cut, and how.
+
+    model (whole, on every rank)  ->  the same model with this rank's parts, and {parameter name:
+    Shard}
+
+Embedding and head are cut by words, whatever the plan says of them: our head never gathers logits.
+To support another style of the plan, add an entry to `STYLES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from megarl.kernels.linear import linear
+from megarl.parallel.mesh import Axis
+from megarl.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    SharedColumnLinear,
+    VocabularyParallelEmbedding,
+    parameter,
+    sum_gradient_on_entry,
+    sum_gradient_over,
+)
+
+
+@dataclass
+class _Work:
+    """What one call of `shard_model` is about."""
+
+    axis: Axis
+    kv_heads: int
+    shards: dict[str, Shard] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    """Modules with column-parallel layers, by name; the gradient of what enters them is summed."""
+
+    def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
+        """This rank's part of a parameter, noted under its name."""
+        self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
+        return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
+
+
+def _column(work: _Work, name: str, layer: nn.Linear, parent: nn.Module) -> nn.Module:
+    owner = name.rpartition(".")[0]
+    if owner not in work.owners:
+        work.owners[owner] = parent
+        sum_gradient_on_entry(parent, work.axis)
+    size, width = work.axis.size, getattr(parent, "head_dim", 0)
+    if work.kv_heads < size and layer.out_features == work.kv_heads * width:
+        # Fewer key-value heads than ranks: neighbours share one, and each keeps the whole small
+        # weight.
+        head = work.axis.rank * work.kv_heads // size
+        return SharedColumnLinear(layer.weight, layer.bias, head * width, width, work.axis, linear)
+    if layer.out_features % size:
+        raise ValueError(
+            f"training.layout.tensor is {size}, which does not divide the {layer.out_features}"
+            f" outputs of {name}; set it to a divisor"
+        )
+    bias = work.cut(f"{name}.bias", layer.bias, 0) if layer.bias is not None else None
+    return ColumnParallelLinear(work.cut(f"{name}.weight", layer.weight, 0), bias, linear)
+
+
+def _row(work: _Work, name: str, layer: nn.Linear, parent: nn.Module) -> nn.Module:
+    return RowParallelLinear(
+        work.cut(f"{name}.weight", layer.weight, 1), layer.bias, work.axis, linear
+    )
+
+
+def _shared(work: _Work, name: str, layer: nn.Module, parent: nn.Module) -> nn.Module:
+    for whole in layer.parameters():
+        sum_gradient_over(whole, work.axis)
+    return layer
+
+
+STYLES: dict[str, Callable[[_Work, str, Any, nn.Module], nn.Module]] = {
+    "colwise": _column,
+    "rowwise": _row,
+    "replicated_with_grad_allreduce": _shared,
+}
+
+
+WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
+"""What plans say of embedding and head."""
+
+LINEAR_STYLES = ("colwise", "rowwise")
+
+
+def pattern(name: str) -> str:
+    """A module's name as plans write it: numbers of layers are `*`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
+    """Cut `model` for this rank of `axis`, in place; the returned names are the parameters of which
+    it now holds a part.
+    """
+    if axis.size == 1:
+        return {}
+    refuse_tensor(model.config, axis.size)
+    plan, work = model.tp_plan, _Work(axis, kv_heads(model.config))
+    for owner, parent in list(model.named_modules()):
+        for child, layer in list(parent.named_children()):
+            name = f"{owner}.{child}" if owner else child
+            style = plan.get(pattern(name))
+            if style is None or style in WORD_STYLES:
+                continue
+            if style in LINEAR_STYLES:
+                _refuse_other(name, layer, nn.Linear)
+            setattr(parent, child, STYLES[style](work, name, layer, parent))
+    _refuse_forgotten(work, plan)
+    _cut_words(model, work)
+    return work.shards
+
+
+def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
+    """Raise `ValueError` where a layer to be replaced is more than we would replace it by."""
+    if type(layer) is not wanted:
+        raise ValueError(
+            f"{name} is a {type(layer).__name__}, and only a plain {wanted.__name__} can be cut;"
+            " set training.layout.tensor to 1"
+        )
+
+
+def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
+    """Raise `ValueError` where a parameter works on a part of the activations, but the plan does
+    not know: its gradient, and that of the input it shares, would be wrong without a sign."""
+    for owner, parent in work.owners.items():
+        for path, layer in parent.named_modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | SharedColumnLinear):
+                continue
+            name = f"{owner}.{path}" if path else owner
+            owned = [name for name, _ in layer.named_parameters(recurse=False)]
+            if owned and pattern(name) not in plan:
+                raise ValueError(
+                    f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of"
+                    f" {name}.{owned[0]}; set training.layout.tensor to 1"
+                )
+
+
+def _cut_words(model: PreTrainedModel, work: _Work) -> None:
+    """Embedding and head, which are one parameter where they are tied."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    _refuse_other("the model's embedding", embedding, nn.Embedding)
+    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+    tied, name = head.weight is embedding.weight, _name(model, embedding)
+    words = work.cut(name, embedding.weight, 0)
+    first = work.shards[name].edges[work.axis.rank]
+    model.set_input_embeddings(
+        VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis)
+    )
+    head.weight = words if tied else work.cut(_name(model, head), head.weight, 0)
+
+
+def _name(model: nn.Module, wanted: nn.Module | None) -> str:
+    """The name of a module's weight."""
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is wanted)
+
+
+def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
+    """How the words of the head are cut, or None where they are not. A tied head is cut like the
+    embedding.
+    """
+    names = (
+        _name(model, model.get_output_embeddings()),
+        _name(model, model.get_input_embeddings()),
+    )
+    return next((shards[name] for name in names if name in shards), None)
+
+
+def kv_heads(config: transformers.PretrainedConfig) -> int:
+    """Key-value heads of a model; as many as query heads where its configuration does not say."""
+    text = config.get_text_config()
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
+    """Raise `ValueError` where a model cannot be cut over `tensor` ranks, with what to set
+    instead.
+    """
+    if tensor == 1:
+        return
+    text = config.get_text_config()
+    plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if not plan:
+        raise ValueError(
+            f"model type {config.model_type} has no tp_plan in transformers, which says how its"
+            " layers are cut; set training.layout.tensor to 1 (training.zero_stage 3 splits any"
+            " model)"
+        )
+    unknown = sorted(
+        {style for style in plan.values() if style not in STYLES and style not in WORD_STYLES}
+    )
+    if unknown:
+        raise ValueError(
+            f"the tp_plan of model type {config.model_type} asks for {', '.join(unknown)}, which is"
+            f" not supported (known: {', '.join(STYLES)}); set training.layout.tensor to 1"
+        )
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(text, name, None)
+        if size is not None and size % tensor:
+            raise ValueError(
+                f"training.layout.tensor is {tensor}, which does not divide the model's {name} ="
+                f" {size}; set it to a divisor"
+            )
+    heads = kv_heads(config)
+    if heads % tensor and tensor % heads:
+        raise ValueError(
+            f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}:"
+            " neither divides the other; set training.layout.tensor to a divisor or a multiple"
+        )
+    if text.vocab_size < tensor:
+        raise ValueError(
+            f"training.layout.tensor is {tensor}, but the model has {text.vocab_size} words;"
+            " lower it"
+        )

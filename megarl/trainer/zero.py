@@ -1,0 +1,292 @@
+"""DeepSpeed behind three calls: backward on a micro-batch, one optimizer step, full weights by
+name.
+
+The loss handed to `backward` is this rank's share of one global sum; DeepSpeed's mean over ranks is
+undone here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from megarl.parallel.collectives import all_reduce
+from megarl.parallel.deepspeed_view import DeepSpeedView
+from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.compilation import drop_stale_locks
+from megarl.trainer.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megarl.trainer.model import PolicyModel
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+OFFLOADED = (
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_grads,
+    OffloadStateTypeEnum.contiguous_grad_buffer,
+)
+"""What leaves the GPU while engines share it: all but the weights themselves."""
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
+    """Rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule's curve
+    to `final_ratio`.
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return peak
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
+    left = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)
+
+
+def _adamw(
+    parameters: list[torch.nn.Parameter], config: OptimizerConfig, *, on_gpu: bool
+) -> torch.optim.Optimizer:
+    """AdamW; apex's fused one where NVIDIA's apex is installed, else torch's fused one."""
+    betas = (config.beta1, config.beta2)
+    if on_gpu:
+        try:
+            from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            pass
+        else:
+            return FusedAdam(
+                parameters,
+                lr=config.learning_rate,
+                betas=betas,
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                adam_w_mode=True,
+            )
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, object]:
+    """DeepSpeed's own settings for `config`. Accumulation is ours: its step boundary is set by
+    hand.
+    """
+    zero: dict[str, object] = {"stage": config.zero_stage, "contiguous_gradients": True}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": num_data_ranks,
+        "gradient_clipping": config.optimizer.clip_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if config.precision == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+class TrainEngine:
+    """A policy model under DeepSpeed on this rank."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: TrainingConfig,
+        mesh: ProcessMesh,
+        device: torch.device,
+        *,
+        total_steps: int,
+    ) -> None:
+        self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
+        if config.gradient_checkpointing:
+            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.to(device)
+        on_gpu = device.type == "cuda" and not config.offload_optimizer
+        optimizer = _adamw(
+            [p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu
+        )
+        self._engine: Any
+        drop_stale_locks()
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+                config=deepspeed_config(config, mesh.gradient.size),
+                mpu=DeepSpeedView(mesh),
+                dist_init_required=False,
+            )
+        self._write_problem = ""
+        self._engine.checkpoint_engine.save = self._keep_problem(
+            self._engine.checkpoint_engine.save
+        )
+        self._engine._copy_recovery_script = lambda folder: (
+            None
+        )  # a script that our checkpoints do not need
+        self.steps_done = 0
+        """Optimizer steps taken."""
+
+    @property
+    def module(self) -> PolicyModel:
+        """The model; under ZeRO 3 its parameters are empty outside of a forward pass."""
+        return self._engine.module
+
+    def __call__(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._engine(*args)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of this rank's part of the step's loss; `last` marks the step's last
+        micro-batch.
+        """
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed takes the mean over ranks where the loss is a sum over them.
+        self._engine.backward(loss * self.mesh.gradient.size, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()
+
+    def next_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return learning_rate(
+            self.config.schedule,
+            self.config.optimizer.learning_rate,
+            self.steps_done,
+            self.total_steps,
+        )
+
+    def step(self) -> tuple[float, float]:
+        """One optimizer step; returns (gradient norm before clipping, learning rate)."""
+        rate = self.next_rate()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        norm = (
+            self._plain_norm()
+            if self.config.zero_stage == 0 and self.config.precision == "float32"
+            else None
+        )
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self.steps_done += 1
+        if norm is None:
+            norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan"), rate
+
+    def _plain_norm(self) -> float:
+        """Gradient norm where DeepSpeed does not report it: float32 without ZeRO, where gradients
+        are whole.
+        """
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for name, parameter in self.module.model.named_parameters():
+            if parameter.grad is not None:
+                squares[int(name in self.module.shards)] += (
+                    parameter.grad.norm(dtype=torch.float64) ** 2
+                )
+        # Parts add up over the tensor axis; what every rank holds whole counts once.
+        return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor) of every weight under its Hugging Face name; every rank must run it
+        to the end.
+
+        The tensor is valid until the next one is asked for. Tied weights appear once.
+        """
+        named: Any = self.module.model.named_parameters()
+        for name, parameter in named:
+            is_split = hasattr(parameter, "ds_status")
+            with deepspeed.zero.GatheredParameters([parameter], enabled=is_split):
+                assert not is_split or parameter.ds_status == ZeroParamStatus.AVAILABLE
+                shard = self.module.shards.get(name)
+                yield (
+                    name,
+                    shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data,
+                )
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps of every weight, flat and uncopied: its tensor shard, and under ZeRO
+        3 its slice of that.
+
+        `megarl.parallel.reshard.owned.training_owned` says which part it is. Nothing is gathered.
+        """
+        found = {}
+        for name, parameter in self.module.model.named_parameters():
+            slice_ = getattr(parameter, "ds_tensor", None)
+            found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
+        return found
+
+    def offload(self) -> None:
+        """Move optimizer, master weights and gradients to the CPU's memory; the weights stay, to be
+        published.
+
+        Nothing where there is nothing to move: on the CPU, without ZeRO, or where the optimizer
+        lives on the CPU anyway.
+        """
+        if self._can_offload():
+            self._engine.offload_states(include=OFFLOADED)
+
+    def reload(self) -> None:
+        """The counterpart of `offload`; does nothing where nothing was moved."""
+        if self._can_offload():
+            self._engine.reload_states()
+
+    def _can_offload(self) -> bool:
+        return (
+            self.device.type == "cuda"
+            and self.config.zero_stage > 0
+            and not self.config.offload_optimizer
+        )
+
+    def save(self, folder: str) -> None:
+        """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError`
+        where it cannot be written.
+
+        DeepSpeed waits for all ranks after writing, so a rank that cannot write must not leave
+        before that.
+        """
+        self._write_problem = ""
+        self._engine.save_checkpoint(
+            folder, tag="state", client_state={"steps_done": self.steps_done}, save_latest=False
+        )
+        if self._write_problem:
+            raise OSError(self._write_problem)
+
+    def _keep_problem(self, write: Callable[..., Any]) -> Callable[..., None]:
+        """`write`, whose failure is kept for `save` to raise."""
+
+        def kept(*arguments: Any, **named: Any) -> None:
+            try:
+                write(*arguments, **named)
+            except (OSError, RuntimeError) as error:
+                self._write_problem = self._write_problem or str(error)
+
+        return kept
+
+    def load(self, folder: str) -> None:
+        """The counterpart of `save`; the caller has checked the files' digests."""
+        path, client = self._engine.load_checkpoint(folder, tag="state")
+        if path is None:
+            raise ValueError(
+                f"checkpoint {folder} has no state for this layout; resume with the number of ranks"
+                " that wrote it"
+            )
+        self.steps_done = client["steps_done"]
+
+    def destroy(self) -> None:
+        """Release DeepSpeed's hooks and memory."""
+        self._engine.destroy()

@@ -1,1 +1,0 @@
-"""The policy: a Hugging Face model under DeepSpeed, packed rows, one normaliser, atomic checkpoints."""

@@ -1,0 +1,311 @@
+"""Parameter tables of model types: from a `config.json` to every tensor's name, shape and place in
+vLLM's own model.
+
+To add a model type, add an entry to `FAMILIES`: what its configuration class in transformers
+supplies where config.json is silent, which layers have biases, whether heads are normalised,
+whether it has experts. Then name a small model of it in
+tests/unit/test_families.py, which compares tables with checkpoints, and in
+tests/system/test_engine_table.py, which compares every element of every engine rank with what
+vLLM's own loaders put there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.weight_sync.parameters import WORDS_MULTIPLE, Cut, ParameterSpec
+
+Switch = bool | str
+"""Yes or no, or the setting in config.json that says it."""
+
+
+def _differs_in_nothing(settings: Mapping[str, Any]) -> str:
+    return ""
+
+
+def _differs_in_head_width(settings: Mapping[str, Any]) -> str:
+    if settings["head_dim"] * settings["num_attention_heads"] == settings["hidden_size"]:
+        return ""
+    return (
+        f"head_dim is {settings['head_dim']}, but vLLM takes hidden_size / num_attention_heads,"
+        " whatever head_dim says"
+    )
+
+
+def _differs_in_output_bias(settings: Mapping[str, Any]) -> str:
+    # Its loader ignores biases it has no place for, so that nothing else would tell.
+    return (
+        "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
+        if settings["attention_bias"]
+        else ""
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a model type apart from others."""
+
+    defaults: Mapping[str, Any]
+    """Settings that the configuration class in transformers supplies; `head_dim` None is
+    hidden_size / num_attention_heads.
+    """
+    qkv_bias: Switch = False
+    output_bias: Switch = False
+    mlp_bias: Switch = False
+    head_norms: bool = False
+    """Whether queries and keys are normalised, head by head."""
+    experts: bool = False
+    """Whether layers may be mixtures of experts."""
+    differs: Callable[[Mapping[str, Any]], str] = _differs_in_nothing
+    """What vLLM computes otherwise than transformers under these settings, or nothing."""
+
+
+_COMMON = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+}
+_QWEN = _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_LLAMA = _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None}
+_SPARSE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(_QWEN, qkv_bias=True, differs=_differs_in_head_width),
+    "qwen3": Family(
+        _QWEN | {"head_dim": 128, "attention_bias": False},
+        head_norms=True,
+        differs=_differs_in_output_bias,
+    ),
+    "llama": Family(
+        _LLAMA | {"attention_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "mistral": Family(_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8}),
+    "qwen3_moe": Family(
+        _QWEN | _SPARSE, head_norms=True, experts=True, differs=_differs_in_output_bias
+    ),
+}
+"""model_type of config.json -> what is particular to it."""
+
+_OTHER_NAMES = {"num_local_experts": "num_experts"}
+"""Names under which newer versions of transformers write a setting."""
+
+
+def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
+    """Every tensor of a model's checkpoint, in the order of vLLM's model; `config` is its
+    config.json.
+
+    Raises `ValueError` where the model type is unknown, the weights are quantised, or vLLM would
+    compute something else.
+    """
+    family, settings = _read(config)
+    hidden, words = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
+    table = [_alone("model.embed_tokens.weight", words, "vocab")]
+    for layer in range(settings["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        table += _attention(f"{prefix}.self_attn", family, settings)
+        table += (_experts if _is_sparse(layer, family, settings) else _dense)(
+            f"{prefix}.mlp", family, settings
+        )
+        table += [
+            _alone(f"{prefix}.{name}.weight", (hidden,))
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+    table.append(_alone("model.norm.weight", (hidden,)))
+    if not settings["tie_word_embeddings"]:
+        table.append(_alone("lm_head.weight", words, "vocab"))
+    repeated = [name for name, count in Counter(row.name for row in table).items() if count > 1]
+    assert not repeated, f"the table names {repeated[0]} twice"
+    return table
+
+
+def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
+    """Raise `ValueError` where vLLM cannot cut a model over `tensor` ranks, with what to set
+    instead.
+    """
+    family, settings = _read(config)
+    sparse = {_is_sparse(layer, family, settings) for layer in range(settings["num_hidden_layers"])}
+    sizes = {"num_attention_heads": settings["num_attention_heads"]}
+    if False in sparse:
+        sizes["intermediate_size"] = settings["intermediate_size"]
+    if True in sparse:
+        sizes["moe_intermediate_size"] = settings["moe_intermediate_size"]
+    sizes[f"vocab_size padded to a multiple of {WORDS_MULTIPLE}"] = (
+        -(-settings["vocab_size"] // WORDS_MULTIPLE) * WORDS_MULTIPLE
+    )
+    for name, size in sizes.items():
+        if size % tensor:
+            raise ValueError(
+                f"rollout.engine.tensor is {tensor}, which does not divide the model's {name} ="
+                f" {size}; set it to a divisor"
+            )
+    heads = settings["num_key_value_heads"]
+    if heads % tensor and tensor % heads:
+        raise ValueError(
+            f"rollout.engine.tensor is {tensor} and the model's num_key_value_heads {heads}:"
+            " neither divides the other; set rollout.engine.tensor to a divisor or a multiple"
+        )
+    if True in sparse and tensor > settings["num_experts"]:
+        raise ValueError(
+            f"rollout.engine.tensor is {tensor}, more than the model's num_experts ="
+            f" {settings['num_experts']}; lower it"
+        )
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json and its settings, with transformers' defaults where it is
+    silent.
+    """
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None or "text_config" in config:
+        raise ValueError(
+            f"model type {kind} has no parameter table, so its weights cannot be resharded to"
+            " engines; add an entry to FAMILIES in megarl/weight_sync/families.py (known:"
+            f" {', '.join(FAMILIES)}; text only)"
+        )
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            "the model's config.json has a quantization_config, and quantised weights have no"
+            " parameter table; set model.path to a checkpoint that is not quantised"
+        )
+    settings = {
+        **family.defaults,
+        **{_OTHER_NAMES.get(name, name): value for name, value in config.items()},
+    }
+    if settings["head_dim"] is None:
+        settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
+    if settings["num_key_value_heads"] is None:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    difference = family.differs(settings)
+    if difference:
+        raise ValueError(
+            f"the model's {difference}: engines would sample from another {kind} model; set"
+            " model.path to another"
+        )
+    return family, settings
+
+
+def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
+    """Whether a layer is a mixture of experts."""
+    if (
+        not family.experts
+        or settings["num_experts"] == 0
+        or layer in (settings["mlp_only_layers"] or ())
+    ):
+        return False
+    return (layer + 1) % settings["decoder_sparse_step"] == 0
+
+
+def _is_on(switch: Switch, settings: Mapping[str, Any]) -> bool:
+    return switch if isinstance(switch, bool) else bool(settings[switch])
+
+
+def _alone(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> ParameterSpec:
+    """A tensor that is a parameter of the engine by itself, under its own name."""
+    return ParameterSpec(name, shape, cut, name)
+
+
+def _columns(
+    prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
+) -> list[ParameterSpec]:
+    """Layers cut by outputs that are one of the engine's: {name: (outputs, cut, key heads)}, in the
+    order they are stacked.
+    """
+    weights = [
+        ParameterSpec(
+            f"{prefix}.{name}.weight", (outputs, inputs), cut, f"{prefix}.{stack}.weight", heads
+        )
+        for name, (outputs, cut, heads) in parts.items()
+    ]
+    biases = [
+        ParameterSpec(f"{prefix}.{name}.bias", (outputs,), cut, f"{prefix}.{stack}.bias", heads)
+        for name, (outputs, cut, heads) in parts.items()
+    ]
+    return weights + (biases if bias else [])
+
+
+def _rows(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
+    """A layer cut by inputs; its bias is added once, so that every rank has the whole."""
+    return [_alone(f"{name}.weight", (outputs, inputs), "inputs")] + (
+        [_alone(f"{name}.bias", (outputs,))] if bias else []
+    )
+
+
+def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
+    hidden, width = settings["hidden_size"], settings["head_dim"]
+    queries, heads = settings["num_attention_heads"] * width, settings["num_key_value_heads"]
+    parts: dict[str, tuple[int, Cut, int]] = {
+        "q_proj": (queries, "outputs", 0),
+        "k_proj": (heads * width, "kv_heads", heads),
+        "v_proj": (heads * width, "kv_heads", heads),
+    }
+    made = _columns(prefix, "qkv_proj", parts, hidden, bias=_is_on(family.qkv_bias, settings))
+    made += _rows(f"{prefix}.o_proj", hidden, queries, bias=_is_on(family.output_bias, settings))
+    norms = ("q_norm", "k_norm") if family.head_norms else ()
+    return made + [_alone(f"{prefix}.{name}.weight", (width,)) for name in norms]
+
+
+def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
+    hidden, inner, bias = (
+        settings["hidden_size"],
+        settings["intermediate_size"],
+        _is_on(family.mlp_bias, settings),
+    )
+    parts: dict[str, tuple[int, Cut, int]] = {
+        "gate_proj": (inner, "outputs", 0),
+        "up_proj": (inner, "outputs", 0),
+    }
+    return _columns(prefix, "gate_up_proj", parts, hidden, bias=bias) + _rows(
+        f"{prefix}.down_proj", hidden, inner, bias=bias
+    )
+
+
+def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
+    """The router, then w13 [experts, gate and up, hidden] and w2 [experts, hidden, inner], whose
+    rows are expert after expert.
+    """
+    hidden, inner, experts = (
+        settings["hidden_size"],
+        settings["moe_intermediate_size"],
+        range(settings["num_experts"]),
+    )
+    engine = f"{prefix}.experts.routed_experts"
+    made = [_alone(f"{prefix}.gate.weight", (len(experts), hidden))]
+    for expert in experts:
+        for name in ("gate_proj", "up_proj"):
+            made.append(
+                ParameterSpec(
+                    f"{prefix}.experts.{expert}.{name}.weight",
+                    (inner, hidden),
+                    "outputs",
+                    f"{engine}.w13_weight",
+                )
+            )
+    for expert in experts:
+        made.append(
+            ParameterSpec(
+                f"{prefix}.experts.{expert}.down_proj.weight",
+                (hidden, inner),
+                "inputs",
+                f"{engine}.w2_weight",
+            )
+        )
+    return made

@@ -1,0 +1,1 @@
+"""Ways for weights to travel from trainer ranks to engine ranks, one file each."""

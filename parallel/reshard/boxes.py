@@ -1,0 +1,204 @@
+"""Who holds which part of a model: boxes of whole tensors, and where they lie in a rank's buffers.
+Pure arithmetic.
+
+Every tensor is seen as a matrix [rows, columns]: a vector is [n, 1], and dimensions after the first
+are one. What a rank holds of it is a box, stored row by row without gaps in a flat buffer; several
+pieces may lie one after the other in one buffer (queries, keys and values of a fused layer), and a
+buffer may be a slice of what its rank would hold (ZeRO 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+ZEROS = ""
+"""The `tensor` of a piece that no whole tensor fills: rows that pad a vocabulary."""
+
+
+class Box(NamedTuple):
+    """Rows [top, bottom) and columns [left, right) of a whole tensor's matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def rows(self) -> int:
+        return self.bottom - self.top
+
+    @property
+    def columns(self) -> int:
+        return self.right - self.left
+
+    @property
+    def area(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+    def meet(self, other: Box) -> Box | None:
+        """What both cover, or None."""
+        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
+        left, right = max(self.left, other.left), min(self.right, other.right)
+        return Box(top, bottom, left, right) if top < bottom and left < right else None
+
+    def bands(self, rows: int) -> list[Box]:
+        """The same box cut into pieces of at most `rows` rows."""
+        tops = range(self.top, self.bottom, rows)
+        return [Box(top, min(top + rows, self.bottom), self.left, self.right) for top in tops]
+
+
+def matrix(shape: Sequence[int]) -> Box:
+    """A whole tensor as a box."""
+    rows = shape[0] if shape else 1
+    return Box(0, rows, 0, math.prod(shape[1:]))
+
+
+class Piece(NamedTuple):
+    """A box of a whole tensor, and where it lies: element (i, j) of the whole tensor's matrix is
+    `buffer[offset + (i - box.top) * stride + (j - box.left)]`, in elements."""
+
+    tensor: str
+    box: Box
+    buffer: str
+    offset: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        """Elements of the buffer up to the piece's last."""
+        return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
+
+    def part(self, box: Box) -> Piece:
+        """The piece's share that is `box`, which lies within it."""
+        skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
+        return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The piece in its flat `buffer`, as [rows, columns], uncopied."""
+        assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
+            f"{self} in a buffer {tuple(buffer.shape)}"
+        )
+        return buffer.as_strided(
+            (self.box.rows, self.box.columns),
+            (self.stride, 1),
+            buffer.storage_offset() + self.offset,
+        )
+
+
+@dataclass
+class Owned:
+    """What one rank holds: pieces that fill its flat buffers."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Elements of each buffer, in the rank's own order."""
+
+    def add(self, tensor: str, box: Box, buffer: str) -> None:
+        """Put a box behind what `buffer` has already."""
+        offset = self.sizes.setdefault(buffer, 0)
+        if box.area:
+            self.pieces.append(Piece(tensor, box, buffer, offset, box.columns))
+        self.sizes[buffer] = offset + box.area
+
+    def slice(self, part: int, parts: int) -> Owned:
+        """What ZeRO 3 leaves of it on rank `part` of `parts`: ceil(size / parts) elements of every
+        buffer, in flat order.
+
+        DeepSpeed pads the last slices; the padding is nobody's and counted nowhere.
+        """
+        cut = Owned()
+        for buffer, size in self.sizes.items():
+            length = -(-size // parts)
+            cut.sizes[buffer] = max(0, min(size, (part + 1) * length) - part * length)
+        for piece in self.pieces:
+            length = -(-self.sizes[piece.buffer] // parts)
+            first = part * length
+            for box, start in _flat(piece.box, first - piece.offset, first + length - piece.offset):
+                cut.pieces.append(
+                    Piece(
+                        piece.tensor, box, piece.buffer, start + piece.offset - first, piece.stride
+                    )
+                )
+        return cut
+
+
+def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
+    """Elements [start, stop) of a box in row order, as at most three boxes, each with its own first
+    element's number.
+    """
+    start, stop, width = max(start, 0), min(stop, box.area), box.columns
+    made = []
+    while start < stop:
+        row, column = divmod(start, width)
+        rows = (stop - start) // width if column == 0 else 0
+        taken = rows * width if rows else min(stop - start, width - column)
+        top, left = box.top + row, box.left + column
+        made.append((Box(top, top + max(rows, 1), left, left + (width if rows else taken)), start))
+        start += taken
+    return made
+
+
+def tiles(boxes: Iterable[Box], whole: Box) -> bool:
+    """Whether every element of `whole` lies in exactly one of `boxes`, and nothing of them outside
+    of it.
+    """
+    found = np.array(list(boxes), dtype=np.int64).reshape(-1, 4)
+    if len(found) == 0:
+        return whole.area == 0
+    if (found.min(0)[[0, 2]] < (whole.top, whole.left)).any() or (
+        found.max(0)[[1, 3]] > (whole.bottom, whole.right)
+    ).any():
+        return False
+    # Edges only: between two neighbouring ones nothing changes, so that the count does not grow
+    # with the tensor.
+    rows = np.unique(np.concatenate([found[:, 0], found[:, 1], [whole.top, whole.bottom]]))
+    columns = np.unique(np.concatenate([found[:, 2], found[:, 3], [whole.left, whole.right]]))
+    count = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int32)
+    corners = zip(
+        np.searchsorted(rows, found[:, 0]),
+        np.searchsorted(rows, found[:, 1]),
+        np.searchsorted(columns, found[:, 2]),
+        np.searchsorted(columns, found[:, 3]),
+        strict=True,
+    )
+    for top, bottom, left, right in corners:
+        count[top:bottom, left:right] += 1
+    return bool((count == 1).all())
+
+
+def fills(owned: Owned) -> str:
+    """The name of a buffer that `owned`'s pieces do not fill exactly once, or nothing."""
+    reached = dict.fromkeys(owned.sizes, 0)
+    for piece in sorted(owned.pieces, key=lambda piece: piece.offset):
+        if piece.box.rows > 1 and piece.stride != piece.box.columns:
+            return piece.buffer
+        if piece.offset != reached[piece.buffer]:
+            return piece.buffer
+        reached[piece.buffer] += piece.box.area
+    return next((buffer for buffer, size in owned.sizes.items() if reached[buffer] != size), "")
+
+
+def empty_buffers(owned: Owned, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Flat buffers of a rank, all zero."""
+    return {name: torch.zeros(size, dtype=dtype) for name, size in owned.sizes.items()}
+
+
+def scatter(owned: Owned, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A rank's buffers, from whole tensors: what a plan's copies should come to."""
+    dtype = next(iter(whole.values())).dtype
+    buffers = empty_buffers(owned, dtype)
+    for piece in owned.pieces:
+        if piece.tensor != ZEROS:
+            box, flat = piece.box, whole[piece.tensor]
+            matrix_view = flat.reshape(flat.shape[0] if flat.dim() else 1, -1)
+            piece.view(buffers[piece.buffer]).copy_(
+                matrix_view[box.top : box.bottom, box.left : box.right]
+            )
+    return buffers

@@ -1,0 +1,1 @@
+"""What several tests share: ranks, commands, tiny models, simulated exchanges and engines."""

@@ -1,0 +1,160 @@
+"""Runs the real command line as a user does, with a deadline, and knows which processes it left
+behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MEGARL_TEST_RUN"
+PROBE_BOUND = 1e-4
+"""Largest difference of log-probs between trainer and engine in float32."""
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    survivors: list[str]
+    """Command lines of processes it started that are still there."""
+
+
+def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a command; every process below it carries a mark in its environment, by which it is
+    found again.
+    """
+    mark = uuid.uuid4().hex
+    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", **environment}
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    return process, mark
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes that carry `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def finish(process: subprocess.Popen[str], mark: str, timeout_s: float) -> Done:
+    """Wait for the command, then end, by id, whatever it left behind."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        for left in marked(mark):
+            left.kill()
+        out, err = process.communicate()
+        raise AssertionError(
+            f"{process.args} took longer than {timeout_s} s:\n{out[-1500:]}\n{err[-4000:]}"
+        ) from None
+    psutil.wait_procs(marked(mark), timeout=3)
+    alive = marked(mark)  # anew: where nobody reaps orphans, those that ended stay as zombies
+    survivors = [f"{left.pid} {left.name()}" for left in alive]
+    for left in alive:
+        left.kill()
+    return Done(process.returncode, out, err, survivors)
+
+
+def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environment: str) -> Done:
+    """`megarl ...`, under torchrun for more than one rank; asserts that nothing survives."""
+    process, mark = start(command(*arguments, ranks=ranks), **environment)
+    done = finish(process, mark, timeout_s)
+    assert done.survivors == [], done.survivors
+    return done
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    """The command line of `megarl ...`."""
+    if ranks == 1:
+        return [sys.executable, "-m", "megarl", *arguments]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    return [*launcher, "-m", "megarl", *arguments]
+
+
+def write_recipe(path: Path, tree: dict[str, Any]) -> str:
+    """A recipe file."""
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def tiny_run(folder: Path, model: Path, steps: int, **changes: Any) -> dict[str, Any]:
+    """A recipe: DAPO on one-digit sums, as small as it gets."""
+    (folder / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n"
+            for a in range(10)
+            for b in range(10)
+        )
+    )
+    # A random model never gives a right answer; this reward differs within a group and is bounded
+    # as a verdict must be.
+    (folder / "reward.py").write_text(
+        "def score(prompt, response):\n    return (len(response) % 3) / 2\n"
+    )
+    return {
+        "folder": str(folder / "run"),
+        "steps": steps,
+        "seed": 5,
+        "model": {"path": str(model)},
+        "prompts": {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
+        "rollout": {
+            "groups_per_step": 4,
+            "group_size": 4,
+            "max_new_tokens": 12,
+            "max_staleness": 0,
+        },
+        "training": {
+            "num_mini_batches": 2,
+            "micro_batch_tokens": 64,
+            "optimizer": {"learning_rate": 1e-2},
+            "checkpoint": {"every": 2, "keep": 2},
+        },
+        "evaluation": {
+            "prompts": {
+                "source": str(folder / "prompts.jsonl"),
+                "limit": 20,
+                "shuffle": False,
+                "max_prompt_tokens": 8,
+            }
+        },
+    } | changes
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Rows of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,242 @@
+"""Engine ranks without an engine: processes that are told through a pipe to connect to a transport
+and to take versions in.
+
+Case -> Engines (in the trainer's rank 0) -> processes that run `engine`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer's layout, and engines."""
+
+    data: int
+    tensor: int
+    zero_stage: int
+    engines: int
+    engine_tensor: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"data{self.data}-tensor{self.tensor}-zero{self.zero_stage}-to-{self.engines}x{self.engine_tensor}"
+
+
+def table() -> list[Any]:
+    """A small decoder; its 100 words are padded to 128."""
+    from megarl.weight_sync.parameters import ParameterSpec
+
+    rows = [ParameterSpec("embed.weight", (100, 16), "vocab", "embed.weight")]
+    for number in range(3):
+        at = f"layers.{number}."
+        for name, outputs, cut, heads in (
+            ("q", 16, "outputs", 0),
+            ("k", 8, "kv_heads", 2),
+            ("v", 8, "kv_heads", 2),
+        ):
+            rows.append(
+                ParameterSpec(f"{at}{name}.weight", (outputs, 16), cut, f"{at}qkv.weight", heads)
+            )
+            rows.append(ParameterSpec(f"{at}{name}.bias", (outputs,), cut, f"{at}qkv.bias", heads))
+        rows.append(ParameterSpec(f"{at}o.weight", (16, 16), "inputs", f"{at}o.weight"))
+        rows.append(ParameterSpec(f"{at}norm.weight", (16,), "whole", f"{at}norm.weight"))
+        rows += [
+            ParameterSpec(f"{at}{name}.weight", (24, 16), "outputs", f"{at}gate_up.weight")
+            for name in ("gate", "up")
+        ]
+        rows.append(ParameterSpec(f"{at}down.weight", (16, 24), "inputs", f"{at}down.weight"))
+    return [
+        *rows,
+        ParameterSpec("norm.weight", (16,), "whole", "norm.weight"),
+        ParameterSpec("head.weight", (100, 16), "vocab", "head.weight"),
+    ]
+
+
+def weights(version: int) -> dict[str, Any]:
+    """A version's whole tensors, float32."""
+    import torch
+
+    draw = torch.Generator().manual_seed(version)
+    return {row.name: torch.randn(row.shape, generator=draw) for row in table()}
+
+
+def spec_of(case: Case, transport: str) -> Any:
+    from megarl.weight_sync.parameters import training_shards
+    from megarl.weight_sync.route import RouteSpec, table_fingerprint
+    from megarl.weight_sync.transports.registry import SENDERS
+
+    shards = {
+        name: [shard.dim, *shard.edges]
+        for name, shard in training_shards(table(), case.tensor).items()
+    }
+    return RouteSpec(
+        data=case.data,
+        sequence=1,
+        tensor=case.tensor,
+        zero_stage=case.zero_stage,
+        shards=shards,
+        engines=case.engines,
+        engine_tensor=case.engine_tensor,
+        shared=SENDERS[transport].SHARED,
+        dtype="bfloat16",
+        bucket_bytes=1024,
+        table=table_fingerprint(table()),
+    )
+
+
+def engine(pipe: Connection) -> None:
+    """Connect and take in versions as told, until told to stop."""
+    from megarl.weight_sync.bucket_receiver import Intake
+    from megarl.weight_sync.route import Route, RouteSpec
+    from megarl.weight_sync.transports.registry import RECEIVERS
+
+    intake: Intake | None = None
+    pipe.send("here")
+    while (told := pipe.recv()) is not None:
+        if "transport" in told:
+            if intake is not None:
+                intake.receiver.close()
+            route = Route.of(RouteSpec(**told["spec"]), table())
+            receiver = RECEIVERS[told["transport"]](
+                route, told["engine"], told["rank"], told["init_info"]
+            )
+            intake = Intake(route, receiver, route.spec.image(told["engine"], told["rank"]))
+            pipe.send("connected")
+            continue
+        assert intake is not None
+        try:
+            pipe.send(take(intake, told["version"], told["die_at"]))
+        except Exception as error:
+            pipe.send({"error": f"{type(error).__name__}: {error}"})
+    if intake is not None:
+        intake.receiver.close()
+
+
+def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
+    """One version: whether its bytes are right, and their digests."""
+    import torch
+
+    from megarl.parallel.reshard.boxes import scatter
+    from megarl.weight_sync.bucket_receiver import deadline_watch
+    from megarl.weight_sync.checksums import signed
+
+    route, digests, seconds, wrong = (
+        intake.route,
+        [0] * len(intake.route.tensors),
+        {"wait": 0.0, "digest": 0.0},
+        [],
+    )
+    watch = deadline_watch(DEADLINE_S)
+    expected = scatter(
+        intake.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
+    )
+    intake.receiver.begin(version)
+    for bucket in route.buckets:
+        found = intake.take(bucket, watch, seconds)
+        intake.digest(bucket, found, digests, seconds)
+        if bucket.number == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for name, flat in found.items():
+            start = bucket.starts[name]
+            if not torch.equal(flat.cpu(), expected[name][start : start + len(flat)]):
+                wrong.append(name)
+            if start + len(flat) == len(expected[name]):
+                del expected[name]
+        intake.receiver.release(bucket)
+    return {"wrong": wrong + sorted(expected), "digests": [signed(value) for value in digests]}
+
+
+class Engines:
+    """Every engine rank of a case, and `spare` ones that take the place of those who are lost; rank
+    0 of the trainer has them.
+    """
+
+    def __init__(self, case: Case, spare: int) -> None:
+        self.case = case
+        started = [self._start() for _ in range(case.engines * case.engine_tensor + spare)]
+        for number, (_, pipe) in enumerate(started):
+            assert pipe.poll(60) and pipe.recv() == "here", number
+        self.ranks, self.spare = started[: len(started) - spare], started[len(started) - spare :]
+        self.connected, self.asked = "", list(range(len(self.ranks)))
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        mine, theirs = Pipe()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+        process = subprocess.Popen(
+            command, cwd=ROOT, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": paths}
+        )
+        theirs.close()
+        return process, mine
+
+    def connect(self, transport: str, spec: Any, init_info: dict[str, Any]) -> None:
+        if self.connected == transport:
+            return
+        for number, (_, pipe) in enumerate(self.ranks):
+            place = dict(
+                zip(("engine", "rank"), divmod(number, self.case.engine_tensor), strict=True)
+            )
+            pipe.send(
+                {"transport": transport, "spec": spec.plain(), "init_info": init_info, **place}
+            )
+        for number, (_, pipe) in enumerate(self.ranks):
+            assert pipe.poll(DEADLINE_S) and pipe.recv() == "connected", number
+        self.connected = transport
+
+    def update(self, version: int, without: int, die_at: int) -> None:
+        """All but rank `without` take the version in, rank 0 of engine 0 until bucket `die_at`."""
+        self.asked = [number for number in range(len(self.ranks)) if number != without]
+        for number in self.asked:
+            self.ranks[number][1].send(
+                {"version": version, "die_at": die_at if number == 0 else -1}
+            )
+
+    def poll(self) -> None:
+        for number, (process, _) in enumerate(self.ranks):
+            if process.poll() is not None:
+                raise RuntimeError(f"engine rank {number} died")
+
+    def answers(self, timeout_s: float) -> list[dict[str, Any]]:
+        deadline, found = time.monotonic() + timeout_s, []
+        for number in self.asked:
+            try:
+                late = not self.ranks[number][1].poll(max(0.0, deadline - time.monotonic()))
+                found.append({"error": "late"} if late else self.ranks[number][1].recv())
+            except EOFError:
+                found.append({"error": "died"})
+        return found
+
+    def replace(self) -> None:
+        """A fresh process in the place of the first."""
+        self.ranks[0][0].wait(DEADLINE_S)
+        self.ranks[0], self.connected = self.spare.pop(), ""
+
+    def close(self) -> None:
+        for process, pipe in [*self.ranks, *self.spare]:
+            if process.poll() is None:
+                pipe.send(None)
+        for process, _ in [*self.ranks, *self.spare]:
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+if __name__ == "__main__":
+    engine(Connection(int(sys.argv[1])))

@@ -1,0 +1,116 @@
+"""The smallest real things: a model folder, a tokenizer, groups of rollouts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from megarl.types import Group, Prompt, Rollout, Turn, Verdict
+
+VOCABULARY = 40
+
+
+def write_model(
+    folder: Path,
+    *,
+    tied: bool = False,
+    kind: str = "qwen2",
+    seed: int = 0,
+    biases: bool = False,
+    **changes: object,
+) -> Path:
+    """A random model of a few thousand parameters with a character tokenizer, as a Hugging Face
+    folder.
+
+    With `biases`, vectors get random values as in a trained model: a bias of 0 has no norm to be
+    compared with.
+    """
+    import torch
+    import transformers
+
+    write_tokenizer(folder)
+    sizes = (
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,  # of 32: vLLM has no narrower ones on CPU
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.15,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        | changes
+    )
+    torch.manual_seed(seed)
+    made = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }[kind]
+    if kind == "mistral":
+        sizes["sliding_window"] = None
+    model = transformers.AutoModelForCausalLM.from_config(made(**sizes), dtype=torch.float32)
+    if biases:
+        for vector in (parameter for parameter in model.parameters() if parameter.dim() == 1):
+            vector.data += 0.3 * torch.randn_like(vector)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Characters: pad 0, eos 1, then digits and a few signs."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    signs = "0123456789+=,# abcdefghijklm"
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
+        sign: 3 + number for number, sign in enumerate(signs)
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(str(folder))
+
+
+def groups(
+    count: int, samples: int, *, seed: int = 0, first: int = 0, prompts: tuple[int, int] = (1, 7)
+) -> list[Group]:
+    """Groups of rollouts of uneven lengths with random tokens, log-probs and rewards; prompts of
+    `prompts` tokens.
+    """
+    draw = random.Random(seed)
+
+    def rollout(sample: int) -> Rollout:
+        length = draw.randint(1, 24)
+        tokens = [
+            draw.randrange(VOCABULARY) for _ in range(length)
+        ]  # 0, the padding word, whose embedding never learns, too
+        logprobs = [-draw.random() * 4 for _ in range(length)]
+        turn = Turn(tokens, logprobs, [(0, length)], "stop", "text")
+        return Rollout(
+            sample, sample, [turn], Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False), 0
+        )
+
+    return [
+        Group(
+            ordinal,
+            Prompt(
+                ordinal,
+                "prompt",
+                [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompts))],
+                "answer",
+            ),
+            [rollout(sample) for sample in range(samples)],
+        )
+        for ordinal in range(first, first + count)
+    ]
