@@ -9,8 +9,11 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -44,20 +47,26 @@ class Demonstration:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One model reply, exactly as sampled. Filled by an engine."""
+class Segment:
+    """Consecutive tokens of a rollout that one side wrote: the model, or its environment.
 
-    token_ids: list[int]
-    """[T] sampled tokens, the end-of-sequence token included where there is one. Never
-    re-tokenised.
+    A single-turn rollout is one model segment. A rollout with tools alternates model and
+    environment segments; all are attended to, only model segments are trained on.
     """
-    logprobs: list[float]
-    """[T] the engine's log-prob of each token under the law it was sampled from."""
+
+    kind: Literal["model", "environment"]
+    token_ids: np.ndarray
+    """[T] int32. Model: as sampled, the end-of-sequence token included, never tokenised again."""
+    logprobs: np.ndarray
+    """[T] float32 log-prob of each token under the engine's sampling distribution (temperature
+    applied); 0 in environment segments.
+    """
     versions: list[tuple[int, int]]
-    """Spans (version, number of tokens) of the weights that made them; sums to T."""
-    finish: Literal["stop", "length"]
+    """Spans (weight version, number of tokens) that sum to T; empty in environment segments."""
+    finish: Literal["stop", "length", ""] = ""
+    """Why the model stopped; empty in environment segments."""
     text: str = ""
-    """Decoded without special tokens. Filled by the rollout service."""
+    """Decoded without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +86,31 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """All turns of one attempt at a prompt."""
+    """One attempt at a prompt, scored."""
 
     sample: int
     """Number in its group, 0 .. G-1."""
     seed: int
-    turns: list[Turn]
+    segments: list[Segment]
+    """In order; the last one is the model's."""
     verdict: Verdict
     dispatched_at: int
     """Trainer version when the rollout started."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the model generated, over all turns."""
-        return sum(len(turn.token_ids) for turn in self.turns)
+        """Tokens the model generated, over all its segments."""
+        return sum(len(part.token_ids) for part in self.segments if part.kind == "model")
 
     @property
     def truncated(self) -> bool:
-        """Cut off at the token limit."""
-        return self.turns[-1].finish == "length"
+        """Whether the response was cut off at the token limit."""
+        return self.segments[-1].finish == "length"
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that generated a token of it."""
+        return min(version for part in self.segments for version, _ in part.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,44 +125,121 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A row of tokens to train on."""
+class Samples:
+    """Token sequences to train on, as columns: sequence i is `[offsets[i]:offsets[i + 1]]` of each.
 
-    row: int
-    """Its number in the step's batch, 0 .. N-1; the same on every rank."""
-    token_ids: list[int]
-    """[T] prompt and turns."""
-    mask: list[bool]
-    """[T] True where the policy chose the token."""
-    engine_logprobs: list[float]
-    """[T] 0 where `mask` is False."""
+    Example: prompt tokens 5 6, response tokens 7 1, reward 0.5 for the whole response:
+
+        ids [0]   offsets [0 4]   token_ids [5 6 7 1]   mask [0 0 1 1]
+        engine_logprobs [0 0 -0.3 -0.1]   rewards [0 0 0 0.5]
+    """
+
+    ids: np.ndarray
+    """[S] int64 number of each sample in the step, 0 .. N-1; the same on every rank."""
+    offsets: np.ndarray
+    """[S + 1] int64 first token of each sample, then T."""
+    token_ids: np.ndarray
+    """[T] int32 prompts and responses."""
+    mask: np.ndarray
+    """[T] bool, True where the policy chose the token."""
+    engine_logprobs: np.ndarray
+    """[T] float32 log-prob under the engine's sampling distribution; 0 where `mask` is False."""
+    rewards: np.ndarray
+    """[T] float32 reward received with each token; a scalar reward stands on the last token that
+    the policy chose.
+    """
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] tokens of each sample."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def one(
+        cls,
+        sample_id: int,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        mask: Sequence[bool] | np.ndarray | None = None,
+        engine_logprobs: Sequence[float] | np.ndarray | None = None,
+        reward: float = 0.0,
+    ) -> Samples:
+        """A single sample; without `mask` the policy chose every token but the first."""
+        length = len(token_ids)
+        chosen = np.arange(length) > 0 if mask is None else np.asarray(mask, dtype=bool)
+        logprobs = np.zeros(length) if engine_logprobs is None else engine_logprobs
+        rewards = np.zeros(length, dtype=np.float32)
+        if chosen.any():
+            rewards[np.flatnonzero(chosen)[-1]] = reward
+        return cls(
+            ids=np.array([sample_id]),
+            offsets=np.array([0, length]),
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            mask=chosen,
+            engine_logprobs=np.asarray(logprobs, dtype=np.float32),
+            rewards=rewards,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of all parts, in order."""
+        lengths = [np.zeros(1, dtype=np.int64), *(part.lengths for part in parts)]
+        columns = {
+            name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])
+            for name, dtype in COLUMNS.items()
+        }
+        ids = np.concatenate([np.zeros(0, np.int64), *(part.ids for part in parts)])
+        return cls(ids=ids, offsets=np.cumsum(np.concatenate(lengths)), **columns)
+
+    def select(self, positions: Sequence[int] | np.ndarray) -> Samples:
+        """The samples at `positions` (not their `ids`), in that order."""
+        chosen = np.asarray(positions, dtype=np.int64)
+        lengths = self.lengths[chosen]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        # Token t of the result is token t - (its sample's new start) + (its sample's old start).
+        shift = np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
+        where = np.arange(offsets[-1]) + shift
+        columns = {name: getattr(self, name)[where] for name in COLUMNS}
+        return Samples(ids=self.ids[chosen], offsets=offsets, **columns)
+
+
+COLUMNS = {
+    "token_ids": np.int32,
+    "mask": np.bool_,
+    "engine_logprobs": np.float32,
+    "rewards": np.float32,
+}
+"""The per-token columns of `Samples`, with their types."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One rank's share of a step, with the whole step's bookkeeping. Filled by the rollout
-    service.
+    """One data rank's share of a step, with what every rank needs of the whole step. Filled by the
+    rollout service.
     """
 
     step: int
-    samples: list[list[Sample]]
+    samples: list[Samples]
     """Per mini-batch, this rank's samples."""
     micro_batches: list[list[list[int]]]
-    """Per mini-batch, the packed rows as lists of positions in `samples`; the same number of rows
-    on every rank.
+    """Per mini-batch, the packed sequences as lists of positions in `samples`; the same number of
+    packed sequences on every rank.
     """
-    rewards: list[float]
-    """[N] of every sample of the step, on every rank."""
-    groups: list[int]
-    """[N] which group (numbered 0 .. in this step) a sample belongs to."""
-    response_tokens: list[int]
-    """[N] tokens the policy chose."""
-    mini_batch_of: list[int]
-    """[N] mini-batch in which a sample is trained."""
+    rewards: np.ndarray
+    """[N] float64 total reward of every sample of the step, on every rank."""
+    groups: np.ndarray
+    """[N] int64 group (numbered 0 .. in this step) that each sample belongs to."""
+    response_tokens: np.ndarray
+    """[N] int64 tokens the policy chose."""
+    mini_batch_of: np.ndarray
+    """[N] int64 mini-batch in which each sample is trained."""
     metrics: dict[str, float]
     """Statistics of the whole step's rollouts."""
     transcripts: list[dict[str, Any]] = field(default_factory=list)
-    """Some groups in words, on rank 0 only."""
+    """Some groups as text, on rank 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +263,14 @@ class MicroBatch:
     """[T] bool, True where the *target* is trained on."""
     starts: torch.Tensor
     """[D + 1] int32, first position of each of D documents, then T."""
-    rows: torch.Tensor
-    """[T] int64, `Sample.row` of each position."""
+    sample_ids: torch.Tensor
+    """[T] int64, number in the step of the sample that each position belongs to."""
     engine_logprobs: torch.Tensor
     """[T] float32, of the target; 0 where mask is False."""
+    rewards: torch.Tensor
+    """[T] float32, reward received with the target; 0 where mask is False."""
     members: torch.Tensor
-    """[S] int64, each `Sample.row` in the whole row once, ascending."""
+    """[S] int64, the samples of the whole packed sequence, each once, ascending."""
     indices: tuple[torch.Tensor, ...] = ()
     """Per sequence rank [L_r] int64 on the CPU: positions in the whole row of the tokens it holds.
     Empty: the row is not cut.

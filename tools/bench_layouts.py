@@ -70,9 +70,11 @@ def layouts_of(size: int) -> list[ROW]:
 # ----------------------------------------------------------------------------------------- one rank
 
 
-def make_samples(task: dict[str, Any]) -> list[Any]:
+def make_samples(task: dict[str, Any]) -> Any:
     """Documents of uneven lengths, `tokens` in all; half of each is trained on."""
-    from megarl.types import Sample
+    import numpy as np
+
+    from megarl.types import Samples
 
     draw, tokens, count = random.Random(SEED), task["tokens"], task["documents"]
     edges = [0, *sorted(draw.sample(range(1, tokens // 4), count - 1)), tokens // 4]
@@ -80,12 +82,8 @@ def make_samples(task: dict[str, Any]) -> list[Any]:
     for row, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
         length = 4 * (b - a)
         ids = [draw.randrange(2, task["words"]) for _ in range(length)]
-        samples.append(
-            Sample(
-                row, ids, [False] * (length // 2) + [True] * (length - length // 2), [0.0] * length
-            )
-        )
-    return samples
+        samples.append(Samples.one(row, ids, mask=np.arange(length) >= length // 2))
+    return Samples.concatenate(samples)
 
 
 class Bench:

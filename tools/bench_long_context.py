@@ -152,7 +152,7 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
     from megarl.trainer.model import PolicyModel, load_model
     from megarl.trainer.packing import pack_shared
-    from megarl.types import Sample
+    from megarl.types import Samples
 
     network = load_model(
         ModelConfig(path=task["model"], from_scratch=True), dtype=torch.float32, seed=0
@@ -166,8 +166,8 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
         ids = torch.randint(
             2, task["vocabulary"], (length,), generator=torch.Generator().manual_seed(0)
         ).tolist()
-        sample = Sample(0, ids, [False] + [True] * (length - 1), [0.0] * length)
-        return pack_shared([sample], torch.device("cpu"), mesh.sequence, task["cut"])
+        sample = Samples.one(0, ids)
+        return pack_shared(sample, torch.device("cpu"), mesh.sequence, task["cut"])
 
     def step(micro: Any) -> torch.Tensor:
         logprobs, _ = policy(micro, 1.0)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: demonstrations in, the same policy network, engine and packing as
 reinforcement learning.
 
-Demonstration -> Sample -> MicroBatch -> -log-prob of the response, one mean over the step's
+Demonstration -> Samples -> MicroBatch -> -log-prob of the response, one mean over the step's
 response tokens
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 
 from megarl.config import SftConfig
@@ -21,16 +22,14 @@ from megarl.trainer.model import PolicyModel, load_model
 from megarl.trainer.packing import pack_shared
 from megarl.trainer.policy import DTYPES
 from megarl.trainer.zero import TrainEngine
-from megarl.types import Demonstration, Sample, StepReport
+from megarl.types import Demonstration, Samples, StepReport
 
 
-def to_sample(row: int, demonstration: Demonstration) -> Sample:
-    """Prompt and response as one row; only the response is trained on."""
+def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
+    """Prompt and response as one sequence; only the response is trained on."""
     prompt, response = demonstration.prompt_ids, demonstration.response_ids
-    length = len(prompt) + len(response)
-    return Sample(
-        row, prompt + response, [False] * len(prompt) + [True] * len(response), [0.0] * length
-    )
+    mask = np.arange(len(prompt) + len(response)) >= len(prompt)
+    return Samples.one(sample_id, prompt + response, mask=mask)
 
 
 def main(config: SftConfig, inputs: RunInputs) -> int:
@@ -52,7 +51,12 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
         size = config.samples_per_step
         for step in range(first, config.steps):
             # Every rank reads the whole step, so that all deal it out alike.
-            samples = [to_sample(row, demonstrations.at(step * size + row)) for row in range(size)]
+            samples = Samples.concatenate(
+                [
+                    to_sample(number, demonstrations.at(step * size + number))
+                    for number in range(size)
+                ]
+            )
             report = train(engine, mesh, samples, step)
             if observer is not None:
                 observer.step(report)
@@ -61,19 +65,20 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
     return 0
 
 
-def train(engine: TrainEngine, mesh: ProcessMesh, samples: list[Sample], step: int) -> StepReport:
-    """One optimizer step on `samples`, the same list on every rank."""
+def train(engine: TrainEngine, mesh: ProcessMesh, samples: Samples, step: int) -> StepReport:
+    """One optimizer step on `samples`, the same on every rank."""
     started_at = time.monotonic()
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = samples.lengths.tolist()
     dealt = balance.split(lengths, mesh.data.size)
     budget = engine.config.micro_batch_tokens * mesh.sequence.size
     rows = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
-    mine = [samples[i] for i in dealt[mesh.data.rank]]
-    num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
+    mine = samples.select(dealt[mesh.data.rank])
+    first_trained = samples.mask[samples.offsets[:-1]].sum()  # nothing predicts a first token
+    num_tokens = int(samples.mask.sum() - first_trained)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for number, row in enumerate(rows[mesh.data.rank]):
         micro = pack_shared(
-            [mine[i] for i in row], engine.device, mesh.sequence, engine.config.sequence.cut
+            mine.select(row), engine.device, mesh.sequence, engine.config.sequence.cut
         )
         logprobs, _ = engine(micro, 1.0)
         loss = -logprobs.sum() / num_tokens

@@ -8,8 +8,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megarl.parallel import balance
-from megarl.types import Group, Rollout, Sample, StepBatch
+from megarl.types import Group, Rollout, Samples, StepBatch
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,22 @@ class StepGroups:
         return self.per_rank[data_rank]
 
 
-def to_sample(row: int, group: Group, rollout: Rollout) -> Sample:
-    """Prompt and turns as one row of tokens: exactly what was sampled, never tokenised again."""
-    tokens, mask, logprobs = (
-        list(group.prompt.token_ids),
-        [False] * len(group.prompt.token_ids),
-        [0.0] * len(group.prompt.token_ids),
+def to_sample(sample_id: int, group: Group, rollout: Rollout) -> Samples:
+    """Prompt and segments as one sequence: exactly what was sampled, never tokenised again."""
+    prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
+    parts = rollout.segments
+    return Samples.one(
+        sample_id,
+        np.concatenate([prompt, *(part.token_ids for part in parts)]),
+        mask=np.repeat(
+            [False, *(part.kind == "model" for part in parts)],
+            [len(prompt), *(len(part.token_ids) for part in parts)],
+        ),
+        engine_logprobs=np.concatenate(
+            [np.zeros(len(prompt), np.float32), *(part.logprobs for part in parts)]
+        ),
+        reward=rollout.verdict.reward,
     )
-    for turn in rollout.turns:
-        tokens += turn.token_ids
-        mask += [True] * len(turn.token_ids)
-        logprobs += turn.logprobs
-    return Sample(row, tokens, mask, logprobs)
 
 
 def shares(
@@ -55,29 +61,26 @@ def shares(
     Fewer accepted groups than mini-batches make fewer mini-batches; none at all make a step that
     trains on nothing.
     """
-    samples: list[Sample] = []
-    number_of: list[int] = []
-    part_of: list[int] = []
-    parts = min(num_mini_batches, len(accepted))
-    for number, group in enumerate(accepted):
-        for rollout in group.rollouts:
-            samples.append(to_sample(len(samples), group, rollout))
-            number_of.append(number)
-            part_of.append(number * parts // len(accepted))
-    dealt: list[list[list[Sample]]] = [[] for _ in range(num_data_ranks)]
-    rows: list[list[list[list[int]]]] = [[] for _ in range(num_data_ranks)]
-    for part in range(parts):
-        mine = [sample for sample, belongs in zip(samples, part_of, strict=True) if belongs == part]
+    rollouts = [(group, rollout) for group in accepted for rollout in group.rollouts]
+    samples = [to_sample(number, *pair) for number, pair in enumerate(rollouts)]
+    sizes = [len(group.rollouts) for group in accepted]
+    group_of = np.repeat(np.arange(len(accepted)), sizes)
+    num_parts = min(num_mini_batches, len(accepted))
+    mini_batch_of = group_of * num_parts // max(1, len(accepted))
+    dealt: list[list[Samples]] = [[] for _ in range(num_data_ranks)]
+    packed: list[list[list[list[int]]]] = [[] for _ in range(num_data_ranks)]
+    for part in range(num_parts):
+        mine = [samples[number] for number in np.flatnonzero(mini_batch_of == part)]
         lengths = [len(sample.token_ids) for sample in mine]
         split = balance.split(lengths, num_data_ranks)
-        packed = balance.rows_in_step(
+        rows = balance.rows_in_step(
             [[lengths[i] for i in rank] for rank in split], micro_batch_tokens
         )
         for rank, positions in enumerate(split):
-            dealt[rank].append([mine[i] for i in positions])
-            rows[rank].append(packed[rank])
-    rewards = [rollout.verdict.reward for group in accepted for rollout in group.rollouts]
-    tokens = [rollout.num_tokens for group in accepted for rollout in group.rollouts]
+            dealt[rank].append(Samples.concatenate([mine[i] for i in positions]))
+            packed[rank].append(rows[rank])
+    rewards = np.array([rollout.verdict.reward for _, rollout in rollouts], dtype=np.float64)
+    tokens = np.array([rollout.num_tokens for _, rollout in rollouts], dtype=np.int64)
     metrics = describe(step, drawn, accepted, seconds)
     shown = [to_transcript(step, group) for group in drawn[:transcripts]]
     return StepGroups(
@@ -86,11 +89,11 @@ def shares(
             StepBatch(
                 step=step,
                 samples=dealt[rank],
-                micro_batches=rows[rank],
+                micro_batches=packed[rank],
                 rewards=rewards,
-                groups=number_of,
+                groups=group_of,
                 response_tokens=tokens,
-                mini_batch_of=part_of,
+                mini_batch_of=mini_batch_of,
                 metrics=metrics,
                 transcripts=shown if rank == 0 else [],
             )
@@ -109,10 +112,7 @@ def describe(
     rewards = [rollout.verdict.reward for rollout in rollouts]
     lengths = [rollout.num_tokens for rollout in rollouts]
     failures = [rollout.verdict.failure for rollout in rollouts]
-    oldest = [
-        min(version for turn in rollout.turns for version, _ in turn.versions)
-        for rollout in rollouts
-    ]
+    oldest = [rollout.oldest_version for rollout in rollouts]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -143,14 +143,14 @@ def to_transcript(step: int, group: Group) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "rollouts": [
             {
-                "response": "".join(turn.text for turn in rollout.turns),
+                "response": "".join(part.text for part in rollout.segments),
                 "reward": rollout.verdict.reward,
                 "correct": rollout.verdict.correct,
                 "failure": rollout.verdict.failure,
                 "detail": rollout.verdict.detail,
                 "tokens": rollout.num_tokens,
-                "finish": rollout.turns[-1].finish,
-                "versions": [list(span) for turn in rollout.turns for span in turn.versions],
+                "finish": rollout.segments[-1].finish,
+                "versions": [list(span) for part in rollout.segments for span in part.versions],
             }
             for rollout in group.rollouts
         ],

@@ -14,8 +14,10 @@ import socket
 import time
 from typing import Any
 
+import numpy as np
+
 from megarl.rollout.config import EngineConfig
-from megarl.types import Turn
+from megarl.types import Segment
 
 BACKEND = "megarl"
 """vLLM weight-transfer backend through which weights arrive."""
@@ -97,7 +99,7 @@ class Engine:
 
     async def generate(
         self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
-    ) -> Turn:
+    ) -> Segment:
         """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence
         token is part of it.
         """
@@ -117,9 +119,10 @@ class Engine:
         # An engine that was never published to reports a version that is no number.
         known = [span for span in output.weight_versions or () if span.version.isdecimal()]
         spans = [(int(span.version), span.end - span.start) for span in known]
-        return Turn(
-            token_ids=list(output.token_ids),
-            logprobs=list(output.logprobs.logprobs),
+        return Segment(
+            kind="model",
+            token_ids=np.asarray(output.token_ids, dtype=np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
             versions=spans or [(self.version, len(output.token_ids))],
             finish="stop" if output.finish_reason == "stop" else "length",
         )

@@ -1,7 +1,7 @@
 """The rollout service: prompts go to engines, finished rollouts are scored, groups fill batches,
 ranks take their share.
 
-    prompts --dispatch rule--> engines --Turn--> environment --Verdict--> Group --in order-->
+    prompts --dispatch rule--> engines --Segment--> environment --Verdict--> Group --in order-->
     StepBatch per data rank
 
 One asyncio process owns all of it, so every decision is a plain call. `megarl.cluster.ray_cluster`
@@ -16,13 +16,14 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megarl.errors import EngineLost
 from megarl.rollout.batch import StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.window import Window
-from megarl.types import Group, Prompt, Rollout, StepBatch, Turn, Verdict
+from megarl.types import Group, Prompt, Rollout, Segment, StepBatch, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 """(metrics, transcripts)"""
@@ -47,7 +48,7 @@ class EngineHandle(Protocol):
 
     async def generate(
         self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
-    ) -> Turn: ...
+    ) -> Segment: ...
 
 
 def request_seed(run_seed: int, *place: int | str) -> int:
@@ -196,21 +197,23 @@ class RolloutService:
     ) -> Evaluated:
         """Seeds depend on the problem alone."""
 
-        async def one(prompt: Prompt) -> tuple[Prompt, Turn, Verdict]:
-            turn = await self._generate(
+        async def one(prompt: Prompt) -> tuple[Prompt, Segment, Verdict]:
+            segment = await self._generate(
                 prompt, request_seed(self.seed, name, prompt.index), temperature
             )
-            text = self.decode(turn.token_ids)
-            verdict = await self.score(prompt, text, len(turn.token_ids), turn.finish == "length")
-            return prompt, turn, verdict
+            text = self.decode(segment.token_ids.tolist())
+            verdict = await self.score(
+                prompt, text, len(segment.token_ids), segment.finish == "length"
+            )
+            return prompt, segment, verdict
 
         answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
         count = max(1, len(answers))
         metrics = {
             "accuracy": sum(verdict.correct for _, _, verdict in answers) / count,
             "reward/mean": sum(verdict.reward for _, _, verdict in answers) / count,
-            "length/mean": sum(len(turn.token_ids) for _, turn, _ in answers) / count,
-            "length/truncated_share": sum(turn.finish == "length" for _, turn, _ in answers)
+            "length/mean": sum(len(segment.token_ids) for _, segment, _ in answers) / count,
+            "length/truncated_share": sum(segment.finish == "length" for _, segment, _ in answers)
             / count,
             "problems": float(len(answers)),
         }
@@ -218,12 +221,12 @@ class RolloutService:
             {
                 "prompt": prompt.text,
                 "answer": prompt.answer,
-                "response": self.decode(turn.token_ids),
+                "response": self.decode(segment.token_ids.tolist()),
                 "correct": verdict.correct,
                 "reward": verdict.reward,
-                "tokens": len(turn.token_ids),
+                "tokens": len(segment.token_ids),
             }
-            for prompt, turn, verdict in answers
+            for prompt, segment, verdict in answers
         ]
         return metrics, transcripts
 
@@ -298,15 +301,18 @@ class RolloutService:
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
         """One scored attempt."""
         seed = request_seed(self.seed, ordinal, sample)
-        turn = await self._generate(prompt, seed, self.config.temperature)
-        text = self.decode(turn.token_ids)
-        verdict = await self.score(prompt, text, len(turn.token_ids), turn.finish == "length")
-        said = Turn(turn.token_ids, turn.logprobs, turn.versions, turn.finish, text)
+        segment = await self._generate(prompt, seed, self.config.temperature)
+        text = self.decode(segment.token_ids.tolist())
+        verdict = await self.score(prompt, text, len(segment.token_ids), segment.finish == "length")
         return Rollout(
-            sample=sample, seed=seed, turns=[said], verdict=verdict, dispatched_at=version
+            sample=sample,
+            seed=seed,
+            segments=[replace(segment, text=text)],
+            verdict=verdict,
+            dispatched_at=version,
         )
 
-    async def _generate(self, prompt: Prompt, seed: int, temperature: float) -> Turn:
+    async def _generate(self, prompt: Prompt, seed: int, temperature: float) -> Segment:
         """Ask the least loaded engine, within the deadline."""
         number = min(range(len(self.engines)), key=self._load.__getitem__)
         self._load[number] += 1

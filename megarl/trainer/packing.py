@@ -1,63 +1,61 @@
 """Samples become packed rows: no padding, labels shifted once, every position knows its sample;
 sequence ranks share a row.
 
-[Sample, ...]  ->  MicroBatch of T = sum of their lengths  ->  this rank's tokens of it
+Samples  ->  MicroBatch of T = sum of their lengths  ->  this rank's tokens of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
-from megarl.types import MicroBatch, Sample
+from megarl.types import MicroBatch, Samples
 
 
-def nothing(length: int) -> Sample:
-    """Tokens that train nothing."""
-    return Sample(
-        row=0, token_ids=[0] * length, mask=[False] * length, engine_logprobs=[0.0] * length
-    )
+def padding(length: int) -> Samples:
+    """A sample of `length` tokens that trains nothing."""
+    return Samples.one(0, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """One row of all `samples`. None at all gives two tokens of nothing, so that ranks without work
-    still take part.
+def pack(samples: Samples, device: torch.device) -> MicroBatch:
+    """All `samples` behind each other, labels shifted. Without samples: two tokens that train
+    nothing, so that ranks without work still take part in collectives.
     """
-    if not samples:
-        samples = [nothing(2)]
-    starts, positions, tokens, targets, mask, rows, logprobs = [0], [], [], [], [], [], []
-    for sample in samples:
-        length = len(sample.token_ids)
-        starts.append(starts[-1] + length)
-        positions.extend(range(length))
-        tokens.extend(sample.token_ids)
-        # Position t predicts token t + 1; the last position of a document predicts nothing.
-        targets.extend(sample.token_ids[1:])
-        targets.append(0)
-        mask.extend(sample.mask[1:])
-        mask.append(False)
-        logprobs.extend(sample.engine_logprobs[1:])
-        logprobs.append(0.0)
-        rows.extend([sample.row] * length)
+    if not len(samples):
+        samples = padding(2)
+    offsets, lengths = samples.offsets, samples.lengths
+    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+
+    def of_target(column: np.ndarray) -> np.ndarray:
+        """Position t predicts token t + 1; the last position of a document predicts nothing."""
+        shifted = np.empty_like(column)
+        shifted[:-1] = column[1:]
+        shifted[offsets[1:] - 1] = 0
+        return shifted
+
+    def tensor(column: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(device, dtype)
+
     return MicroBatch(
-        token_ids=torch.tensor(tokens, device=device),
-        position_ids=torch.tensor(positions, device=device),
-        targets=torch.tensor(targets, device=device),
-        mask=torch.tensor(mask, device=device),
-        starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        rows=torch.tensor(rows, device=device),
-        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
-        members=torch.tensor(sorted(set(rows)), device=device),
+        token_ids=tensor(samples.token_ids, torch.int64),
+        position_ids=tensor(positions, torch.int64),
+        targets=tensor(of_target(samples.token_ids), torch.int64),
+        mask=tensor(of_target(samples.mask), torch.bool),
+        starts=tensor(offsets, torch.int32),
+        sample_ids=tensor(np.repeat(samples.ids, lengths), torch.int64),
+        engine_logprobs=tensor(of_target(samples.engine_logprobs), torch.float32),
+        rewards=tensor(of_target(samples.rewards), torch.float32),
+        members=tensor(np.unique(samples.ids), torch.int64),
     )
 
 
 def pack_shared(
-    samples: Sequence[Sample], device: torch.device, axis: Axis, how: str = "auto"
+    samples: Samples, device: torch.device, axis: Axis, how: str = "auto"
 ) -> MicroBatch:
     """`pack`, of which each rank of the sequence axis keeps its tokens; labels have been shifted
     before. All ranks give the same.
@@ -69,10 +67,18 @@ def pack_shared(
     whole = pack(samples, device)
     indices = cut(whole.starts.tolist(), axis.size, how)
     if not all(len(index) for index in indices):
-        whole = pack([*samples, nothing(2 * axis.size)], device)
+        whole = pack(Samples.concatenate([samples, padding(2 * axis.size)]), device)
         indices = cut(whole.starts.tolist(), axis.size, how)
     mine = indices[axis.rank].to(device)
-    per_token = ("token_ids", "position_ids", "targets", "mask", "rows", "engine_logprobs")
+    per_token = (
+        "token_ids",
+        "position_ids",
+        "targets",
+        "mask",
+        "sample_ids",
+        "engine_logprobs",
+        "rewards",
+    )
     return replace(
         whole, indices=tuple(indices), **{name: getattr(whole, name)[mine] for name in per_token}
     )

@@ -10,7 +10,6 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -27,7 +26,7 @@ from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.model import PolicyModel, load_model
 from megarl.trainer.packing import SequenceMean, pack_shared
 from megarl.trainer.zero import TrainEngine
-from megarl.types import MicroBatch, Sample, StepBatch, StepReport
+from megarl.types import MicroBatch, Samples, StepBatch, StepReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -85,13 +84,13 @@ class Policy:
         """This rank's own part of every weight, flat; see `TrainEngine.owned`."""
         return self.engine.owned()
 
-    def logprobs(self, samples: Sequence[Sample]) -> torch.Tensor:
+    def logprobs(self, samples: Samples) -> torch.Tensor:
         """Log-probs [M] of the masked tokens of `samples` at temperature 1, on every rank; all must
         call it together.
         """
         return self.token_statistics(samples)[0]
 
-    def token_statistics(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_statistics(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M]) of the masked tokens of `samples` at temperature 1, on
         every rank; all call it.
         """
@@ -110,7 +109,7 @@ class Policy:
         whole = all_reduce(found, axis)
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
 
-    def _pack(self, samples: Sequence[Sample]) -> MicroBatch:
+    def _pack(self, samples: Samples) -> MicroBatch:
         return pack_shared(
             samples, self.device, self.mesh.sequence, self.engine.config.sequence.cut
         )
@@ -118,7 +117,7 @@ class Policy:
     def train(self, batch: StepBatch) -> StepReport:
         """One optimizer step per mini-batch; the same report on every rank."""
         packed = [
-            [self._pack([samples[i] for i in row]) for row in rows]
+            [self._pack(samples.select(row)) for row in rows]
             for samples, rows in zip(batch.samples, batch.micro_batches, strict=True)
         ]
         old, reference = self._frozen_logprobs(packed)
@@ -185,25 +184,25 @@ class Policy:
     ) -> torch.Tensor:
         """[N] float32 advantage of every sample of the step."""
         kl, number = self.algorithm.kl, len(batch.rewards)
-        rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+        rewards = torch.from_numpy(batch.rewards).clone()
         if kl.coefficient > 0 and kl.where == "reward":
             charge = torch.zeros(number, dtype=torch.float64, device=self.device)
             for micro, mine, theirs in zip(
                 *map(chain.from_iterable, (packed, old, reference)), strict=True
             ):
                 per_token = KL_ESTIMATORS[kl.estimator](mine, theirs)
-                charge.index_add_(0, micro.rows[micro.mask], per_token.double())
+                charge.index_add_(0, micro.sample_ids[micro.mask], per_token.double())
             rewards -= kl.coefficient * all_reduce(charge, self.mesh.gradient).cpu()
-        groups, tokens = torch.tensor(batch.groups), torch.tensor(batch.response_tokens)
+        groups, tokens = torch.from_numpy(batch.groups), torch.from_numpy(batch.response_tokens)
         return ADVANTAGES[self.algorithm.advantage](rewards, groups, tokens).float().to(self.device)
 
     def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
         """[N] float32: what each token of a sample weighs in the loss of mini-batch `number`; 0 in
         the others'.
         """
-        mine = torch.tensor(batch.mini_batch_of) == number
+        mine = torch.from_numpy(batch.mini_batch_of) == number
         weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
-        tokens = torch.tensor(batch.response_tokens)[mine]
+        tokens = torch.from_numpy(batch.response_tokens)[mine]
         weights[mine] = AGGREGATIONS[self.algorithm.aggregation](tokens, self.algorithm)
         return weights.float().to(self.device)
 
@@ -227,7 +226,7 @@ class Policy:
         if logprobs.numel() == 0 and not micro.indices:
             return logprobs.sum() + entropy.sum()
         # A sequence rank without response tokens goes on: others may ask it for its part of a sum.
-        rows, engine_logprobs = micro.rows[micro.mask], micro.engine_logprobs[micro.mask]
+        rows, engine_logprobs = micro.sample_ids[micro.mask], micro.engine_logprobs[micro.mask]
         weight = weights[rows]
         current = logprobs.detach()
         if algorithm.old_logprobs == "engine":

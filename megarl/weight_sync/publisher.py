@@ -19,7 +19,7 @@ from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
-from megarl.types import Sample
+from megarl.types import Samples
 from megarl.weight_sync.checksums import carry
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.parameters import ParameterSpec
@@ -59,7 +59,7 @@ class SendsWeights(Protocol):
 
     def owned(self) -> dict[str, torch.Tensor]: ...
 
-    def logprobs(self, samples: Sequence[Sample]) -> torch.Tensor: ...
+    def logprobs(self, samples: Samples) -> torch.Tensor: ...
 
 
 class Answer(Protocol):
@@ -138,7 +138,7 @@ class Publisher:
         draw = torch.Generator().manual_seed(seed)
         length = min(PROBE_TOKENS, max_tokens - 1)
         tokens = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
-        self._probe = Sample(0, tokens, [False] + [True] * (length - 1), [0.0] * length)
+        self._probe = Samples.one(0, tokens)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring version `version` to every engine; all ranks call it. Returns metrics.
@@ -359,7 +359,7 @@ class Publisher:
         every = self.config.probe_every
         if not every or version % every:
             return ""
-        mine = self.policy.logprobs([self._probe]).float().tolist()
+        mine = self.policy.logprobs(self._probe).float().tolist()
 
         def score(engines: Engines) -> None:
             found["probe/max_abs"] = self._score(engines, mine, version)
@@ -372,7 +372,7 @@ class Publisher:
         """
         worst = 0.0
         for number, theirs in enumerate(
-            engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
+            engines.score(self._probe.token_ids.tolist(), timeout_s=self.config.timeout_s)
         ):
             gaps = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
             gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf

@@ -287,7 +287,7 @@ def alone(transport: str, folder: str) -> Any:
 
 
 def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"publish\.folder"):
+    with pytest.raises(ValueError, match=r"weight_sync\.folder"):
         alone("disk", "")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -333,7 +333,7 @@ def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
 
     sender = alone("disk", str(tmp_path))
     sender.close()
-    with pytest.raises(ValueError, match=r"is not there on .*publish\.folder"):
+    with pytest.raises(ValueError, match=r"is not there on .*weight_sync\.folder"):
         RECEIVERS["disk"](sender._route, 0, 0, sender.init_info())
 
 

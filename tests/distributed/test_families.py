@@ -109,16 +109,17 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     from megarl.trainer.config import TrainingConfig
     from megarl.trainer.model import ATTENTION, PolicyModel
     from megarl.trainer.packing import pack_shared
-    from megarl.types import Sample
+    from megarl.types import Samples
 
     policy = PolicyModel(build(config, ATTENTION), mesh, TrainingConfig())
-    samples = [
-        Sample(row, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))
-        for row, ids in enumerate(documents())
-    ]
+    samples = Samples.concatenate(
+        [Samples.one(number, ids) for number, ids in enumerate(documents())]
+    )
     micro = pack_shared(samples, torch.device("cpu"), mesh.sequence)
     logp, entropy = policy(micro, TEMPERATURE)
-    lengths = torch.tensor([len(document) - 1 for document in documents()])[micro.rows[micro.mask]]
+    lengths = torch.tensor([len(document) - 1 for document in documents()])[
+        micro.sample_ids[micro.mask]
+    ]
     (
         (logp * weight(micro.position_ids[micro.mask], lengths)).sum() + 0.0 * entropy.sum()
     ).backward()
@@ -192,7 +193,7 @@ def count_sums() -> dict[bool, int]:
     from megarl.trainer.config import TrainingConfig
     from megarl.trainer.model import ATTENTION, PolicyModel
     from megarl.trainer.packing import pack
-    from megarl.types import Sample
+    from megarl.types import Samples
 
     mesh_module.initialise(timeout_s=60)
     found, calls, real = {}, [], collectives.dist.all_reduce
@@ -203,7 +204,7 @@ def count_sums() -> dict[bool, int]:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             ids = documents()[0]
             micro = pack(
-                [Sample(0, ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids))],
+                Samples.one(0, ids),
                 torch.device("cpu"),
             )
             logp, _ = policy.train()(micro, TEMPERATURE)

@@ -60,6 +60,7 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     from megarl.rollout.batch import shares
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.trainer.policy import Policy
+    from megarl.types import Samples
 
     # Clipping makes a wrong scale of the gradient visible, which AdamW alone would hide.
     optimizer = OptimizerConfig(learning_rate=RATE, clip_norm=0.5, eps=1e-6)
@@ -92,10 +93,10 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             micro_batch_tokens=case.get("tokens", 70) * mesh.sequence.size,
             transcripts=0,
         )
-        everything = [
-            sample for part in dealt.per_rank for samples in part.samples for sample in samples
-        ]
-        ours, theirs = policy.token_statistics(sorted(everything, key=lambda sample: sample.row))
+        everything = Samples.concatenate(
+            [part for share in dealt.per_rank for part in share.samples]
+        )
+        ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
         logprobs.append(ours.double())
         entropies.append(theirs.double())
         reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)

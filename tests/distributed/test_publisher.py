@@ -153,7 +153,7 @@ class Policy:
     def logprobs(self, samples: Sequence[Any]) -> Any:
         import torch
 
-        return torch.zeros(len(samples[0].token_ids) - 1)
+        return torch.zeros(len(samples.token_ids) - 1)
 
 
 def publishes(case: str) -> list[str]:

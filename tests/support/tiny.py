@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from megarl.types import Group, Prompt, Rollout, Turn, Verdict
+import numpy as np
+
+from megarl.types import Group, Prompt, Rollout, Segment, Verdict
 
 VOCABULARY = 40
 
@@ -96,9 +98,20 @@ def groups(
             draw.randrange(VOCABULARY) for _ in range(length)
         ]  # 0, the padding word, whose embedding never learns, too
         logprobs = [-draw.random() * 4 for _ in range(length)]
-        turn = Turn(tokens, logprobs, [(0, length)], "stop", "text")
+        segment = Segment(
+            "model",
+            np.array(tokens, dtype=np.int32),
+            np.array(logprobs, dtype=np.float32),
+            [(0, length)],
+            "stop",
+            "text",
+        )
         return Rollout(
-            sample, sample, [turn], Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False), 0
+            sample,
+            sample,
+            [segment],
+            Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False),
+            0,
         )
 
     return [

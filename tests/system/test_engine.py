@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import EngineConfig
-from megarl.types import Sample
+from megarl.types import Samples
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.families import parameter_table
@@ -56,13 +56,12 @@ class PlainPolicy:
     def owned(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data.view(-1) for name, parameter in self.model.named_parameters()}
 
-    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> torch.Tensor:
-        (sample,) = samples
+    def logprobs(self, samples: Samples, temperature: float = 1.0) -> torch.Tensor:
+        (length,) = samples.lengths
+        tokens = torch.from_numpy(samples.token_ids).long()
         with torch.no_grad():
-            logits = (
-                self.model(torch.tensor([sample.token_ids])).logits[0, :-1].double() / temperature
-            )
-        return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+            logits = self.model(tokens[None]).logits[0, :-1].double() / temperature
+        return logits.log_softmax(-1).gather(1, tokens[1:, None])[: length - 1, 0]
 
 
 class Side:
@@ -105,8 +104,7 @@ class Side:
         return self.publisher.publish(self.version)
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        sample = Sample(0, tokens, [False] + [True] * (len(tokens) - 1), [0.0] * len(tokens))
-        return self.policy.logprobs([sample], temperature).tolist()
+        return self.policy.logprobs(Samples.one(0, tokens), temperature).tolist()
 
     def start(
         self, prompt: list[int], seed: int, *, max_tokens: int = 24, temperature: float = 1.0
@@ -172,24 +170,26 @@ def test_sampled_logprobs_are_those_of_the_law_sampled_from(side: Side, temperat
     turns = ray.get(
         [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
     )
-    assert len({tuple(turn.token_ids) for turn in turns}) > 4, "seeds do not matter"
+    assert len({tuple(turn.token_ids.tolist()) for turn in turns}) > 4, "seeds do not matter"
     again = ray.get(
         [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
     )
-    assert [turn.token_ids for turn in again] == [turn.token_ids for turn in turns]
+    assert [turn.token_ids.tolist() for turn in again] == [
+        turn.token_ids.tolist() for turn in turns
+    ]
     for turn in turns:
-        expected = side.logprobs(prompt + turn.token_ids, temperature)[len(prompt) - 1 :]
+        expected = side.logprobs(prompt + turn.token_ids.tolist(), temperature)[len(prompt) - 1 :]
         assert gap(turn.logprobs, expected) < BOUND
-        assert turn.versions == [(side.version, len(turn.token_ids))]
-        assert (turn.token_ids[-1] == 1) == (turn.finish == "stop")
-        assert 1 not in turn.token_ids[:-1]
+        assert turn.versions == [(side.version, len(turn.token_ids.tolist()))]
+        assert (turn.token_ids.tolist()[-1] == 1) == (turn.finish == "stop")
+        assert 1 not in turn.token_ids.tolist()[:-1]
 
 
 def test_greedy_takes_the_likeliest_token(side: Side) -> None:
     side.publish()
     turn = ray.get(side.start([9, 8], 0, temperature=0.0), timeout=60)
     tokens = [9, 8]
-    for chosen in turn.token_ids:
+    for chosen in turn.token_ids.tolist():
         with torch.no_grad():
             assert chosen == int(side.model(torch.tensor([tokens])).logits[0, -1].argmax())
         tokens.append(chosen)
@@ -213,7 +213,7 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
         turns = ray.get(running, timeout=90)
         new = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
         for turn in turns:
-            assert sum(count for _, count in turn.versions) == len(turn.token_ids)
+            assert sum(count for _, count in turn.versions) == len(turn.token_ids.tolist())
             assert [version for version, _ in turn.versions] in (
                 [first],
                 [first + 1],
@@ -222,7 +222,7 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
             start = 0
             for version, count in turn.versions:
                 side.model.load_state_dict(old if version == first else new)
-                expected = side.logprobs(prompt + turn.token_ids)[len(prompt) - 1 :]
+                expected = side.logprobs(prompt + turn.token_ids.tolist())[len(prompt) - 1 :]
                 assert (
                     gap(turn.logprobs[start : start + count], expected[start : start + count])
                     < BOUND

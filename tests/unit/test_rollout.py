@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from megarl.rollout.batch import shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.service import RolloutService, request_seed
 from megarl.rollout.window import Window
-from megarl.types import Prompt, StepBatch, Turn, Verdict
+from megarl.types import Prompt, Samples, Segment, StepBatch, Verdict
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,7 +82,7 @@ class Engine:
 
     async def generate(
         self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
-    ) -> Turn:
+    ) -> Segment:
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("engine exploded")
@@ -93,7 +94,10 @@ class Engine:
         await asyncio.sleep(random.random() * 0.01)
         self.running -= 1
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
-        return Turn(tokens, [-1.0] * len(tokens), [(0, len(tokens))], "stop")
+        length = len(tokens)
+        return Segment(
+            "model", np.array(tokens), -np.ones(length, np.float32), [(0, length)], "stop"
+        )
 
 
 class Prompts:
@@ -161,10 +165,10 @@ def rows(batches: list[list[StepBatch]]) -> list[list[tuple[int, ...]]]:
         [
             row
             for _, row in sorted(
-                (s.row, tuple(s.token_ids))
+                (sample_id, tuple(part.select([position]).token_ids.tolist()))
                 for share in step
                 for part in share.samples
-                for s in part
+                for position, sample_id in enumerate(part.ids.tolist())
             )
         ]
         for step in batches
@@ -246,7 +250,10 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
         transcripts=1,
     )
     seen = sorted(
-        sample.row for rank in range(3) for part in dealt.share(rank).samples for sample in part
+        sample_id
+        for rank in range(3)
+        for part in dealt.share(rank).samples
+        for sample_id in part.ids
     )
     assert seen == list(range(24))
     for part in range(2):
@@ -256,14 +263,17 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
             assert sorted(i for row in share.micro_batches[part] for i in row) == list(
                 range(len(share.samples[part]))
             )
-            assert all(share.mini_batch_of[sample.row] == part for sample in share.samples[part])
+            assert (share.mini_batch_of[share.samples[part].ids] == part).all()
     group = made[0]
-    sample = next(
-        s for rank in range(3) for part in dealt.share(rank).samples for s in part if s.row == 0
+    everything = Samples.concatenate(
+        [part for rank in range(3) for part in dealt.share(rank).samples]
     )
-    rollout = group.rollouts[sample.row]
-    assert sample.token_ids == group.prompt.token_ids + rollout.turns[0].token_ids
-    assert sum(sample.mask) == rollout.num_tokens and not sample.mask[0]
+    sample = everything.select(np.flatnonzero(everything.ids == 0))
+    rollout = group.rollouts[0]
+    tokens = [*group.prompt.token_ids, *rollout.segments[0].token_ids.tolist()]
+    assert sample.token_ids.tolist() == tokens
+    assert sample.mask.sum() == rollout.num_tokens and not sample.mask[0]
+    assert sample.rewards.tolist() == [0.0] * (len(tokens) - 1) + [rollout.verdict.reward]
 
 
 def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
@@ -278,7 +288,7 @@ def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
         micro_batch_tokens=50,
         transcripts=0,
     )
-    assert dealt.share(1).samples == [] and dealt.share(0).rewards == []
+    assert dealt.share(1).samples == [] and len(dealt.share(0).rewards) == 0
 
 
 def test_request_seeds_differ_by_place_and_run() -> None:

@@ -13,7 +13,7 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import CUTS, cut, imbalance
 from megarl.parallel.tensor import Shard
 from megarl.trainer.packing import pack, pack_shared
-from megarl.types import Sample
+from megarl.types import Samples
 
 ROW = st.lists(st.integers(0, 70), min_size=1, max_size=12)
 HOW = [*CUTS, "auto"]
@@ -47,15 +47,16 @@ def test_labels_are_shifted_before_the_cut(lengths: list[int], size: int, how: s
     """Whoever holds a token holds its successor as the label, even where the successor sits on
     another rank.
     """
-    samples = [
-        Sample(
-            row,
-            [100 * row + place for place in range(length)],
-            [place > 0 for place in range(length)],
-            [float(place) for place in range(length)],
-        )
-        for row, length in enumerate(lengths)
-    ]
+    samples = Samples.concatenate(
+        [
+            Samples.one(
+                row,
+                [100 * row + place for place in range(length)],
+                engine_logprobs=[float(place) for place in range(length)],
+            )
+            for row, length in enumerate(lengths)
+        ]
+    )
     whole = pack(samples, torch.device("cpu"))
     seen = []
     for rank in range(size):
