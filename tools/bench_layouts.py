@@ -139,7 +139,8 @@ class Bench:
         from megarl.parallel.layout import Layout
         from megarl.parallel.mesh import ProcessMesh
         from megarl.trainer.config import ModelConfig
-        from megarl.trainer.model import PolicyModel, load_model
+        from megarl.trainer.loading import load_model
+        from megarl.trainer.model import PolicyModel
         from megarl.trainer.policy import DTYPES
         from megarl.trainer.zero import TrainEngine
 
@@ -197,7 +198,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 
     from megarl.parallel.mesh import finalise, initialise
     from megarl.trainer.config import ModelConfig
-    from megarl.trainer.model import load_model_config
+    from megarl.trainer.loading import load_model_config
     from megarl.trainer.sharding import refuse_tensor
 
     torch.set_num_threads(1)
@@ -259,7 +260,7 @@ def write_model_config(args: argparse.Namespace, folder: Path) -> None:
 def words_of(model: str) -> int:
     """The size of a model's vocabulary."""
     from megarl.trainer.config import ModelConfig
-    from megarl.trainer.model import load_model_config
+    from megarl.trainer.loading import load_model_config
 
     return load_model_config(ModelConfig(path=model)).get_text_config().vocab_size
 

@@ -150,7 +150,8 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
 
     from megarl.parallel.collectives import all_reduce
     from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
-    from megarl.trainer.model import PolicyModel, load_model
+    from megarl.trainer.loading import load_model
+    from megarl.trainer.model import PolicyModel
     from megarl.trainer.packing import pack_shared
     from megarl.types import Samples
 

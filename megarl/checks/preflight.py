@@ -26,10 +26,11 @@ from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device, num_ranks, rank
 from megarl.parallel.tensor import whole_shapes
 from megarl.schema import as_plain, require
+from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.context import RunInputs
-from megarl.trainer.model import empty_model, load_model_config, prove_attention, refuse_unsupported
+from megarl.trainer.loading import empty_model, load_model_config
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 

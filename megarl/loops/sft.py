@@ -18,7 +18,8 @@ from megarl.parallel import balance
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import RunInputs, open_run
-from megarl.trainer.model import PolicyModel, load_model
+from megarl.trainer.loading import load_model
+from megarl.trainer.model import PolicyModel
 from megarl.trainer.packing import pack_shared
 from megarl.trainer.policy import DTYPES
 from megarl.trainer.zero import TrainEngine

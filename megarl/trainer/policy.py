@@ -23,7 +23,8 @@ from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard, whole_shapes
 from megarl.trainer.config import ModelConfig, TrainingConfig
-from megarl.trainer.model import PolicyModel, load_model
+from megarl.trainer.loading import load_model
+from megarl.trainer.model import PolicyModel
 from megarl.trainer.packing import SequenceMean, pack_shared
 from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch, StepReport

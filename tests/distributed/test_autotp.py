@@ -88,7 +88,8 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.model import PolicyModel, load_model
+    from megarl.trainer.loading import load_model
+    from megarl.trainer.model import PolicyModel
     from megarl.trainer.zero import TrainEngine
 
     device, config = mesh_module.initialise(timeout_s=60), ModelConfig(path=path)

@@ -37,7 +37,7 @@ def configuration(kind: str) -> Any:
     """Two layers, four heads, two key heads, 40 words of which 0 is padding."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from megarl.trainer.model import without_dropout
+    from megarl.trainer.loading import without_dropout
 
     sizes = dict(
         vocab_size=40,
@@ -106,8 +106,9 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from megarl.parallel.collectives import all_reduce
+    from megarl.trainer.attention import ATTENTION
     from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import ATTENTION, PolicyModel
+    from megarl.trainer.model import PolicyModel
     from megarl.trainer.packing import pack_shared
     from megarl.types import Samples
 
@@ -190,8 +191,9 @@ def count_sums() -> dict[bool, int]:
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.attention import ATTENTION
     from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import ATTENTION, PolicyModel
+    from megarl.trainer.model import PolicyModel
     from megarl.trainer.packing import pack
     from megarl.types import Samples
 

@@ -180,7 +180,8 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.model import PolicyModel, load_model
+    from megarl.trainer.loading import load_model
+    from megarl.trainer.model import PolicyModel
     from megarl.trainer.zero import TrainEngine
 
     def full(*arguments: object, **more: object) -> None:

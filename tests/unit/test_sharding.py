@@ -197,8 +197,8 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
     tests/distributed/test_families.py).
     """
     from megarl.checks.preflight import check_cut
+    from megarl.trainer.attention import refuse_unsupported
     from megarl.trainer.config import LayoutConfig, ModelConfig, TrainingConfig
-    from megarl.trainer.model import refuse_unsupported
 
     config, tensor, says = REFUSED[name]
     config.save_pretrained(tmp_path)

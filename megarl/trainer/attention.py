@@ -1,0 +1,128 @@
+"""Attention of Hugging Face models through our kernels, by `AttentionInterface.register`; and the
+refusal of models whose attention would be computed wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION = "megarl_packed"
+
+
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What models ask of attention by keyword and ours does not have; `refuse_unsupported` knows most
+of it at start-up.
+"""
+
+
+Attend = Callable[..., torch.Tensor]
+"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: attention of one
+micro-batch, in all layers.
+"""
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    **features: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1,
+    T, Hq, D].
+    """
+    assert attend is not None and attention_mask is None and query.shape[0] == 1
+    asked = [name for name in UNSUPPORTED if features.get(name) is not None]
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} asks for {', '.join(asked)}, which training does not support"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, scale=scale)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` for attention features that our kernel does not have: never computed
+    wrongly in silence.
+    """
+    text = config.get_text_config()
+    found = []
+    types = set(getattr(text, "layer_types", None) or [])
+    window = getattr(text, "sliding_window", None)
+    uses_window = getattr(text, "use_sliding_window", window is not None)
+    if types - {"full_attention"} or (not types and window is not None and uses_window):
+        found.append(
+            f"layer types {sorted(types)}" if types else f"sliding window of {window} tokens"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, name, None):
+            found.append(f"{name} = {getattr(text, name)}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in {
+        str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
+    }:
+        # These look at the longest document of a row, or of a rank's part of it: log-probs would
+        # depend on the neighbours.
+        if kind == "longrope" or kind.startswith("dynamic"):
+            found.append(f"{kind} rotary embeddings")
+    if getattr(text, "logits_scaling", 1.0) not in (None, 1.0) or getattr(
+        text, "logit_scale", 1.0
+    ) not in (None, 1.0):
+        found.append("scaled logits")
+    if config.model_type in ("gpt_oss",):
+        found.append("attention sinks")
+    if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
+        found.append("mixture of experts")
+    if found:
+        raise ValueError(
+            f"model type {config.model_type} uses {', '.join(found)}, which training does not"
+            " support; choose another model"
+        )
+
+
+def prove_attention(model: PreTrainedModel) -> None:
+    """Raise `ValueError` unless every layer of `model` (on the meta device) takes its attention
+    from us; no weights needed.
+    """
+    calls: list[tuple[int, ...]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(tuple(q.shape))
+        return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+
+    kind, layers = model.config.model_type, model.config.get_text_config().num_hidden_layers
+    reason = ""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            # Embedded words: with ids some models look at their values, which there are none of
+            # here.
+            embedding: Any = model.get_input_embeddings()
+            row, words = (
+                torch.zeros(1, 4, dtype=torch.int64),
+                torch.zeros(1, 4, embedding.weight.shape[1]),
+            )
+            model.base_model(inputs_embeds=words, position_ids=row, use_cache=False, attend=attend)
+    except Exception as error:  # whatever a model's own code raises
+        reason = (
+            f" ({type(error).__name__}:"
+            f" {str(error).splitlines()[0] if str(error) else 'no message'})"
+        )
+    if len(calls) != layers:
+        raise ValueError(
+            f"model type {kind} takes the attention of {len(calls)} of its {layers} layers from"
+            f" transformers' AttentionInterface{reason}; training needs it of all, choose another"
+            " model"
+        )
