@@ -116,7 +116,8 @@ class RunConfig:
             " answer_after",
         )
         require(
-            self.algorithm.advantage in ("reinforce_plus_plus",) or self.rollout.group_size > 1,
+            self.algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_tokens")
+            or self.rollout.group_size > 1,
             f"algorithm.advantage '{self.algorithm.advantage}' compares the samples of a group, but"
             " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
         )

@@ -194,16 +194,23 @@ class Samples:
         ids = np.concatenate([np.zeros(0, np.int64), *(part.ids for part in parts)])
         return cls(ids=ids, offsets=np.cumsum(np.concatenate(lengths)), **columns)
 
+    def places(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[T'] int64 indices of the tokens of the samples at `positions`, in that order."""
+        chosen = np.asarray(positions, dtype=np.int64)
+        lengths = self.lengths[chosen]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        # Token t of the result is token t - (its sample's new start) + (its sample's old start).
+        return np.arange(starts[-1]) + np.repeat(self.offsets[chosen] - starts[:-1], lengths)
+
     def select(self, positions: Sequence[int] | np.ndarray) -> Samples:
         """The samples at `positions` (not their `ids`), in that order."""
         chosen = np.asarray(positions, dtype=np.int64)
-        lengths = self.lengths[chosen]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        # Token t of the result is token t - (its sample's new start) + (its sample's old start).
-        shift = np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
-        where = np.arange(offsets[-1]) + shift
-        columns = {name: getattr(self, name)[where] for name in COLUMNS}
-        return Samples(ids=self.ids[chosen], offsets=offsets, **columns)
+        places = self.places(chosen)
+        return Samples(
+            ids=self.ids[chosen],
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[chosen])]),
+            **{name: getattr(self, name)[places] for name in COLUMNS},
+        )
 
 
 COLUMNS = {
@@ -270,7 +277,11 @@ class MicroBatch:
     rewards: torch.Tensor
     """[T] float32, reward received with the target; 0 where mask is False."""
     members: torch.Tensor
-    """[S] int64, the samples of the whole packed sequence, each once, ascending."""
+    """[S] int64, the samples of the whole packed sequence, each once, ascending; -1 is padding."""
+    places: torch.Tensor
+    """[T] int64, index of the target among the tokens of the mini-batch's `Samples`: where columns
+    that a role has filled (see `megarl.trainer.role`) have its value; 0 where mask is False.
+    """
     indices: tuple[torch.Tensor, ...] = ()
     """Per sequence rank [L_r] int64 on the CPU: positions in the whole row of the tokens it holds.
     Empty: the row is not cut.

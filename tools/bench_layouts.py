@@ -7,7 +7,7 @@ and the same loss.
     where there are 8 GPUs
 
 A layout is data x sequence x tensor. Each trains the same few supervised steps
-(`megarl.loops.sft.train`: packed rows, PolicyModel, DeepSpeed, AdamW) on the same documents of
+(`megarl.loops.sft.train`: packed rows, RoleModel, DeepSpeed, AdamW) on the same documents of
 uneven lengths, again and again, so losses must agree: the largest relative difference to the first
 layout's losses over all steps is in the table, and more than rounding ends the run. One launch of
 gloo ranks with one thread each does all (NCCL where there are GPUs); the first layout runs once
@@ -140,7 +140,7 @@ class Bench:
         from megarl.parallel.mesh import ProcessMesh
         from megarl.trainer.config import ModelConfig
         from megarl.trainer.loading import load_model
-        from megarl.trainer.model import PolicyModel
+        from megarl.trainer.model import RoleModel
         from megarl.trainer.policy import DTYPES
         from megarl.trainer.zero import TrainEngine
 
@@ -154,7 +154,7 @@ class Bench:
                 dtype=DTYPES[task["dtype"]],
                 seed=SEED,
             )
-            network = PolicyModel(whole, mesh, training)
+            network = RoleModel(whole, mesh, training)
             engine = TrainEngine(network, training, mesh, self.device, total_steps=steps + 3)
             stack.callback(engine.destroy)
 

@@ -8,7 +8,7 @@ a model's step.
 
 attention   forward and backward of one layer's `sequence_attention` over one causal document of
             `tokens`, in float32.
-model       forward and backward of a PolicyModel: `--layers` of these heads with checkpointed
+model       forward and backward of a RoleModel: `--layers` of these heads with checkpointed
             activations, and the log-prob head over `--vocabulary` words, with no logits in memory.
             Weights and their gradients are there before.
 
@@ -151,7 +151,7 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     from megarl.parallel.collectives import all_reduce
     from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
     from megarl.trainer.loading import load_model
-    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.model import RoleModel
     from megarl.trainer.packing import pack_shared
     from megarl.types import Samples
 
@@ -159,7 +159,7 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
         ModelConfig(path=task["model"], from_scratch=True), dtype=torch.float32, seed=0
     )
     settings = SequenceConfig(transport=transport, ulysses=mesh.ulysses.size, cut=task["cut"])  # type: ignore[arg-type]
-    policy = PolicyModel(network, mesh, TrainingConfig(sequence=settings))
+    policy = RoleModel(network, mesh, TrainingConfig(sequence=settings))
     network.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
 

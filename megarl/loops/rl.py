@@ -24,8 +24,9 @@ from megarl.observe.observer import Observer
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
 from megarl.trainer.context import RunInputs, open_run
-from megarl.trainer.policy import Policy
-from megarl.types import Prompt, StepReport
+from megarl.trainer.policy import PolicyGradient
+from megarl.trainer.role import Role
+from megarl.types import Prompt, StepBatch, StepReport
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.publisher import Publisher
 
@@ -49,7 +50,11 @@ class Parts:
     """What the loop works with, on this rank."""
 
     config: RunConfig
-    policy: Policy
+    first_step: int
+    """Steps that the checkpoint to resume has done; 0 for a new run."""
+    policy: Role
+    reference: Role | None
+    learner: PolicyGradient
     generation: Generation
     rollouts: RolloutClient
     publisher: Publisher
@@ -60,20 +65,20 @@ class Parts:
 
 
 def run(parts: Parts) -> None:
-    """Train from the policy's step to `config.steps`."""
+    """Train from `parts.first_step` to `config.steps`."""
     config, policy, rollouts = parts.config, parts.policy, parts.rollouts
-    parts.publisher.publish(version=policy.step)
-    evaluate(parts)
+    parts.publisher.publish(version=parts.first_step)
+    evaluate(parts, parts.first_step)
     if parts.observer is not None:
         rollouts.start()
 
-    for step in range(policy.step, config.steps):
+    for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
         batch = rollouts.take(step)
         taken_at = time.monotonic()
         parts.generation.sleep()
         policy.engine.reload()
-        report = policy.train(batch)
+        report = train(parts, batch)
         policy.engine.offload()
         parts.generation.wake()
         trained_at = time.monotonic()
@@ -92,7 +97,17 @@ def run(parts: Parts) -> None:
         if due(step + 1, config.training.checkpoint.every, config.steps):
             parts.checkpoints.save(step=step + 1, next_ordinal=rollouts.cursor(step + 1))
         if due(step + 1, config.evaluation.every, config.steps):
-            evaluate(parts)
+            evaluate(parts, step + 1)
+
+
+def train(parts: Parts, batch: StepBatch) -> StepReport:
+    """Other roles fill their columns for the batch, then the policy is trained on it."""
+    packed, columns = parts.policy.pack_step(batch), {}
+    if parts.reference is not None:
+        columns["reference_logprobs"] = parts.reference.score(
+            batch, packed, temperature=parts.config.rollout.temperature
+        )
+    return parts.learner.train(batch, packed, columns)
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
@@ -102,9 +117,9 @@ def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]])
         parts.observer.step(report)
 
 
-def evaluate(parts: Parts) -> None:
-    """Held-out problems at the current weights. Every rank waits for the answers, so that none
-    waits in a collective.
+def evaluate(parts: Parts, step: int) -> None:
+    """Score the held-out problems at the weights after `step` steps. Every rank waits for the
+    answers, so that none waits in a collective.
     """
     config = parts.config.evaluation
     if parts.held_out is None:
@@ -117,7 +132,7 @@ def evaluate(parts: Parts) -> None:
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}
-            parts.observer.evaluation(parts.policy.step, named, shown)
+            parts.observer.evaluation(step, named, shown)
 
 
 @contextmanager
@@ -127,22 +142,17 @@ def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
         mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
         # Engines take longest to start: they load while this process builds the policy.
         generation = start_generation(config, inputs.stop_token_ids, mesh, stack, on_cpu=on_cpu)
-        policy = Policy(
-            model=config.model,
-            training=config.training,
-            algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
-            mesh=mesh,
-            device=context.device,
-            total_steps=config.steps,
-            seed=config.seed,
-        )
-        stack.callback(policy.engine.destroy)
+        updates = config.steps * config.training.num_mini_batches
+        policy = context.role("policy", config.model, optimizer_steps=updates)
+        learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
+        reference = None
+        if learner.needs_reference:
+            reference = context.role("reference", config.model)
         checkpoints = context.checkpoints(policy.engine)
         progress = context.resume(checkpoints)
-        policy.step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
-        observer = context.observe(policy.step)
-        generation.start_service(inputs.layout, policy.step, ordinal)
+        first_step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
+        observer = context.observe(first_step)
+        generation.start_service(inputs.layout, first_step, ordinal)
         generation.join(stack)
         publisher = Publisher(
             config.weight_sync,
@@ -165,7 +175,10 @@ def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
         deadline_s = patience_s(config, max(requests, len(held_out or ())))
         yield Parts(
             config=config,
+            first_step=first_step,
             policy=policy,
+            reference=reference,
+            learner=learner,
             generation=generation,
             rollouts=RolloutClient(mesh.data.rank, deadline_s=deadline_s),
             publisher=publisher,

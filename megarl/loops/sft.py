@@ -15,15 +15,10 @@ import torch
 from megarl.config import SftConfig
 from megarl.loops.schedule import due
 from megarl.parallel import balance
-from megarl.parallel.collectives import all_reduce
-from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import RunInputs, open_run
-from megarl.trainer.loading import load_model
-from megarl.trainer.model import PolicyModel
-from megarl.trainer.packing import pack_shared
-from megarl.trainer.policy import DTYPES
-from megarl.trainer.zero import TrainEngine
-from megarl.types import Demonstration, Samples, StepReport
+from megarl.trainer.role import Role
+from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 
 def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
@@ -40,12 +35,8 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
     demonstrations = inputs.demonstrations
     assert demonstrations is not None
     with open_run(config, inputs) as context:
-        mesh, training = context.mesh, config.training
-        model = load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed)
-        network = PolicyModel(model, mesh, training)
-        engine = TrainEngine(network, training, mesh, context.device, total_steps=config.steps)
-        context.stack.callback(engine.destroy)
-        checkpoints = context.checkpoints(engine)
+        role = context.role("policy", config.model, optimizer_steps=config.steps)
+        checkpoints = context.checkpoints(role.engine)
         progress = context.resume(checkpoints)
         first = progress.step if progress else 0
         observer = context.observe(first)
@@ -53,47 +44,44 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
         for step in range(first, config.steps):
             # Every rank reads the whole step, so that all deal it out alike.
             samples = Samples.concatenate(
-                [
-                    to_sample(number, demonstrations.at(step * size + number))
-                    for number in range(size)
-                ]
+                [to_sample(n, demonstrations.at(step * size + n)) for n in range(size)]
             )
-            report = train(engine, mesh, samples, step)
+            report = train(role, samples, step)
             if observer is not None:
                 observer.step(report)
-            if due(step + 1, training.checkpoint.every, config.steps):
+            if due(step + 1, config.training.checkpoint.every, config.steps):
                 checkpoints.save(step=step + 1, next_ordinal=(step + 1) * size)
     return 0
 
 
-def train(engine: TrainEngine, mesh: ProcessMesh, samples: Samples, step: int) -> StepReport:
-    """One optimizer step on `samples`, the same on every rank."""
+def train(role: Role, samples: Samples, step: int) -> StepReport:
+    """One optimizer step on `samples`, the same on every rank: the mean over the step's response
+    tokens of -log-prob.
+    """
     started_at = time.monotonic()
-    lengths = samples.lengths.tolist()
+    mesh, lengths = role.mesh, samples.lengths.tolist()
     dealt = balance.split(lengths, mesh.data.size)
-    budget = engine.config.micro_batch_tokens * mesh.sequence.size
-    rows = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
-    mine = samples.select(dealt[mesh.data.rank])
-    first_trained = samples.mask[samples.offsets[:-1]].sum()  # nothing predicts a first token
-    num_tokens = int(samples.mask.sum() - first_trained)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for number, row in enumerate(rows[mesh.data.rank]):
-        micro = pack_shared(
-            mine.select(row), engine.device, mesh.sequence, engine.config.sequence.cut
-        )
-        logprobs, _ = engine(micro, 1.0)
-        loss = -logprobs.sum() / num_tokens
-        engine.backward(loss, last=number == len(rows[mesh.data.rank]) - 1)
-        total += loss.detach().double()
-    norm, rate = engine.step()
-    loss = all_reduce(total, mesh.gradient).item()
+    budget = role.training.micro_batch_tokens * mesh.sequence.size
+    packed = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
+    mine = role.pack(samples.select(dealt[mesh.data.rank]), packed[mesh.data.rank])
+    # Nothing predicts the first token of a sample.
+    num_tokens = int(samples.mask.sum() - samples.mask[samples.offsets[:-1]].sum())
+    metrics = StepMetrics(role.device, ("loss",))
+
+    def loss(micro: MicroBatch) -> torch.Tensor:
+        logprobs, _ = role.engine(micro, 1.0)
+        found = -logprobs.sum() / num_tokens
+        metrics.add(loss=found.detach().double())
+        return found
+
+    norm, rate = optimizer_step(role, mine, loss)
+    found = metrics.reduce(mesh.gradient)
     seconds = time.monotonic() - started_at
-    metrics = {
-        "loss": loss,
+    found |= {
         "grad_norm": norm,
         "learning_rate": rate,
         "tokens/trained": float(num_tokens),
+        "tokens/trained_per_s": sum(lengths) / seconds,
+        "time/step_s": seconds,
     }
-    return StepReport(
-        step, metrics | {"tokens/trained_per_s": sum(lengths) / seconds, "time/step_s": seconds}
-    )
+    return StepReport(step, found)

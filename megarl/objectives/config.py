@@ -8,10 +8,15 @@ from typing import Literal
 
 from megarl.schema import config, require, require_range
 
-# Kept equal to the keys of ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS and CORRECTIONS by
-# tests/unit/test_registries.py.
+# tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
+# TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS and CORRECTIONS.
 AdvantageName = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus_tokens",
 ]
 LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo"]
 AggregationName = Literal["token", "sequence", "constant"]
@@ -60,7 +65,9 @@ class AlgorithmConfig:
     """DAPO by default (arXiv:2503.14476)."""
 
     advantage: AdvantageName = "grpo"
-    """How rewards become advantages: a name in megarl.objectives.advantages.ADVANTAGES."""
+    """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
+    `TOKEN_ADVANTAGES` (one a token) of megarl.objectives.
+    """
     loss: LossName = "ppo_clip"
     """How advantages become a loss: a name in megarl.objectives.losses.LOSSES."""
     aggregation: AggregationName = "token"

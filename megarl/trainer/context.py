@@ -30,8 +30,11 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.config import ModelConfig
 
 if TYPE_CHECKING:
+    from megarl.trainer.heads import HeadName
+    from megarl.trainer.role import Role
     from megarl.trainer.zero import TrainEngine
 
 
@@ -78,6 +81,31 @@ class RunContext:
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.config.folder)
+
+    def role(
+        self,
+        name: str,
+        model: ModelConfig,
+        *,
+        head: HeadName = "logprobs",
+        optimizer_steps: int | None = None,
+    ) -> Role:
+        """A role on the mesh of the run, closed with it; see `megarl.trainer.role.Role`."""
+        # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
+        from megarl.trainer.role import Role
+
+        role = Role(
+            name,
+            model=model,
+            training=self.config.training,
+            mesh=self.mesh,
+            device=self.device,
+            seed=self.config.seed,
+            head=head,
+            optimizer_steps=optimizer_steps,
+        )
+        self.stack.callback(role.destroy)
+        return role
 
     def checkpoints(self, engine: TrainEngine) -> Checkpoints:
         """Saves and restores the trained model `engine` in `folder/checkpoints`."""

@@ -1,23 +1,52 @@
-"""Heads: what a model computes from its last hidden states. Today: log-probs of target tokens."""
+"""Heads: what a role computes from its backbone's last hidden states.
+
+    name       computes                                       for
+    logprobs   log-prob and entropy of each trained token     policy, reference
+    value      one number for each trained token              critic: value of the state before it
+    scalar     one number for each sample, at its last token  reward model
+
+To add one, write a module, add its name to `HeadName` and a branch to `RoleModel.forward`.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import nn
 
 from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 
+HeadName = Literal["logprobs", "value", "scalar"]
+
 
 class LogProbHead(nn.Linear):
-    """The output embedding, asked for log-probs of targets. The same weight under the same name as
-    the head it replaces.
+    """The output embedding, computing log-probs of given targets instead of logits.
+
+    The weight has the name and the shape of the Hugging Face head that it replaces.
     """
 
     shard: VocabularyShard | None = None
-    """Which words `weight` is of, where a tensor axis shares them."""
+    """Which part of the vocabulary `weight` has, where tensor ranks share it."""
     backend = "chunked"
 
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [M, H], targets [M] -> log-probs [M], entropies [M], both float32."""
         return linear_logprobs(hidden, self.weight, targets, temperature, self.shard, self.backend)
+
+
+class ScoreHead(nn.Linear):
+    """One number for each hidden state; starts at 0, so that a new critic predicts 0 everywhere.
+
+    Every tensor rank holds it whole and computes the same.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, 1, bias=False, dtype=dtype)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, H] -> [M] float32."""
+        return super().forward(hidden)[:, 0].float()

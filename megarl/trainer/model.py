@@ -23,7 +23,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.attention import Attend
 from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.heads import LogProbHead
+from megarl.trainer.heads import HeadName, LogProbHead, ScoreHead
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
@@ -50,30 +50,48 @@ def use_linear(model: nn.Module) -> None:
                 setattr(parent, name, made)
 
 
-class PolicyModel(nn.Module):
-    """Log-probs of a packed row on a mesh; owns the Hugging Face model, cut over the tensor axis,
-    as `.model`.
+class RoleModel(nn.Module):
+    """A backbone and a head on a mesh; owns the Hugging Face model, sharded over the tensor axis,
+    as `.model`, and under the heads `value` and `scalar` a `ScoreHead` as `.score`.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, training: TrainingConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: ProcessMesh,
+        training: TrainingConfig,
+        head: HeadName = "logprobs",
+    ) -> None:
         super().__init__()
-        old = model.get_output_embeddings()
-        if not isinstance(old, nn.Linear) or old.bias is not None:
+        output = model.get_output_embeddings()
+        if not isinstance(output, nn.Linear) or output.bias is not None:
             raise ValueError(
                 f"model {model.name_or_path} has an output head other than a linear layer without"
                 " bias; choose another model"
             )
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self.head = model, mesh, head
         self.sequence = training.sequence
         by_autotp = training.tensor_backend == "autotp"
         self.shards = (
             shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
         )
         """Parameters of `model` of which this rank holds a part."""
-        self._inner, self._outer = (
-            RingExchange(mesh.ulysses),
-            RingExchange(mesh.ring, mesh.ring_back),
-        )
+        self._inner = RingExchange(mesh.ulysses)
+        self._outer = RingExchange(mesh.ring, mesh.ring_back)
+        if head == "logprobs":
+            self._use_logprob_head(training)
+        else:
+            embedding = model.get_input_embeddings()
+            assert isinstance(embedding.weight, torch.Tensor)
+            self.score = ScoreHead(
+                model.config.get_text_config().hidden_size, embedding.weight.dtype
+            )
+            self._drop_output_embedding()
+        use_linear(model)
+
+    def _use_logprob_head(self, training: TrainingConfig) -> None:
+        """Put a `LogProbHead` around the weight of the output embedding."""
+        old: Any = self.model.get_output_embeddings()
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = (
             old.in_features,
@@ -81,28 +99,60 @@ class PolicyModel(nn.Module):
             old.weight,
         )
         head.backend = training.logprobs
-        words, axis = head_shard(model, self.shards), mesh.tensor
-        if words is not None:
+        vocab, axis = head_shard(self.model, self.shards), self.mesh.tensor
+        if vocab is not None:
             head.shard = VocabularyShard(
-                first=words.edges[axis.rank],
-                rows=max(words.lengths),
+                first=vocab.edges[axis.rank],
+                rows=max(vocab.lengths),
                 reduce_max=partial(all_reduce_max, axis=axis),
                 reduce_sum=partial(all_reduce, axis=axis),
             )
-        model.set_output_embeddings(head)
-        use_linear(model)
+        self.model.set_output_embeddings(head)
 
-    def forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M]) of the M targets with `batch.mask` True, in order."""
+    def _drop_output_embedding(self) -> None:
+        """Remove the vocabulary's output layer, which a score does not use; a tied one stays as the
+        input embedding.
+        """
+        output: Any = self.model.get_output_embeddings()
+        for parent in list(self.model.modules()):
+            for name, layer in list(parent.named_children()):
+                if layer is output:
+                    setattr(parent, name, None)
+        remaining = dict(self.model.named_parameters())
+        self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
+
+    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> Any:
+        """What the head computes; M targets have `batch.mask` True, K documents end on this rank.
+
+        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`
+        * `value`: values [M]
+        * `scalar`: (scores [K], sample ids [K])
+        """
         hidden = self.model.base_model(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             attend=self._attend(batch),
         ).last_hidden_state[0]
+        if self.head == "scalar":
+            last = self._last_tokens(batch)
+            return self.score(hidden[last]), batch.sample_ids[last]
         chosen = batch.mask.nonzero()[:, 0]
-        head: Any = self.model.get_output_embeddings()
-        return head(hidden[chosen], batch.targets[chosen], temperature)
+        if self.head == "value":
+            return self.score(hidden[chosen])
+        output: Any = self.model.get_output_embeddings()
+        return output(hidden[chosen], batch.targets[chosen], temperature)
+
+    def _last_tokens(self, batch: MicroBatch) -> torch.Tensor:
+        """[K] positions, among this rank's tokens, of the last tokens of samples; padding has
+        sample id -1 and is left out.
+        """
+        length = len(batch.token_ids)
+        place = torch.arange(length)
+        if batch.indices:
+            place = batch.indices[self.mesh.sequence.rank]
+        ends = torch.isin(place.to(batch.starts.device), batch.starts[1:].long() - 1)
+        return (ends & (batch.sample_ids >= 0)).nonzero()[:, 0]
 
     def _attend(self, batch: MicroBatch) -> Attend:
         """Attention for this micro-batch: over the whole row here, or together with the other

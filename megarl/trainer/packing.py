@@ -6,6 +6,7 @@ Samples  ->  MicroBatch of T = sum of their lengths  ->  this rank's tokens of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +19,19 @@ from megarl.types import MicroBatch, Samples
 
 
 def padding(length: int) -> Samples:
-    """A sample of `length` tokens that trains nothing."""
-    return Samples.one(0, np.zeros(length, np.int32), mask=np.zeros(length, bool))
+    """A sample of `length` tokens that trains nothing; its sample id is -1."""
+    return Samples.one(-1, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
-def pack(samples: Samples, device: torch.device) -> MicroBatch:
+def pack(samples: Samples, device: torch.device, places: np.ndarray | None = None) -> MicroBatch:
     """All `samples` behind each other, labels shifted. Without samples: two tokens that train
     nothing, so that ranks without work still take part in collectives.
+
+    `places` [T]: where each token stands in the columns of the mini-batch; default 0 .. T - 1.
     """
     if not len(samples):
-        samples = padding(2)
+        samples, places = padding(2), None
+    positions_of_targets = np.arange(samples.offsets[-1]) if places is None else places
     offsets, lengths = samples.offsets, samples.lengths
     positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
 
@@ -51,49 +55,77 @@ def pack(samples: Samples, device: torch.device) -> MicroBatch:
         engine_logprobs=tensor(of_target(samples.engine_logprobs), torch.float32),
         rewards=tensor(of_target(samples.rewards), torch.float32),
         members=tensor(np.unique(samples.ids), torch.int64),
+        places=tensor(of_target(positions_of_targets), torch.int64),
     )
 
 
 def pack_shared(
-    samples: Samples, device: torch.device, axis: Axis, how: str = "auto"
+    samples: Samples,
+    device: torch.device,
+    axis: Axis,
+    how: str = "auto",
+    places: np.ndarray | None = None,
 ) -> MicroBatch:
-    """`pack`, of which each rank of the sequence axis keeps its tokens; labels have been shifted
-    before. All ranks give the same.
+    """`pack`, of which each rank of the sequence axis keeps its tokens; all ranks give the same.
 
-    Where that leaves a rank without tokens, the row gets a document of nothing, two tokens a rank.
+    Labels are shifted before the cut. Where a rank would be left without tokens, the packed
+    sequence gets a padding document of two tokens a rank.
     """
     if axis.size == 1:
-        return pack(samples, device)
-    whole = pack(samples, device)
+        return pack(samples, device, places)
+    whole = pack(samples, device, places)
     indices = cut(whole.starts.tolist(), axis.size, how)
     if not all(len(index) for index in indices):
-        whole = pack(Samples.concatenate([samples, padding(2 * axis.size)]), device)
+        filler = padding(2 * axis.size)
+        if places is not None:
+            places = np.concatenate([places, np.zeros(filler.offsets[-1], np.int64)])
+        whole = pack(Samples.concatenate([samples, filler]), device, places)
         indices = cut(whole.starts.tolist(), axis.size, how)
     mine = indices[axis.rank].to(device)
-    per_token = (
-        "token_ids",
-        "position_ids",
-        "targets",
-        "mask",
-        "sample_ids",
-        "engine_logprobs",
-        "rewards",
-    )
     return replace(
-        whole, indices=tuple(indices), **{name: getattr(whole, name)[mine] for name in per_token}
+        whole,
+        indices=tuple(indices),
+        **{name: getattr(whole, name)[mine] for name in PER_TOKEN},
     )
+
+
+def pack_mini_batch(
+    samples: Samples,
+    micro_batches: Sequence[Sequence[int]],
+    device: torch.device,
+    axis: Axis,
+    how: str = "auto",
+) -> list[MicroBatch]:
+    """The micro-batches of a mini-batch, each given as positions in `samples`."""
+    return [
+        pack_shared(samples.select(chosen), device, axis, how, samples.places(chosen))
+        for chosen in micro_batches
+    ]
+
+
+PER_TOKEN = (
+    "token_ids",
+    "position_ids",
+    "targets",
+    "mask",
+    "sample_ids",
+    "engine_logprobs",
+    "rewards",
+    "places",
+)
+"""Fields of `MicroBatch` of which each sequence rank keeps its tokens."""
 
 
 class SequenceMean:
     """Mean of a per-token quantity over the response tokens of each sample, given back to every
     token; differentiable.
 
-    `rows` [M] are the samples of this rank's response tokens, `members` those of the whole row (see
-    `MicroBatch`).
+    `sample_ids` [M] are those of this rank's response tokens, `members` all samples of the packed
+    sequence (see `MicroBatch`).
     """
 
-    def __init__(self, rows: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
-        self._axis, self._index = axis, torch.searchsorted(members, rows)
+    def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
+        self._axis, self._index = axis, torch.searchsorted(members, sample_ids)
         self._counts = all_reduce(
             torch.bincount(self._index, minlength=len(members)), axis
         ).clamp_min(1)

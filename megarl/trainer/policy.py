@@ -1,17 +1,17 @@
-"""The policy: a step's samples become advantages, a loss with one normaliser, and one optimizer
-step per mini-batch.
+"""Policy-gradient training: a step's samples and columns become advantages, a loss, and one
+optimizer step per mini-batch.
 
-    StepBatch (this rank's samples, the whole step's rewards)  ->  StepReport
+    StepBatch (this rank's samples, the whole step's rewards) + columns of other roles -> StepReport
 
-Every loss term is a sum over tokens of `weight[row] x term`, and the weights come from counts over
-the whole mini-batch and all ranks, so neither micro-batching nor the layout can change loss or
-gradients.
+Columns that the algorithm needs are filled by other roles before: `reference_logprobs` for a KL
+penalty.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from megarl.objectives.advantages import ADVANTAGES
@@ -19,286 +19,198 @@ from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import CORRECTIONS, mismatch, summarise
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
-from megarl.parallel.collectives import all_reduce, all_reduce_max
-from megarl.parallel.mesh import ProcessMesh
-from megarl.parallel.tensor import Shard, whole_shapes
-from megarl.trainer.config import ModelConfig, TrainingConfig
-from megarl.trainer.loading import load_model
-from megarl.trainer.model import PolicyModel
-from megarl.trainer.packing import SequenceMean, pack_shared
-from megarl.trainer.zero import TrainEngine
-from megarl.types import MicroBatch, Samples, StepBatch, StepReport
+from megarl.objectives.token_advantages import TOKEN_ADVANTAGES, TokenRewards
+from megarl.parallel.collectives import all_reduce
+from megarl.trainer.packing import SequenceMean
+from megarl.trainer.role import Column, Role
+from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.types import MicroBatch, StepBatch, StepReport
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
+"""Sums of `megarl.objectives.corrections.mismatch` that become metrics."""
 
 
-class Policy:
-    """The model that learns, on this rank. `step` is both the steps done and the version of the
-    weights.
-    """
+class PolicyGradient:
+    """Trains the policy role by one algorithm."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        mesh: ProcessMesh,
-        device: torch.device,
-        total_steps: int,
-        seed: int,
-    ) -> None:
-        self.algorithm, self.mesh, self.device, self.temperature = (
-            algorithm,
-            mesh,
-            device,
-            temperature,
-        )
-        dtype = DTYPES[training.precision]
-        network = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
-        self.engine = TrainEngine(
-            network, training, mesh, device, total_steps=total_steps * training.num_mini_batches
-        )
-        self.reference: PolicyModel | None = None
-        if algorithm.kl.coefficient > 0:
-            frozen = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
-            self.reference = frozen.to(device).eval().requires_grad_(False)
-        self.step = 0
+    def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
+        """`temperature`: that of the rollouts; the trainer's log-probs are taken at the same."""
+        self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all weights, by Hugging Face name."""
-        return whole_shapes(self.engine.module.model, self.engine.module.shards)
+    def needs_reference(self) -> bool:
+        """Whether the algorithm reads the column `reference_logprobs`."""
+        return self.algorithm.kl.coefficient > 0
 
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How the tensor axis cuts weights; those not named are whole."""
-        return self.engine.module.shards
-
-    @property
-    def zero_stage(self) -> int:
-        """DeepSpeed's stage."""
-        return self.engine.config.zero_stage
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        """This rank's own part of every weight, flat; see `TrainEngine.owned`."""
-        return self.engine.owned()
-
-    def logprobs(self, samples: Samples) -> torch.Tensor:
-        """Log-probs [M] of the masked tokens of `samples` at temperature 1, on every rank; all must
-        call it together.
-        """
-        return self.token_statistics(samples)[0]
-
-    def token_statistics(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M]) of the masked tokens of `samples` at temperature 1, on
-        every rank; all call it.
-        """
-        micro = self._pack(samples)
-        with torch.no_grad():
-            mine = self.engine(micro, 1.0)
-        if not micro.indices:
-            return mine
-        # Each rank knows those of its own tokens: put in their places, the sum has them all.
-        axis = self.mesh.sequence
-        place = micro.indices[axis.rank].to(self.device)[micro.mask]
-        found = torch.zeros(
-            3, sum(map(len, micro.indices)), dtype=mine[0].dtype, device=self.device
-        )
-        found[0, place], found[1, place], found[2, place] = *mine, 1.0
-        whole = all_reduce(found, axis)
-        return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
-
-    def _pack(self, samples: Samples) -> MicroBatch:
-        return pack_shared(
-            samples, self.device, self.mesh.sequence, self.engine.config.sequence.cut
-        )
-
-    def train(self, batch: StepBatch) -> StepReport:
-        """One optimizer step per mini-batch; the same report on every rank."""
-        packed = [
-            [self._pack(samples.select(row)) for row in rows]
-            for samples, rows in zip(batch.samples, batch.micro_batches, strict=True)
-        ]
-        old, reference = self._frozen_logprobs(packed)
-        advantages = self._advantages(batch, packed, old, reference)
-        sums: dict[str, torch.Tensor] = {}
-        peaks: dict[str, torch.Tensor] = {}
-        norms, rate = [], self.engine.next_rate()
-        for number, micro_batches in enumerate(packed):
-            weights = self._token_weights(batch, number)
-            for index, micro in enumerate(micro_batches):
-                last = index == len(micro_batches) - 1
-                loss = self._loss(
-                    micro,
-                    old[number][index],
-                    reference[number][index],
-                    advantages,
-                    weights,
-                    sums,
-                    peaks,
-                    first=number == 0,
-                )
-                self.engine.backward(loss, last=last)
-            norm, rate = self.engine.step()
-            norms.append(norm)
-        self.step += 1
-        metrics = self._reduce(sums, peaks, num_mini_batches=len(packed))
-        metrics |= {"grad_norm": sum(norms) / max(1, len(norms)), "learning_rate": rate}
-        return StepReport(step=batch.step, metrics=batch.metrics | metrics)
-
-    def _frozen_logprobs(
-        self, packed: list[list[MicroBatch]]
-    ) -> tuple[list[list[torch.Tensor | None]], list[list[torch.Tensor | None]]]:
-        """Per micro-batch, log-probs under the weights at the step's start and under the reference;
-        None where not needed.
-
-        The first mini-batch's own forward pass is at the step's start, so it needs no second one.
-        """
-        kl = self.algorithm.kl
-        needs_all = kl.coefficient > 0 and kl.where == "reward"
-        old: list[list[torch.Tensor | None]] = []
-        reference: list[list[torch.Tensor | None]] = []
-        with torch.no_grad():
-            for number, micro_batches in enumerate(packed):
-                again = needs_all or (number > 0 and self.algorithm.old_logprobs == "trainer")
-                old.append(
-                    [self.engine(m, self.temperature)[0] if again else None for m in micro_batches]
-                )
-                reference.append(
-                    [
-                        self.reference(m, self.temperature)[0]
-                        if self.reference is not None
-                        else None
-                        for m in micro_batches
-                    ]
-                )
-        return old, reference
-
-    def _advantages(
+    def train(
         self,
         batch: StepBatch,
-        packed: list[list[MicroBatch]],
-        old: list[list[torch.Tensor | None]],
-        reference: list[list[torch.Tensor | None]],
-    ) -> torch.Tensor:
-        """[N] float32 advantage of every sample of the step."""
-        kl, number = self.algorithm.kl, len(batch.rewards)
-        rewards = torch.from_numpy(batch.rewards).clone()
+        packed: Sequence[Sequence[MicroBatch]],
+        columns: Mapping[str, Column],
+    ) -> StepReport:
+        """One optimizer step per mini-batch; the same report on every rank, which all call it.
+
+        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: what other roles have
+        computed for the batch, by name.
+        """
+        columns = dict(columns)
+        if (first := self._first_scored()) < len(packed):
+            columns["logprobs"] = self.policy.score(
+                batch, packed, temperature=self.temperature, skip=first
+            )
+        advantages = self._advantages(batch, columns)
+        kl = ("kl",) if self.needs_reference else ()
+        gaps = [f"mismatch/{name}" for name in GAPS]
+        metrics = StepMetrics(
+            self.policy.device, ("loss", "entropy", "clipped", "tokens", *kl, *gaps), ("max_abs",)
+        )
+        norms, rate = [], self.policy.engine.next_rate()
+        for number, micro_batches in enumerate(packed):
+            weights = self._token_weights(batch, number)
+            mine = {name: column[number] for name, column in columns.items()}
+            mine["advantages"] = advantages[number]
+            if number < first:
+                mine.pop("logprobs", None)
+
+            def loss(
+                micro: MicroBatch,
+                mine: dict[str, torch.Tensor] = mine,
+                weights: torch.Tensor = weights,
+                number: int = number,
+            ) -> torch.Tensor:
+                return self._loss(micro, mine, weights, metrics, at_start=number == 0)
+
+            norm, rate = optimizer_step(self.policy, micro_batches, loss)
+            norms.append(norm)
+        found = self._report(metrics, num_mini_batches=len(packed))
+        found |= {"grad_norm": sum(norms) / max(1, len(norms)), "learning_rate": rate}
+        return StepReport(step=batch.step, metrics=batch.metrics | found)
+
+    def _first_scored(self) -> int:
+        """The first mini-batch whose log-probs must be computed before the step's first update.
+
+        The forward pass of the first mini-batch is at the step's start anyway: its log-probs need
+        no second pass, unless advantages depend on them.
+        """
+        kl = self.algorithm.kl
         if kl.coefficient > 0 and kl.where == "reward":
-            charge = torch.zeros(number, dtype=torch.float64, device=self.device)
-            for micro, mine, theirs in zip(
-                *map(chain.from_iterable, (packed, old, reference)), strict=True
-            ):
-                per_token = KL_ESTIMATORS[kl.estimator](mine, theirs)
-                charge.index_add_(0, micro.sample_ids[micro.mask], per_token.double())
-            rewards -= kl.coefficient * all_reduce(charge, self.mesh.gradient).cpu()
-        groups, tokens = torch.from_numpy(batch.groups), torch.from_numpy(batch.response_tokens)
-        return ADVANTAGES[self.algorithm.advantage](rewards, groups, tokens).float().to(self.device)
+            return 0
+        return 1 if self.algorithm.old_logprobs == "trainer" else 2**31
+
+    def _advantages(self, batch: StepBatch, columns: Mapping[str, Column]) -> Column:
+        """Per mini-batch, the advantage of every token of this data rank's samples, [T] float32."""
+        kl, data, device = self.algorithm.kl, self.policy.mesh.data, self.policy.device
+        masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
+        ids = [
+            torch.from_numpy(np.repeat(samples.ids, samples.lengths)).to(device)
+            for samples in batch.samples
+        ]
+        rewards = [
+            torch.from_numpy(samples.rewards).to(device, torch.float64) for samples in batch.samples
+        ]
+        totals = torch.from_numpy(batch.rewards).to(device, copy=True)
+        if kl.coefficient > 0 and kl.where == "reward":
+            charges = torch.zeros_like(totals)
+            pairs = zip(columns["logprobs"], columns["reference_logprobs"], strict=True)
+            for number, (mine, theirs) in enumerate(pairs):
+                per_token = KL_ESTIMATORS[kl.estimator](mine, theirs).double() * masks[number]
+                rewards[number] = rewards[number] - kl.coefficient * per_token
+                chosen = masks[number]
+                charges.index_add_(0, ids[number][chosen], per_token[chosen])
+            totals -= kl.coefficient * all_reduce(charges, data)
+        groups = torch.from_numpy(batch.groups).to(device)
+        tokens = torch.from_numpy(batch.response_tokens).to(device)
+        name = self.algorithm.advantage
+        if name in ADVANTAGES:
+            per_sample = ADVANTAGES[name](totals.cpu(), groups.cpu(), tokens.cpu()).float()
+            per_sample = per_sample.to(device)
+            return [per_sample[index] for index in ids]
+        lengths = [len(mask) for mask in masks]
+        empty = torch.zeros(0, device=device)
+        found = TOKEN_ADVANTAGES[name](
+            TokenRewards(
+                rewards=torch.cat([empty.double(), *rewards]),
+                mask=torch.cat([empty.bool(), *masks]),
+                sample_ids=torch.cat([empty.long(), *ids]),
+                sum_over_ranks=lambda tensor: all_reduce(tensor, data),
+            )
+        )
+        return list(found.float().split(lengths))
 
     def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
-        """[N] float32: what each token of a sample weighs in the loss of mini-batch `number`; 0 in
-        the others'.
+        """[N] float32: the weight of each token of a sample in the loss of mini-batch `number`; 0
+        for samples of other mini-batches.
         """
         mine = torch.from_numpy(batch.mini_batch_of) == number
         weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
         tokens = torch.from_numpy(batch.response_tokens)[mine]
         weights[mine] = AGGREGATIONS[self.algorithm.aggregation](tokens, self.algorithm)
-        return weights.float().to(self.device)
+        return weights.float().to(self.policy.device)
 
     def _loss(
         self,
         micro: MicroBatch,
-        old: torch.Tensor | None,
-        reference: torch.Tensor | None,
-        advantages: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
         weights: torch.Tensor,
-        sums: dict[str, torch.Tensor],
-        peaks: dict[str, torch.Tensor],
+        metrics: StepMetrics,
         *,
-        first: bool,
+        at_start: bool,
     ) -> torch.Tensor:
-        """This micro-batch's part of the mini-batch's loss; adds to `sums` and `peaks`, which are
-        reduced once a step.
+        """This micro-batch's part of the mini-batch's loss; adds to `metrics`. `at_start`: the
+        weights are still those of the step's start.
         """
         algorithm = self.algorithm
-        logprobs, entropy = self.engine(micro, self.temperature)
+        logprobs, entropy = self.policy.engine(micro, self.temperature)
         if logprobs.numel() == 0 and not micro.indices:
             return logprobs.sum() + entropy.sum()
         # A sequence rank without response tokens goes on: others may ask it for its part of a sum.
-        rows, engine_logprobs = micro.sample_ids[micro.mask], micro.engine_logprobs[micro.mask]
-        weight = weights[rows]
-        current = logprobs.detach()
+        samples, engine_logprobs = micro.sample_ids[micro.mask], micro.engine_logprobs[micro.mask]
+        places, weight, current = micro.places[micro.mask], weights[samples], logprobs.detach()
         if algorithm.old_logprobs == "engine":
             behaviour = engine_logprobs
         else:
-            behaviour = old if old is not None else current
-        mean = SequenceMean(rows, micro.members, self.mesh.sequence)
-        terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages[rows], mean, algorithm)
+            behaviour = columns["logprobs"][places] if "logprobs" in columns else current
+        mean = SequenceMean(samples, micro.members, self.policy.mesh.sequence)
+        advantages = columns["advantages"][places]
+        terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages, mean, algorithm)
         correction = CORRECTIONS[algorithm.correction.kind](
             behaviour, engine_logprobs, algorithm.correction
         )
         policy_loss = (weight * correction * terms.per_token).sum()
         loss = policy_loss - algorithm.entropy_coefficient * (weight * entropy).sum()
-        found = {
-            "loss": policy_loss.detach(),
-            "entropy": entropy.detach().sum(),
-            "clipped": terms.clipped.sum(),
-            "tokens": torch.tensor(float(logprobs.numel()), device=self.device),
-        }
-        if reference is not None:
+        metrics.add(
+            loss=policy_loss.detach().double(),
+            entropy=entropy.detach().sum().double(),
+            clipped=terms.clipped.sum().double(),
+            tokens=float(logprobs.numel()),
+        )
+        if self.needs_reference:
+            reference = columns["reference_logprobs"][places]
             divergence = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, reference)
-            found["kl"] = divergence.detach().sum()
+            metrics.add(kl=divergence.detach().sum().double())
             if algorithm.kl.where == "loss":
                 loss = loss + algorithm.kl.coefficient * (weight * divergence).sum()
-        if first:  # weights are still those of the step's start
+        if at_start:
             gap = mismatch(current, engine_logprobs, torch.ones_like(current, dtype=torch.bool))
-            peaks["max_abs"] = torch.maximum(peaks.get("max_abs", gap["max_abs"]), gap["max_abs"])
-            found |= {f"mismatch/{name}": value for name, value in gap.items() if name != "max_abs"}
-        for name, value in found.items():
-            sums[name] = sums[name] + value.double() if name in sums else value.double()
+            metrics.maximum("max_abs", gap["max_abs"])
+            metrics.add(**{f"mismatch/{name}": gap[name] for name in GAPS})
         return loss
 
-    def _reduce(
-        self,
-        sums: dict[str, torch.Tensor],
-        peaks: dict[str, torch.Tensor],
-        *,
-        num_mini_batches: int,
-    ) -> dict[str, float]:
-        """Sums and maxima over ranks, as metrics. A rank without tokens adds zeros under the same
-        names.
-        """
-        gaps = ["count", "sum_abs", "sum_k1", "sum_k3", "sum_outside"]
-        names = [
-            "loss",
-            "entropy",
-            "clipped",
-            "tokens",
-            "kl",
-            *(f"mismatch/{name}" for name in gaps),
-        ]
-        assert not set(sums) - set(names), set(sums) - set(names)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        total = all_reduce(
-            torch.stack([sums.get(name, zero) for name in names]), self.mesh.gradient
-        )
-        peak = all_reduce_max(peaks.get("max_abs", zero).double().reshape(1), self.mesh.gradient)
-        value = dict(zip(names, total.tolist(), strict=True))
+    def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
+        """The step's metrics over all ranks."""
+        value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
-        metrics = {
+        found = {
             "loss": value["loss"] / max(1, num_mini_batches),
             "entropy": value["entropy"] / tokens,
             "clip_share": value["clipped"] / tokens,
             "tokens/trained": value["tokens"],
         }
-        if self.reference is not None:
-            metrics["kl"] = value["kl"] / tokens
-        gap = summarise(
-            {name: torch.tensor(value[f"mismatch/{name}"]) for name in gaps} | {"max_abs": peak[0]}
-        )
-        return metrics | {
+        if self.needs_reference:
+            found["kl"] = value["kl"] / tokens
+        sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
+        gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
+        return found | {
             "mismatch/mean_abs": gap["mean_abs"],
             "mismatch/max_abs": gap["max_abs"],
             "mismatch/k1": gap["k1"],

@@ -24,7 +24,7 @@ from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import OptimizerConfig, ScheduleConfig, TrainingConfig
-from megarl.trainer.model import PolicyModel
+from megarl.trainer.model import RoleModel
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -108,14 +108,20 @@ class TrainEngine:
 
     def __init__(
         self,
-        model: PolicyModel,
+        model: RoleModel,
         config: TrainingConfig,
         mesh: ProcessMesh,
         device: torch.device,
         *,
         total_steps: int,
+        trains: bool = True,
     ) -> None:
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
+        self._engine: Any
+        if not trains:
+            self._engine = None
+            self._frozen = model.to(device).eval().requires_grad_(False)
+            return
         if config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -124,7 +130,6 @@ class TrainEngine:
         optimizer = _adamw(
             [p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu
         )
-        self._engine: Any
         drop_stale_locks()
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             self._engine, *_ = deepspeed.initialize(
@@ -145,12 +150,12 @@ class TrainEngine:
         """Optimizer steps taken."""
 
     @property
-    def module(self) -> PolicyModel:
+    def module(self) -> RoleModel:
         """The model; under ZeRO 3 its parameters are empty outside of a forward pass."""
-        return self._engine.module
+        return self._frozen if self._engine is None else self._engine.module
 
-    def __call__(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._engine(*args)
+    def __call__(self, *args: object) -> Any:
+        return self.module(*args) if self._engine is None else self._engine(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's part of the step's loss; `last` marks the step's last
@@ -289,4 +294,5 @@ class TrainEngine:
 
     def destroy(self) -> None:
         """Release DeepSpeed's hooks and memory."""
-        self._engine.destroy()
+        if self._engine is not None:
+            self._engine.destroy()

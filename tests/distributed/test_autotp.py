@@ -89,13 +89,13 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
     from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.loading import load_model
-    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.model import RoleModel
     from megarl.trainer.zero import TrainEngine
 
     device, config = mesh_module.initialise(timeout_s=60), ModelConfig(path=path)
     training = TrainingConfig(zero_stage=stage, tensor_backend="autotp")
     with ProcessMesh(Layout(data=1, tensor=2), timeout_s=60) as mesh:
-        network = PolicyModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
+        network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         kinds = {
             name.split(".")[-1]: type(layer).__name__
             for name, layer in network.model.named_modules()
@@ -105,7 +105,7 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
         start = {name: weight.clone() for name, weight in engine.weights()}
         engine.save(folder)
         engine.destroy()
-        other = PolicyModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
+        other = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()

@@ -108,11 +108,11 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     from megarl.parallel.collectives import all_reduce
     from megarl.trainer.attention import ATTENTION
     from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.model import RoleModel
     from megarl.trainer.packing import pack_shared
     from megarl.types import Samples
 
-    policy = PolicyModel(build(config, ATTENTION), mesh, TrainingConfig())
+    policy = RoleModel(build(config, ATTENTION), mesh, TrainingConfig())
     samples = Samples.concatenate(
         [Samples.one(number, ids) for number, ids in enumerate(documents())]
     )
@@ -193,7 +193,7 @@ def count_sums() -> dict[bool, int]:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.attention import ATTENTION
     from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.model import RoleModel
     from megarl.trainer.packing import pack
     from megarl.types import Samples
 
@@ -201,7 +201,7 @@ def count_sums() -> dict[bool, int]:
     found, calls, real = {}, [], collectives.dist.all_reduce
     with ProcessMesh(Layout(tensor=2), timeout_s=60) as mesh:
         for recomputed in (False, True):
-            policy = PolicyModel(build(configuration("qwen2"), ATTENTION), mesh, TrainingConfig())
+            policy = RoleModel(build(configuration("qwen2"), ATTENTION), mesh, TrainingConfig())
             if recomputed:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             ids = documents()[0]

@@ -56,10 +56,11 @@ def run_cases(cases: list[Case]) -> list[Any]:
 
 def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     """Three clipped optimizer steps of reinforcement learning on uneven packed documents."""
+    from support.policy import Policy
+
     from megarl.objectives.config import AlgorithmConfig, KLConfig
     from megarl.rollout.batch import shares
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.policy import Policy
     from megarl.types import Samples
 
     # Clipping makes a wrong scale of the gradient visible, which AdamW alone would hide.

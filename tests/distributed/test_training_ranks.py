@@ -42,6 +42,7 @@ def three_steps(
 ) -> dict[int, Any]:
     """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank."""
     import torch
+    from support.policy import Policy
 
     from megarl.objectives.config import AlgorithmConfig, KLConfig
     from megarl.parallel import mesh as mesh_module
@@ -49,7 +50,6 @@ def three_steps(
     from megarl.parallel.mesh import ProcessMesh
     from megarl.rollout.batch import shares
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.policy import Policy
 
     torch.set_num_threads(1)
     settings, found = CASES[case], {}
@@ -181,7 +181,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.loading import load_model
-    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.model import RoleModel
     from megarl.trainer.zero import TrainEngine
 
     def full(*arguments: object, **more: object) -> None:
@@ -193,7 +193,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     with ProcessMesh(Layout(data=2), timeout_s=30) as mesh:
         config = ModelConfig(path=model)
         training = TrainingConfig(zero_stage=1)
-        network = PolicyModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
+        network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         engine = TrainEngine(network, training, mesh, device, total_steps=1)
         tokenizer = load_tokenizer(model)
         made = checkpoint.Checkpoints(

@@ -78,6 +78,8 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
     """Per case: load a checkpoint if there is one, save again if asked, take steps; losses, norms,
     weights. On every rank.
     """
+    from support.policy import Policy
+
     from megarl.checkpoints.checkpoint import Checkpoints
     from megarl.data.tokenizer import load_tokenizer
     from megarl.objectives.config import AlgorithmConfig
@@ -85,7 +87,6 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.rollout.batch import shares
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.policy import Policy
 
     torch.set_num_threads(1)
     device, found = mesh_module.initialise(timeout_s=60), []

@@ -32,6 +32,7 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from unittest.mock import patch
 
     import torch
+    from support.policy import Policy
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megarl.cluster.placement import own_seats
@@ -48,7 +49,6 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from megarl.rollout.batch import shares
     from megarl.rollout.config import EngineConfig
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.policy import Policy
     from megarl.weight_sync.config import WeightSyncConfig
     from megarl.weight_sync.families import parameter_table
     from megarl.weight_sync.publisher import Publisher

@@ -11,9 +11,15 @@ from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.corrections import CORRECTIONS
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
+from megarl.objectives.token_advantages import TOKEN_ADVANTAGES
 
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
-    "advantages": (config.AdvantageName, ADVANTAGES, config.AlgorithmConfig, "advantage"),
+    "advantages": (
+        config.AdvantageName,
+        {**ADVANTAGES, **TOKEN_ADVANTAGES},
+        config.AlgorithmConfig,
+        "advantage",
+    ),
     "losses": (config.LossName, LOSSES, config.AlgorithmConfig, "loss"),
     "aggregations": (config.AggregationName, AGGREGATIONS, config.AlgorithmConfig, "aggregation"),
     "kl": (config.KLName, KL_ESTIMATORS, config.KLConfig, "estimator"),

@@ -1,0 +1,142 @@
+"""A role: a model with a job (policy, reference, critic, reward) on a mesh of ranks.
+
+    backbone + head + optional optimizer        Role("reference", ..., optimizer_steps=None)
+
+A loop makes the roles it needs. A frozen role scores: `role.score(batch)` fills a column, one
+float32 for each token of this rank's samples. A role with an optimizer is trained by
+`megarl.trainer.step.optimizer_step` on such columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.parallel.collectives import all_reduce
+from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.heads import HeadName
+from megarl.trainer.loading import load_model
+from megarl.trainer.model import RoleModel
+from megarl.trainer.packing import pack_mini_batch, pack_shared
+from megarl.trainer.zero import TrainEngine
+from megarl.types import MicroBatch, Samples, StepBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Column = list[torch.Tensor]
+"""Per mini-batch, one float32 for each token of this data rank's samples, [T] each; 0 where the
+policy did not choose the token. The same on every rank that has the samples.
+"""
+
+
+class Role:
+    """One model on this rank, under DeepSpeed ZeRO."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: ModelConfig,
+        training: TrainingConfig,
+        mesh: ProcessMesh,
+        device: torch.device,
+        seed: int,
+        head: HeadName = "logprobs",
+        optimizer_steps: int | None = None,
+    ) -> None:
+        """`optimizer_steps`: those of the whole run, for the schedule of the learning rate; None
+        makes a frozen role, without an optimizer. `training` gives precision, ZeRO stage and, for a
+        trained role, the optimizer. Every rank of `mesh` makes the role together.
+        """
+        self.name, self.mesh, self.device, self.training = name, mesh, device, training
+        loaded = load_model(model, dtype=DTYPES[training.precision], seed=seed)
+        self.engine = TrainEngine(
+            RoleModel(loaded, mesh, training, head),
+            training,
+            mesh,
+            device,
+            total_steps=optimizer_steps or 0,
+            trains=optimizer_steps is not None,
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all weights, by Hugging Face name."""
+        return whole_shapes(self.engine.module.model, self.engine.module.shards)
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """How the tensor axis shards each weight; weights that are not named are replicated."""
+        return self.engine.module.shards
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage."""
+        return self.training.zero_stage
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """This rank's own part of every weight, flat; see `TrainEngine.owned`."""
+        return self.engine.owned()
+
+    def pack(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        """The micro-batches of a mini-batch, given as positions in `samples`, on this rank."""
+        sequence = self.mesh.sequence
+        return pack_mini_batch(
+            samples, micro_batches, self.device, sequence, self.training.sequence.cut
+        )
+
+    def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:
+        """Per mini-batch of a step, its micro-batches."""
+        pairs = zip(batch.samples, batch.micro_batches, strict=True)
+        return [self.pack(samples, micro_batches) for samples, micro_batches in pairs]
+
+    @torch.no_grad()
+    def score(
+        self,
+        batch: StepBatch,
+        packed: Sequence[Sequence[MicroBatch]],
+        *,
+        temperature: float = 1.0,
+        skip: int = 0,
+    ) -> Column:
+        """The head's output for every token that the policy chose: log-probs at `temperature`, or
+        values. No gradient. The first `skip` mini-batches are left at 0.
+
+        All ranks of the mesh call it together.
+        """
+        column = []
+        for number, (samples, micro_batches) in enumerate(zip(batch.samples, packed, strict=True)):
+            found = torch.zeros(len(samples.token_ids), dtype=torch.float32, device=self.device)
+            for micro in micro_batches if number >= skip else ():
+                output = self.engine(micro, temperature)
+                found[micro.places[micro.mask]] = output[0] if isinstance(output, tuple) else output
+            # Each sequence rank has filled its own tokens.
+            column.append(all_reduce(found, self.mesh.sequence))
+        return column
+
+    def logprobs(self, samples: Samples) -> torch.Tensor:
+        """Log-probs [M], at temperature 1, of the tokens of `samples` that have `mask` True, on
+        every rank; all ranks call it together.
+        """
+        return self.token_statistics(samples)[0]
+
+    @torch.no_grad()
+    def token_statistics(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M]), at temperature 1, of the tokens of `samples` that have
+        `mask` True, on every rank; all ranks call it together.
+        """
+        sequence = self.mesh.sequence
+        micro = pack_shared(samples, self.device, sequence, self.training.sequence.cut)
+        mine = self.engine(micro, 1.0)
+        found = torch.zeros(3, len(samples.token_ids), dtype=mine[0].dtype, device=self.device)
+        place = micro.places[micro.mask]
+        found[0, place], found[1, place], found[2, place] = *mine, 1.0
+        whole = all_reduce(found, sequence)
+        return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
+
+    def destroy(self) -> None:
+        """Release DeepSpeed's hooks and memory."""
+        self.engine.destroy()

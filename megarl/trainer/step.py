@@ -1,0 +1,66 @@
+"""One optimizer step of a role, and the metrics that its micro-batches add up.
+
+    optimizer_step(role, micro_batches, loss)    # loss: MicroBatch -> this rank's part of the loss
+
+The loss of a micro-batch is a sum over its tokens of `weight x term`. The weights come from counts
+over the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megarl.parallel.collectives import all_reduce, all_reduce_max
+from megarl.parallel.mesh import Axis
+from megarl.trainer.role import Role
+from megarl.types import MicroBatch
+
+
+def optimizer_step(
+    role: Role,
+    micro_batches: Sequence[MicroBatch],
+    loss: Callable[[MicroBatch], torch.Tensor],
+) -> tuple[float, float]:
+    """Add up the gradients of all micro-batches and take one optimizer step.
+
+    Returns (gradient norm before clipping, learning rate). Every rank of the role's mesh calls it
+    with the same number of micro-batches.
+    """
+    for index, micro in enumerate(micro_batches):
+        role.engine.backward(loss(micro), last=index == len(micro_batches) - 1)
+    return role.engine.step()
+
+
+class StepMetrics:
+    """Sums and maxima over the micro-batches of a step, then over ranks.
+
+    All names are declared at the start: a rank without tokens takes part in the reduction with
+    zeros under the same names.
+    """
+
+    def __init__(
+        self, device: torch.device, sums: Sequence[str], maxima: Sequence[str] = ()
+    ) -> None:
+        self._sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=device))
+        self._maxima = dict.fromkeys(maxima, torch.zeros((), dtype=torch.float64, device=device))
+
+    def add(self, **values: torch.Tensor | float) -> None:
+        """Add this micro-batch's values, which carry no gradient, to the sums of their names."""
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value
+
+    def maximum(self, name: str, value: torch.Tensor) -> None:
+        """Keep the larger of `value` and what was found so far; values are 0 or more."""
+        self._maxima[name] = torch.maximum(self._maxima[name], value.double())
+
+    def reduce(self, axis: Axis) -> dict[str, float]:
+        """The sums and maxima over the ranks of `axis`, the same on each."""
+        found = {}
+        for values, over_ranks in ((self._sums, all_reduce), (self._maxima, all_reduce_max)):
+            if values:
+                reduced = over_ranks(torch.stack(list(values.values())), axis)
+                found |= dict(zip(values, reduced.tolist(), strict=True))
+        return found
