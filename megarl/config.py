@@ -22,7 +22,7 @@ from megarl.objectives.config import AlgorithmConfig
 from megarl.observe.config import ObserveConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import as_plain, config, require, require_range
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.config import ModelConfig, RoleConfig, TrainingConfig
 from megarl.weight_sync.config import WeightSyncConfig
 
 C = TypeVar("C")
@@ -65,6 +65,8 @@ class RunConfig:
     resume: bool = False
     """Go on from the newest whole checkpoint in `folder`."""
     model: ModelConfig = ModelConfig()
+    reference: RoleConfig = RoleConfig()
+    """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
     prompts: PromptsConfig = PromptsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -102,6 +104,11 @@ class RunConfig:
             groups % parts == 0,
             f"rollout.groups_per_step is {groups}, not divisible by training.num_mini_batches ="
             f" {parts}; change one of them",
+        )
+        require(
+            self.reference == RoleConfig() or self.algorithm.kl.coefficient > 0,
+            "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is"
+            " used; leave them out, or set algorithm.kl.coefficient above 0",
         )
         overlong = self.environment.overlong
         require(

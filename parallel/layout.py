@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +71,20 @@ class Layout:
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
+
+
+def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
+    """Raise `ValueError` where role `name` does not fit `ranks` of a job of `num_ranks`."""
+    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
+        raise ValueError(
+            f"{name}.ranks is {list(ranks)}, but each must be named once and be one of the"
+            f" {num_ranks} ranks of this run; set it to some of 0 to {num_ranks - 1}"
+        )
+    if layout.size != len(ranks):
+        raise ValueError(
+            f"{name}.layout is {layout} = {layout.size} ranks, but {name} has {len(ranks)}:"
+            f" {list(ranks)}; set {name}.layout or {name}.ranks so that they match"
+        )
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:

@@ -27,6 +27,7 @@ class Axis:
     rank: int
     """This process's place on the axis."""
     ranks: tuple[int, ...]
+    """The members, as ranks of the job."""
     group: dist.ProcessGroup | None
 
 
@@ -64,20 +65,43 @@ class ProcessMesh:
     ring_back: Axis
     ulysses: Axis
 
-    def __init__(self, layout: Layout, *, ulysses: int = 1, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        ranks: Sequence[int] | None = None,
+        ulysses: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """`ranks`: the ranks of the job that the layout is laid over, in its order; default all.
+
+        Every rank of the job makes the mesh, members or not, since torch makes process groups on
+        all ranks together. On a rank that is no member, `is_member` is False and there are no axes.
+        """
         if not dist.is_initialized():
             raise RuntimeError(
                 "ProcessMesh needs an initialised torch.distributed; call"
                 " megarl.parallel.mesh.initialise first"
             )
-        if dist.get_world_size() != layout.size:
+        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if len(self.ranks) != layout.size:
             raise ValueError(
-                f"layout {layout} has {layout.size} ranks, but this run has {dist.get_world_size()}"
+                f"layout {layout} has {layout.size} ranks, but is to use {len(self.ranks)}: "
+                f"{list(self.ranks)}"
+            )
+        outside = [rank for rank in self.ranks if not 0 <= rank < dist.get_world_size()]
+        if outside or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(
+                f"a mesh is to use the ranks {list(self.ranks)}, but each must be named once and"
+                f" be one of the {dist.get_world_size()} ranks of this run"
             )
         if layout.sequence % ulysses:
             raise ValueError(f"ulysses {ulysses} does not divide the sequence axis of {layout}")
         self.layout = layout
-        self.rank = dist.get_rank()
+        self.is_member = dist.get_rank() in self.ranks
+        """Whether this process is one of the mesh's ranks."""
+        self.rank = self.ranks.index(dist.get_rank()) if self.is_member else -1
+        """This process's place in the layout; -1 where it is no member."""
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self._alone: dist.ProcessGroup | None = None
@@ -100,21 +124,25 @@ class ProcessMesh:
         Axes of the same ranks share a process group, unless one is to have its `own`.
         """
         made = {} if own else self._made
-        for ranks in groups:
-            if len(ranks) > 1 and ranks not in made:
-                # Every rank makes every group, members or not, in this order: torch requires it.
-                made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
-                if self.rank in ranks:
-                    self._groups.append(made[ranks])
-        mine = next(ranks for ranks in groups if self.rank in ranks)
-        return Axis(name, len(mine), mine.index(self.rank), mine, made.get(mine))
+        for places in groups:
+            if len(places) > 1 and places not in made:
+                # Every rank of the job makes every group, in this order: torch requires it.
+                members = [self.ranks[place] for place in places]
+                made[places] = dist.new_group(members, timeout=self._timeout)
+                if self.rank in places:
+                    self._groups.append(made[places])
+        if not self.is_member:
+            return Axis(name, 0, -1, (), None)
+        mine = next(places for places in groups if self.rank in places)
+        ranks = tuple(self.ranks[place] for place in mine)
+        return Axis(name, len(mine), mine.index(self.rank), ranks, made.get(mine))
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The axis's process group for libraries that want one even for one rank."""
         if axis.group is not None:
             return axis.group
         if self._alone is None:
-            self._alone = dist.new_group([self.rank], use_local_synchronization=True)
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self._groups.append(self._alone)
         return self._alone
 
@@ -131,6 +159,19 @@ class ProcessMesh:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.destroy()
+
+
+def all_ranks(*, timeout_s: float | None = None) -> Axis:
+    """Every rank of the job, whatever meshes there are; call after `initialise`.
+
+    With `timeout_s`, collectives of the axis have that deadline instead of the job's; every rank
+    must then call it together, since it makes a process group.
+    """
+    size = dist.get_world_size()
+    group = dist.group.WORLD if size > 1 else None
+    if timeout_s is not None and size > 1:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    return Axis("all", size, dist.get_rank(), tuple(range(size)), group)
 
 
 def num_ranks() -> int:

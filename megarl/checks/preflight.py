@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.checkpoint import choose, fingerprint, written_under
+from megarl.checks.roles import check_reference, policy_ranks
 from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
@@ -29,7 +30,7 @@ from megarl.schema import as_plain, require
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
-from megarl.trainer.context import RunInputs
+from megarl.trainer.context import RolePlace, RunInputs
 from megarl.trainer.loading import empty_model, load_model_config
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
@@ -67,7 +68,8 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     """All checks of `megarl train`; raises `ValueError`. Without `new`, the run folder is neither
     used nor looked at.
     """
-    layout = check_layout(config.training, num_ranks)
+    ranks = policy_ranks(config, num_ranks)
+    layout = check_layout(config.training, len(ranks))
     samples = (
         config.rollout.groups_per_step
         * config.rollout.group_size
@@ -82,6 +84,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
+    reference = check_reference(config, hf, RolePlace(ranks, layout), num_ranks)
     check_verifier(config.environment)
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
     held_out = (
@@ -106,7 +109,18 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     data = data_name(config.prompts, len(prompts))
     checkpoint = find_checkpoint(config, layout, data) if new else None
     stops = stop_tokens(tokenizer, config.model)
-    return RunInputs(layout, tokenizer, hf, stops, data, prompts, held_out, resume_from=checkpoint)
+    return RunInputs(
+        layout,
+        tokenizer,
+        hf,
+        stops,
+        data,
+        prompts,
+        held_out,
+        resume_from=checkpoint,
+        ranks=ranks,
+        reference=reference,
+    )
 
 
 def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:

@@ -1,67 +1,44 @@
 """Reinforcement learning: prompts become rollouts, rewards, advantages; the policy learns; new
-weights go to the engines. The same code on every rank.
+weights go to the engines. The same code on every rank of the policy.
 
 Synchronous training is `rollout.max_staleness: 0` of this loop, not a second loop: the rollout
 service decides what may start, the loop only takes, trains, publishes and releases.
+`megarl.loops.rl_setup` builds what the loop works with.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.cluster.ray_cluster import RolloutClient
-from megarl.cluster.rollouts import Generation, start_generation
-from megarl.config import RunConfig, longest_request, patience_s
+from megarl.config import RunConfig
+from megarl.loops.rl_setup import Parts, ServingParts, build
 from megarl.loops.schedule import due
-from megarl.observe.observer import Observer
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
 from megarl.trainer.context import RunInputs, open_run
-from megarl.trainer.policy import PolicyGradient
-from megarl.trainer.role import Role
-from megarl.types import Prompt, StepBatch, StepReport
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.publisher import Publisher
+from megarl.types import StepBatch, StepReport
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
     """`megarl train`: run, and print a summary as one JSON object from rank 0."""
     started_at = time.monotonic()
-    with build(config, inputs) as parts:
-        run(parts)
-        is_main = parts.observer is not None
+    with open_run(config, inputs) as context:
+        parts = build(context, config, inputs)
+        if isinstance(parts, Parts):
+            run(parts)
+        else:
+            serve(parts)
+        is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
         write_report(folder, title=folder.name)
         seconds = round(time.monotonic() - started_at, 1)
         print(json.dumps(summary(folder) | {"seed": config.seed, "run_s": seconds}), flush=True)
     return 0
-
-
-@dataclass
-class Parts:
-    """What the loop works with, on this rank."""
-
-    config: RunConfig
-    first_step: int
-    """Steps that the checkpoint to resume has done; 0 for a new run."""
-    policy: Role
-    reference: Role | None
-    learner: PolicyGradient
-    generation: Generation
-    rollouts: RolloutClient
-    publisher: Publisher
-    checkpoints: Checkpoints
-    observer: Observer | None
-    """On rank 0."""
-    held_out: list[Prompt] | None
 
 
 def run(parts: Parts) -> None:
@@ -103,11 +80,16 @@ def run(parts: Parts) -> None:
 def train(parts: Parts, batch: StepBatch) -> StepReport:
     """Other roles fill their columns for the batch, then the policy is trained on it."""
     packed, columns = parts.policy.pack_step(batch), {}
-    if parts.reference is not None:
-        columns["reference_logprobs"] = parts.reference.score(
-            batch, packed, temperature=parts.config.rollout.temperature
-        )
+    for name, scorer in parts.scorers.items():
+        columns[name] = scorer.score(batch, packed, temperature=parts.config.rollout.temperature)
     return parts.learner.train(batch, packed, columns)
+
+
+def serve(parts: ServingParts) -> None:
+    """The loop of a rank that the policy does not use: score what its ranks send, step by step."""
+    for _ in range(parts.first_step, parts.config.steps):
+        for scorer in parts.scorers.values():
+            scorer.score(None, (), temperature=parts.config.rollout.temperature)
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
@@ -133,56 +115,3 @@ def evaluate(parts: Parts, step: int) -> None:
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}
             parts.observer.evaluation(step, named, shown)
-
-
-@contextmanager
-def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
-    """Build what the loop needs, yield it, and take it down, also after an error."""
-    with open_run(config, inputs) as context:
-        mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
-        # Engines take longest to start: they load while this process builds the policy.
-        generation = start_generation(config, inputs.stop_token_ids, mesh, stack, on_cpu=on_cpu)
-        updates = config.steps * config.training.num_mini_batches
-        policy = context.role("policy", config.model, optimizer_steps=updates)
-        learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
-        reference = None
-        if learner.needs_reference:
-            reference = context.role("reference", config.model)
-        checkpoints = context.checkpoints(policy.engine)
-        progress = context.resume(checkpoints)
-        first_step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
-        observer = context.observe(first_step)
-        generation.start_service(inputs.layout, first_step, ordinal)
-        generation.join(stack)
-        publisher = Publisher(
-            config.weight_sync,
-            table=parameter_table(inputs.hf.to_dict()),
-            policy=policy,
-            engines=generation.engines,
-            num_engines=config.rollout.num_engines,
-            engine_tensor=config.rollout.engine.tensor,
-            mesh=mesh,
-            dtype=config.rollout.engine.dtype,
-            precision=config.training.precision,
-            vocabulary=len(inputs.tokenizer),
-            max_tokens=longest_request(config),
-            seed=config.seed,
-        )
-        stack.callback(publisher.close)
-        held_out = list(inputs.held_out) if inputs.held_out is not None else None
-        draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
-        requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.group_size)
-        deadline_s = patience_s(config, max(requests, len(held_out or ())))
-        yield Parts(
-            config=config,
-            first_step=first_step,
-            policy=policy,
-            reference=reference,
-            learner=learner,
-            generation=generation,
-            rollouts=RolloutClient(mesh.data.rank, deadline_s=deadline_s),
-            publisher=publisher,
-            checkpoints=checkpoints,
-            observer=observer,
-            held_out=held_out,
-        )

@@ -41,6 +41,20 @@ class LayoutConfig:
 
 
 @config
+class RoleConfig:
+    """A model beside the policy: which one, on which ranks, and how it is sharded there."""
+
+    model: ModelConfig = ModelConfig()
+    """An empty path means the policy's model."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of its own, which the policy then does not use; empty: it shares the policy's ranks."""
+    layout: LayoutConfig = LayoutConfig()
+    """Degrees of its mesh. On the policy's ranks the default is the policy's layout."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """Of a frozen role only stage 3 shards the weights; None means the policy's stage."""
+
+
+@config
 class SequenceConfig:
     """How the ranks of `layout.sequence` share a packed row."""
 

@@ -30,12 +30,21 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import ModelConfig
+from megarl.trainer.config import ModelConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from megarl.trainer.heads import HeadName
     from megarl.trainer.role import Role
     from megarl.trainer.zero import TrainEngine
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where a role is."""
+
+    ranks: tuple[int, ...]
+    """Ranks of the job, in the layout's order."""
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class RunInputs:
     demonstrations: DemonstrationList | None = None
     resume_from: Path | None = None
     """On rank 0: the checkpoint to resume from."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks of the trained model; None: all of the job."""
+    reference: RolePlace | None = None
+    """Where the reference is; None: on the policy's ranks, with its layout."""
 
     def __str__(self) -> str:
         counts = {"prompts": self.prompts, "demonstrations": self.demonstrations}
@@ -75,12 +88,19 @@ class RunContext:
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes metrics and talks to the user."""
-        return self.mesh.world.rank == 0
+        return self.mesh.rank == 0
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.config.folder)
+
+    def make_mesh(self, place: RolePlace) -> ProcessMesh:
+        """Another mesh of the run's ranks; every rank of the job makes it, members or not."""
+        mesh = ProcessMesh(
+            place.layout, ranks=place.ranks, timeout_s=self.config.training.collective_timeout_s
+        )
+        return self.stack.enter_context(mesh)
 
     def role(
         self,
@@ -89,16 +109,20 @@ class RunContext:
         *,
         head: HeadName = "logprobs",
         optimizer_steps: int | None = None,
+        training: TrainingConfig | None = None,
+        mesh: ProcessMesh | None = None,
     ) -> Role:
-        """A role on the mesh of the run, closed with it; see `megarl.trainer.role.Role`."""
+        """A role, closed with the run; see `megarl.trainer.role.Role`. `training` and `mesh`
+        default to those of the run.
+        """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.role import Role
 
         role = Role(
             name,
             model=model,
-            training=self.config.training,
-            mesh=self.mesh,
+            training=training or self.config.training,
+            mesh=mesh or self.mesh,
             device=self.device,
             seed=self.config.seed,
             head=head,
@@ -150,6 +174,7 @@ def open_run(config: RunConfig | SftConfig, inputs: RunInputs) -> Iterator[RunCo
         mesh = stack.enter_context(
             ProcessMesh(
                 inputs.layout,
+                ranks=inputs.ranks,
                 ulysses=training.sequence.ulysses,
                 timeout_s=training.collective_timeout_s,
             )

@@ -198,13 +198,18 @@ class TrainEngine:
         are whole.
         """
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for name, parameter in self.module.model.named_parameters():
+        for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                squares[int(name in self.module.shards)] += (
-                    parameter.grad.norm(dtype=torch.float64) ** 2
-                )
+                is_sharded = name.removeprefix("model.") in self.module.shards
+                squares[int(is_sharded)] += parameter.grad.norm(dtype=torch.float64) ** 2
         # Parts add up over the tensor axis; what every rank holds whole counts once.
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
+
+    def full_score_weight(self) -> torch.Tensor:
+        """[1, H] weight of the head `value` or `scalar`; every rank calls it."""
+        weight: Any = self.module.score.weight
+        with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
+            return weight.detach().clone()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight under its Hugging Face name; every rank must run it

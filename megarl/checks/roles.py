@@ -1,0 +1,88 @@
+"""Which ranks each role uses, and with which layout; refused where they do not fit."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from megarl.config import RunConfig
+from megarl.parallel.layout import Layout, resolve, resolve_role
+from megarl.schema import require
+from megarl.trainer.attention import refuse_unsupported
+from megarl.trainer.config import LayoutConfig, RoleConfig
+from megarl.trainer.context import RolePlace
+from megarl.trainer.loading import load_model_config
+from megarl.trainer.sharding import refuse_tensor
+
+
+def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
+    """The ranks that no other role has for itself. Raises `ValueError` where rank 0, which talks to
+    the engines, or every rank is taken away.
+    """
+    own = set(config.reference.ranks)
+    left = tuple(rank for rank in range(num_ranks) if rank not in own)
+    require(
+        0 in left,
+        f"reference.ranks is {list(config.reference.ranks)}, but rank 0 is the policy's, since it"
+        " talks to the engines; set other ranks",
+    )
+    return left
+
+
+def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
+    """Ranks and layout of a role beside the policy. Raises `ValueError` where the layout does not
+    fit its ranks, and where its ranks are partly the policy's.
+    """
+    shared = set(role.ranks) & set(policy.ranks)
+    require(
+        not shared,
+        f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
+        f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
+    )
+    wanted = role.layout
+    if not role.ranks:
+        if wanted == LayoutConfig():
+            return policy
+        layout = _layout(name, wanted, len(policy.ranks))
+        return policy if layout == policy.layout else RolePlace(policy.ranks, layout)
+    layout = _layout(name, wanted, len(role.ranks))
+    resolve_role(name, layout, role.ranks, num_ranks)
+    return RolePlace(tuple(role.ranks), layout)
+
+
+def check_reference(
+    config: RunConfig, hf: PretrainedConfig, policy: RolePlace, num_ranks: int
+) -> RolePlace:
+    """Where the reference is. Raises `ValueError` where its model does not fit its layout or the
+    policy's vocabulary (`hf`: config.json of the policy's model).
+    """
+    place = place_role("reference", config.reference, policy=policy, num_ranks=num_ranks)
+    if config.reference.model.path:
+        theirs = load_model_config(config.reference.model)
+        refuse_unsupported(theirs)
+        mine, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+        require(
+            mine == other,
+            f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
+            " set a reference that was made from the same model",
+        )
+        hf = theirs
+    try:
+        refuse_tensor(hf, place.layout.tensor)
+    except ValueError as error:
+        text = str(error).replace("training.layout", "reference.layout")
+        raise ValueError(text) from None
+    return place
+
+
+def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:
+    """The layout of a role on `num_ranks` ranks; errors name the role's own setting."""
+    try:
+        return resolve(
+            data=wanted.data,
+            sequence=wanted.sequence,
+            tensor=wanted.tensor,
+            num_ranks=num_ranks,
+        )
+    except ValueError as error:
+        text = str(error).replace("training.layout", f"{name}.layout")
+        raise ValueError(text.replace("this run has", f"{name} has")) from None

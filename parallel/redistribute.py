@@ -1,0 +1,81 @@
+"""Arrays of samples from the ranks that have them to the ranks that want them, rank to rank.
+
+    values of this rank's samples  --move-->  values of the samples that this rank wants
+
+Every rank plans the same transfers from the same description, so that no plan has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.mesh import Axis
+
+
+class Redistribution:
+    """Who sends which samples to whom, among the ranks of an axis."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        axis: Axis,
+    ) -> None:
+        """For each sample 0 .. N - 1: its length, the ranks (places on `axis`) that have it, and
+        those that want it. A rank that wants what it has already takes its own; otherwise the
+        source that has sent the least so far sends it.
+        """
+        self._lengths, self._axis = lengths, axis
+        self._sends: dict[tuple[int, int], list[int]] = {}
+        """(source, target) -> samples, in ascending order."""
+        sent = np.zeros(axis.size, dtype=np.int64)
+        for sample, (having, wanting) in enumerate(zip(sources, targets, strict=True)):
+            for target in wanting:
+                source = target if target in having else min(having, key=lambda r: (sent[r], r))
+                if source != target:
+                    sent[source] += lengths[sample]
+                self._sends.setdefault((source, target), []).append(sample)
+
+    def wanted(self) -> list[int]:
+        """Samples that this rank receives or keeps, ascending."""
+        mine = self._axis.rank
+        return sorted(
+            sample
+            for (_, target), samples in self._sends.items()
+            if target == mine
+            for sample in samples
+        )
+
+    def move(
+        self, values: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> dict[int, torch.Tensor]:
+        """{sample: [length] values} of this rank's samples -> the same of those it wants.
+
+        Every rank of the axis calls it together, with the same dtype.
+        """
+        mine, size = self._axis.rank, self._axis.size
+        outgoing = [self._sends.get((mine, target), []) for target in range(size)]
+        incoming = [self._sends.get((source, mine), []) for source in range(size)]
+        parts = [values[sample].to(device, dtype) for samples in outgoing for sample in samples]
+        sent = torch.cat([torch.zeros(0, dtype=dtype, device=device), *parts])
+        counts = [sum(self._lengths[sample] for sample in samples) for samples in incoming]
+        received = sent
+        if size > 1:
+            received = torch.empty(sum(counts), dtype=dtype, device=device)
+            dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=counts,
+                input_split_sizes=[
+                    sum(self._lengths[sample] for sample in samples) for samples in outgoing
+                ],
+                group=self._axis.group,
+            )
+        order = [sample for samples in incoming for sample in samples]
+        split = received.split([self._lengths[sample] for sample in order])
+        return dict(zip(order, split, strict=True))

@@ -1,0 +1,192 @@
+"""Roles on meshes of given ranks: a role beside the policy scores as one rank does, wherever it is,
+and every head trains under every axis as on one rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+from support.tiny import groups, write_model
+
+# Policy's ranks and degrees (data, sequence, tensor), then the reference's.
+PLACES = {
+    "other layout on the same ranks": (range(4), (4, 1, 1), range(4), (1, 2, 2)),
+    "one rank of its own": (range(3), (3, 1, 1), [3], (1, 1, 1)),
+    "ranks of its own in another order": ([0, 2], (1, 1, 2), [3, 1], (1, 2, 1)),
+    "more ranks than the policy": ([1], (1, 1, 1), [0, 2, 3], (3, 1, 1)),
+}
+HEADS = {"value": [(2, 1, 1), (1, 2, 1), (1, 1, 2)], "scalar": [(2, 1, 1), (1, 2, 1), (1, 1, 2)]}
+TEMPERATURE = 0.8
+
+
+def step(num_data_ranks: int, sequence: int) -> Any:
+    from megarl.rollout.batch import shares
+
+    made = groups(3, 4, seed=3)
+    return shares(
+        step=0,
+        drawn=made,
+        accepted=made,
+        seconds=1.0,
+        num_data_ranks=num_data_ranks,
+        num_mini_batches=2,
+        micro_batch_tokens=40 * sequence,
+        transcripts=0,
+    )
+
+
+def frozen(folder: str, mesh: Any, device: Any, **settings: Any) -> Any:
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.trainer.role import Role
+
+    model, training = ModelConfig(path=folder), TrainingConfig(**settings)
+    return Role("reference", model=model, training=training, mesh=mesh, device=device, seed=0)
+
+
+def by_sample(batch: Any, column: Any) -> dict[int, list[float]]:
+    """{sample id: scores of its tokens} of what a data rank got."""
+    found = {}
+    for samples, values in zip(batch.samples, column, strict=True):
+        for n, name in enumerate(samples.ids.tolist()):
+            found[name] = values[samples.offsets[n] : samples.offsets[n + 1]].tolist()
+    return found
+
+
+def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
+    """Per place, the column of this rank's samples; empty where the rank is not the policy's."""
+    from contextlib import ExitStack
+
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.scoring import Scorer
+
+    torch.set_num_threads(1)
+    device = mesh_module.initialise(timeout_s=120)
+    found = []
+    for policy_ranks, policy_degrees, ranks, degrees in places:
+        with ExitStack() as stack:
+            policy = stack.enter_context(ProcessMesh(Layout(*policy_degrees), ranks=policy_ranks))
+            mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
+            assert policy.is_member == (mesh_module.rank() in policy_ranks)
+            role = frozen(folder, mesh, device, zero_stage=3) if mesh.is_member else None
+            scorer = Scorer(
+                role,
+                policy=policy,
+                mesh=mesh,
+                everyone=mesh_module.all_ranks(timeout_s=60),
+                device=device,
+                micro_batch_tokens=30,
+            )
+            layout = policy.layout
+            batch = None
+            if policy.is_member:
+                batch = step(layout.data, layout.sequence).share(policy.data.rank)
+            for _ in range(2):
+                column = scorer.score(batch, (), temperature=TEMPERATURE)
+            found.append(by_sample(batch, column) if batch is not None else {})
+            assert batch is not None or column == []
+            if role is not None:
+                role.destroy()
+    mesh_module.finalise()
+    return found
+
+
+def alone(folder: str) -> dict[int, list[float]]:
+    """The column on one rank, by `Role.score` itself."""
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    device = mesh_module.initialise(timeout_s=60)
+    with ProcessMesh(Layout()) as mesh:
+        role, batch = frozen(folder, mesh, device), step(1, 1).share(0)
+        column = role.score(batch, role.pack_step(batch), temperature=TEMPERATURE)
+    mesh_module.finalise()
+    return by_sample(batch, column)
+
+
+def test_a_role_scores_alike_wherever_it_is(tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "model", biases=True))
+    (oracle,) = run_ranks(1, __file__, "alone", folder)
+    assert len(oracle) == 12 and all(min(values) < -0.1 for values in oracle.values())
+    found = run_ranks(4, __file__, "scores", folder, list(PLACES.values()))
+    for number, (name, (policy_ranks, *_)) in enumerate(PLACES.items()):
+        seen: set[int] = set()
+        for rank in range(4):
+            mine = found[rank][number]
+            assert bool(mine) == (rank in policy_ranks), name
+            for sample, values in mine.items():
+                assert values == pytest.approx(oracle[sample], abs=1e-5), (name, sample)
+            seen |= set(mine)
+        assert seen == set(oracle), name
+
+
+def trained(folder: str, cases: Any) -> Any:
+    """Per (head, degrees): gradient norms of three steps, the head's weight and a backbone's."""
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.role import Role
+    from megarl.trainer.step import optimizer_step
+
+    torch.set_num_threads(1)
+    device = mesh_module.initialise(timeout_s=120)
+    found = []
+    for head, degrees, stage in cases:
+        layout = Layout(*degrees)
+        with ProcessMesh(layout) as mesh:
+            role = Role(
+                "critic",
+                model=ModelConfig(path=folder),
+                training=TrainingConfig(
+                    zero_stage=stage,
+                    optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.5, eps=1e-6),
+                ),
+                mesh=mesh,
+                device=device,
+                seed=0,
+                head=head,
+                optimizer_steps=3,
+            )
+            batch = step(layout.data, layout.sequence).share(mesh.data.rank)
+            norms = []
+            packed = role.pack_step(batch)
+            for _ in range(3):
+
+                def loss(micro: Any, role: Any = role) -> torch.Tensor:
+                    if role.engine.module.head == "value":
+                        return (role.engine(micro) - 1.0).square().sum() / 100
+                    values, ids = role.engine(micro)
+                    return (values - ids.float() / 10).square().sum() / 10
+
+                norms.append(optimizer_step(role, packed[0], loss)[0])
+            weight = role.engine.full_score_weight()
+            whole = {name: tensor.clone() for name, tensor in role.engine.weights()}
+            norm = whole["model.layers.0.mlp.down_proj.weight"].double().norm().item()
+            found.append((norms, weight.double().flatten().tolist(), norm))
+            role.destroy()
+    mesh_module.finalise()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_head_trains_under_every_axis_as_on_one_rank(stage: int, tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "model", biases=True))
+    cases = [(head, degrees, stage) for head, layouts in HEADS.items() for degrees in layouts]
+    oracles = run_ranks(1, __file__, "trained", folder, [(head, (1, 1, 1), 0) for head in HEADS])[0]
+    for found in run_ranks(2, __file__, "trained", folder, cases):
+        for (head, degrees, _), (norms, weight, norm) in zip(cases, found, strict=True):
+            wanted = oracles[list(HEADS).index(head)]
+            assert norms == pytest.approx(wanted[0], rel=1e-4), (head, degrees)
+            assert max(map(abs, wanted[1])) > 1e-3
+            assert weight == pytest.approx(wanted[1], abs=1e-5), (head, degrees)
+            assert norm == pytest.approx(wanted[2], rel=1e-6), (head, degrees)
