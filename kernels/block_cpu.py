@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.kernels.pieces import PieceBlock
+from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:

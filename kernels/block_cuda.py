@@ -24,7 +24,7 @@ import os
 
 import torch
 
-from megarl.kernels.pieces import PieceBlock
+from megarl.kernels.piece_block import PieceBlock
 
 WIDEST = {"flash": 256, "cudnn": 128}
 """Head width, at most; cuDNN 9.10 has 256 on Hopper, which is not used."""

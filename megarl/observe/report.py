@@ -13,17 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.observe.charts import (
-    DRAWN_BARS,
-    Series,
-    chart,
-    compact,
-    duration,
-    gather,
-    percent,
-    smooth,
-)
+from megarl.observe.charts import chart
+from megarl.observe.number_format import compact, duration, percent
 from megarl.observe.page import page, words
+from megarl.observe.series import DRAWN_BARS, Series, gather, smooth
 from megarl.observe.summary import Evaluation, Run, read_run, summarise
 
 EXAMPLES = 8
@@ -168,7 +161,7 @@ def _learning(run: Run) -> list[str]:
             "Accuracy",
             "share of responses judged right",
             "accuracy",
-            words=percent,
+            as_text=percent,
             span=(0.0, 1.0),
             wide=True,
         ),
@@ -255,13 +248,13 @@ def _optimisation(run: Run) -> list[str]:
             "clip_share",
             "Clipped",
             "share of tokens outside the clip range",
-            {"zero": True, "words": percent},
+            {"zero": True, "as_text": percent},
         ),
         (
             "length/truncated_share",
             "Cut off",
             "share of responses at the token limit",
-            {"zero": True, "words": percent},
+            {"zero": True, "as_text": percent},
         ),
         (
             "groups/rejected",

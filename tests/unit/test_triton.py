@@ -430,14 +430,14 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
     logprobs_triton.statistics(logits, ROW, 0, 1.0)
     logprobs_triton.gradient_(logits, ROW, 0, 1.0, *rows)
     assert set(compiled) == {
-        "_forward",
-        "_row_sums",
-        "_grad_keys",
-        "_grad_queries",
+        "forward_kernel",
+        "row_sums_kernel",
+        "grad_keys_kernel",
+        "grad_queries_kernel",
         "_statistics",
         "_gradient",
     }
-    for name in ("_forward", "_grad_keys", "_grad_queries"):
+    for name in ("forward_kernel", "grad_keys_kernel", "grad_queries_kernel"):
         code = compiled[name].asm["ptx"]
         assert "wgmma.mma_async" in code and ("cp.async.bulk.tensor" in code) == descriptors
         assert compiled[name].metadata.shared <= 227 * 1024
