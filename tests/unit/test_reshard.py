@@ -36,7 +36,7 @@ from megarl.parallel.reshard.buckets import ALIGN, copies_of, make_buckets
 from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, apply, make_plan
 from megarl.weight_sync.parameters import (
-    WORDS_MULTIPLE,
+    VOCAB_PADDING,
     ParameterSpec,
     engine_owned,
     training_shards,
@@ -194,7 +194,7 @@ def engine(table: Sequence[ParameterSpec], tensor: int, engines: int = 1) -> Sid
                 )
             if row.cut == "vocab":
                 part = torch.cat(
-                    [part, part.new_zeros(-len(part) % WORDS_MULTIPLE, *part.shape[1:])]
+                    [part, part.new_zeros(-len(part) % VOCAB_PADDING, *part.shape[1:])]
                 )
             if row.cut != "whole":
                 part = part.tensor_split(tensor, int(row.cut == "inputs"))[rank]
