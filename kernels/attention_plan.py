@@ -1,4 +1,4 @@
-"""TODO"""
+"""Which rank has which tokens of a packed sequence, and the attention work that follows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 
-from megarl.kernels.block import Block, Places
+from megarl.kernels.block import Block, Positions
 from megarl.kernels.blocks import BLOCKS, default_block
 
 
-def _hops(places: Sequence[Places], starts: torch.Tensor) -> int:
-    """How far keys must travel until nobody can see them any more, 0 to size - 1."""
-    size, num_documents = len(places), max(starts.numel() - 1, 1)
+def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
+    """Steps around the ring after which no remaining rank's queries see the keys, 0 to size - 1.
+
+    `positions`: tokens of each rank; `starts` [D + 1]: where documents begin.
+    """
+    size, num_documents = len(positions), max(starts.numel() - 1, 1)
     last_query = torch.full((size, num_documents), -1, dtype=torch.int64)
     first_key = torch.full((size, num_documents), torch.iinfo(torch.int64).max)
     edges = starts.to(device="cpu", dtype=torch.int64)
-    for rank, owned in enumerate(places):
-        document = torch.searchsorted(edges, owned.index, right=True) - 1
-        last_query[rank].scatter_reduce_(0, document, owned.index, "amax")
-        first_key[rank].scatter_reduce_(0, document, owned.index, "amin")
+    for rank, own in enumerate(positions):
+        document = torch.searchsorted(edges, own.index, right=True) - 1
+        last_query[rank].scatter_reduce_(0, document, own.index, "amax")
+        first_key[rank].scatter_reduce_(0, document, own.index, "amin")
     # A rank's last query of a document sees the most: it sees another's keys if it sees the first
     # of them.
     sees = (last_query[:, None] >= first_key[None]).any(-1)
@@ -31,20 +34,21 @@ def _hops(places: Sequence[Places], starts: torch.Tensor) -> int:
 
 @dataclass
 class AttentionPlan:
-    """Who holds which tokens of one micro-batch, and the work lists that follow; made once, used by
-    every layer.
-    """
+    """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
 
     lengths: list[int]
-    """Tokens of each rank, in the order of the sequence axis."""
+    """Tokens of each rank of the sequence axis, in its order."""
     ulysses: int
-    places: list[Places]
-    """Per outer rank: the places of its inner ranks' tokens together, in their order."""
+    """Ranks of one Ulysses group."""
+    positions: list[Positions]
+    """By Ulysses group, the positions of its ranks' tokens, rank after rank."""
     hops: int
-    """Steps that keys travel round the outer ring; beyond, nobody sees them."""
+    """Steps that keys and values travel around the ring; after them no query sees them."""
     block: Block
+    """The block attention kernel."""
     device: torch.device
-    _made: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
+    """Device of the work lists."""
+    _works: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -55,11 +59,17 @@ class AttentionPlan:
         ulysses: int = 1,
         block: str | None = None,
     ) -> AttentionPlan:
-        """From each rank's token positions [L_r] int64 and the documents' starts [D + 1]; the same
-        on every rank.
+        """Make the plan; every rank calls it with the same arguments but the device.
 
-        `ulysses` divides the number of ranks; `block` is a name in `BLOCKS`, by default that of the
-        device.
+        Args:
+            indices: by rank, positions of its tokens in the packed sequence, [L_r] int64.
+            starts: [D + 1] first position of each document, then the sequence's length.
+            device: where work lists are kept.
+            ulysses: ranks of a Ulysses group; divides the number of ranks.
+            block: a name in `BLOCKS`, by default that of the device.
+
+        Raises:
+            ValueError: `ulysses` does not divide the ranks, or there is no such block.
         """
         if ulysses < 1 or len(indices) % ulysses:
             raise ValueError(
@@ -75,32 +85,34 @@ class AttentionPlan:
             torch.cat(list(indices[start : start + ulysses]))
             for start in range(0, len(indices), ulysses)
         ]
-        places = [Places.of(index, starts) for index in joined]
+        positions = [Positions.of(index, starts) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         return AttentionPlan(
-            lengths, ulysses, places, _hops(places, starts), BLOCKS[name](), device
+            lengths, ulysses, positions, _hops(positions, starts), BLOCKS[name](), device
         )
 
     @property
     def group_lengths(self) -> list[int]:
-        """Tokens of each outer rank."""
-        return [int(owned.index.numel()) for owned in self.places]
+        """Tokens of each Ulysses group."""
+        return [int(own.index.numel()) for own in self.positions]
 
     def work(self, rank: int, owner: int | None) -> Any:
-        """The work list of outer rank `rank`'s queries and `owner`'s keys, or everybody's (None);
-        None where there is none.
+        """Work list for the queries of group `rank` and the keys of group `owner` (None: of all
+        groups).
+
+        None where no query sees any of the keys. Made when first asked for, then kept.
         """
-        if (rank, owner) not in self._made:
+        if (rank, owner) not in self._works:
             if owner is None:
-                keys = Places(
+                keys = Positions(
                     *(
                         torch.cat(parts)
                         for parts in zip(
-                            *((p.index, p.doc_start) for p in self.places), strict=True
+                            *((p.index, p.doc_start) for p in self.positions), strict=True
                         )
                     )
                 )
             else:
-                keys = self.places[owner]
-            self._made[rank, owner] = self.block.prepare(self.places[rank], keys, self.device)
-        return self._made[rank, owner]
+                keys = self.positions[owner]
+            self._works[rank, owner] = self.block.prepare(self.positions[rank], keys, self.device)
+        return self._works[rank, owner]

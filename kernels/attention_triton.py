@@ -1,4 +1,13 @@
-"""TODO"""
+"""Triton kernels of block attention: forward, and the gradients of keys and values and of queries.
+
+Every kernel is given lists of tiles to visit (`megarl.kernels.tiles`): first runs of tiles that are
+seen completely, which need no mask, then runs seen in part, whose positions are compared. Scores
+are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). The online softmax
+starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no atomics:
+equal inputs give equal bits.
+
+Suffixes of arguments: _l and _h are strides of a token and of a head.
+"""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Triton types a launch as a call of the kernel itself, without its options, and constants as never
@@ -28,8 +37,9 @@ def _rows(
     HEAD: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD and, if EDGE,
-    beyond num_rows.
+    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD.
+
+    With EDGE also 0 beyond num_rows, else all rows must exist.
     """
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
@@ -50,9 +60,8 @@ def _walk(
     source, head, start, head_stride, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """`_rows` of one head of a tensor that inner loops walk over; through the copy engine if it is
-    DESCRIBED, not a pointer.
-    """
+    """Rows of one head as `_rows`, through a tensor descriptor if DESCRIBED, else through a
+    pointer."""
     if DESCRIBED:
         values = source.load([start, tl.cast(head * HEAD, tl.int32)])
     else:
@@ -76,8 +85,9 @@ def _add_rows(
 
 @triton.jit
 def _program(rows_ptr, num_rows, section):
-    """(head, its row of work) of this program: sections of heads one after another, in each the
-    heaviest tiles first.
+    """(head, pointer to the work list's row) of this program.
+
+    Heads run in sections that fit the L2 cache; within a section the heaviest tiles come first.
     """
     pid = tl.program_id(0)
     return (
@@ -93,8 +103,9 @@ def _forward_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the tiles of keys in runs `first` to `last`: sums [rows, WIDTH], [rows],
-    maximum [rows].
+    """Online softmax over the key tiles in runs `first` to `last`.
+
+    Updates acc [rows, WIDTH], total [rows] (sum of exponentials) and top [rows] (maximum).
     """
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
@@ -132,13 +143,13 @@ def forward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head against every tile of keys it sees."""
+    """Attention of one tile of queries, of one head, to every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
-    places = start + tl.arange(0, ROWS)
-    inside = places < num_queries
-    lse = tl.load(lse_ptr + head * lse_h + places, mask=inside, other=float("-inf"))
+    offsets = start + tl.arange(0, ROWS)
+    inside = offsets < num_queries
+    lse = tl.load(lse_ptr + head * lse_h + offsets, mask=inside, other=float("-inf"))
     started_at = lse > float("-inf")
     dims = tl.arange(0, WIDTH)
     out_ptr += head * out_h + tl.cast(start, tl.int64) * out_l
@@ -149,8 +160,8 @@ def forward_kernel(
     total = tl.where(started_at, 1.0, 0.0)
     top = lse * LOG2_E
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
-    index_q = tl.load(index_q_ptr + places)
-    start_q = tl.load(start_q_ptr + places)
+    index_q = tl.load(index_q_ptr + offsets)
+    start_q = tl.load(start_q_ptr + offsets)
     for partial in tl.static_range(2):  # tiles seen whole, then those seen in part
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         acc, total, top = _forward_runs(
@@ -161,7 +172,7 @@ def forward_kernel(
     total = tl.where(seen, total, 1.0)
     tl.store(out_ptrs, acc / total[:, None], mask=inside[:, None] & (dims[None, :] < HEAD))
     tl.store(
-        lse_ptr + head * lse_h + places,
+        lse_ptr + head * lse_h + offsets,
         tl.where(seen, (top + tl.math.log2(total)) * _LN_2, float("-inf")),
         mask=inside,
     )
@@ -172,22 +183,21 @@ def row_sums_kernel(
     grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(grad_out out), and lse in base 2 with +inf where a row sees nothing: exp2 then
-    gives p = 0.
-    """
+    """delta = rowsum(grad_out out), and lse in base 2 with +inf for rows that see nothing (p =
+    0)."""
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
-    places = start + tl.arange(0, ROWS)
+    offsets = start + tl.arange(0, ROWS)
     grad_out = _rows(
         grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
     )
     out = _rows(out_ptr + head * out_h, start, out_l, num_queries, ROWS, WIDTH, HEAD, True)
-    lse = tl.load(lse_ptr + head * lse_h + places, mask=places < num_queries, other=float("-inf"))
+    lse = tl.load(lse_ptr + head * lse_h + offsets, mask=offsets < num_queries, other=float("-inf"))
     tl.store(
-        delta_ptr + head * padded + places, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+        delta_ptr + head * padded + offsets, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
     )
     tl.store(
-        lse2_ptr + head * padded + places,
+        lse2_ptr + head * padded + offsets,
         tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E),
     )
 
@@ -199,21 +209,19 @@ def _grad_keys_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tiles of queries in runs `first` to `last` give to a tile of keys; scores are
-    [keys, queries] here.
-    """
+    """Add the gradients from the query tiles in runs `first` to `last` to one tile of keys."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            places = start + tl.arange(0, COLUMNS)
+            offsets = start + tl.arange(0, COLUMNS)
             q = _walk(
                 q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
             )
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + places)[None, :])
+            p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + offsets)[None, :])
             if PARTIAL:
-                index_q = tl.load(index_q_ptr + places)[None, :]
-                start_q = tl.load(start_q_ptr + places)[None, :]
+                index_q = tl.load(index_q_ptr + offsets)[None, :]
+                start_q = tl.load(start_q_ptr + offsets)[None, :]
                 p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
             grad_out = _walk(
                 grad_out_ptr,
@@ -230,7 +238,7 @@ def _grad_keys_runs(
             )
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            grad_scores = p * (grad_p - tl.load(delta_ptr + places)[None, :])
+            grad_scores = p * (grad_p - tl.load(delta_ptr + offsets)[None, :])
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
@@ -244,9 +252,8 @@ def grad_keys_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head: its gradients from every query head of the group, summed
-    here and in this order.
-    """
+    """Gradients of one tile of keys and values of one KV head, summed over its query heads in
+    order."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
@@ -277,7 +284,7 @@ def _grad_queries_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tiles of keys in runs `first` to `last` give to a tile of queries."""
+    """Add the gradients from the key tiles in runs `first` to `last` to one tile of queries."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
@@ -306,19 +313,19 @@ def grad_queries_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head: its gradient from every tile of keys it sees."""
+    """Gradient of one tile of queries of one head from every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
-    places = start + tl.arange(0, ROWS)
+    offsets = start + tl.arange(0, ROWS)
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
     grad_out = _rows(
         grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
     )
-    lse2 = tl.load(lse2_ptr + head * padded + places)
-    delta = tl.load(delta_ptr + head * padded + places)
-    index_q = tl.load(index_q_ptr + places)
-    start_q = tl.load(start_q_ptr + places)
+    lse2 = tl.load(lse2_ptr + head * padded + offsets)
+    delta = tl.load(delta_ptr + head * padded + offsets)
+    index_q = tl.load(index_q_ptr + offsets)
+    start_q = tl.load(start_q_ptr + offsets)
     grad_q = tl.zeros([ROWS, WIDTH], tl.float32)
     for partial in tl.static_range(2):
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)

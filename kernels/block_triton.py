@@ -1,13 +1,6 @@
-"""The block of attention for GPUs: flash attention whose mask comes from places, in Triton.
+"""The block of attention for GPUs: flash attention masked by positions, in Triton.
 
-A tile of queries meets a tile of keys in one of three ways, told by the smallest and largest place
-in each: it sees none of them (never visited), all of them (no mask), or some (places are compared).
-Visits are stored as runs of neighbouring tiles, so that the inner loop has a plain counter and
-pipelines like that of an ordinary causal kernel.
-
-Scores live in base 2: exp(scale x) = exp2(scale2 x), scale2 = scale log2(e). Sums begin from what
-other blocks left in `out` and `lse`, which is a state of the online softmax like any other (top =
-lse, total = 1). Nothing uses atomics: equal inputs give equal bits.
+The kernels are in `attention_triton.py`, their work lists in `tiles.py`.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -28,28 +21,32 @@ from megarl.kernels.attention_triton import (
     grad_queries_kernel,
     row_sums_kernel,
 )
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.tiles import Tile, Tiles, Work, padded_width, section_of, tiles_of
 
 ROW_SUM_ROWS = 32
+"""Queries that one program of `row_sums_kernel` processes."""
 
 
 class TritonBlock:
-    """Attention of some queries to some keys (the contract: `blocks.Block`) in float32, float16 or
-    bfloat16.
+    """`Block` for GPUs: float32, float16 or bfloat16, head widths up to 256.
 
-    Products of 16-bit tensors are summed in float32; float32 ones are exact (no TF32), hence slow.
-    `tiles` replaces the shapes of programs. `descriptors` has Hopper's copy engine load what inner
-    loops walk over, where widths and strides allow: fewer registers and instructions, but not yet
-    tried on a GPU. Errors: ValueError for other types, head widths over 256 and scales that are not
-    positive.
+    16-bit products are summed in float32; float32 products are exact (no TF32) and slow. Raises
+    `ValueError` for other dtypes, larger heads and scales that are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
+        """Choose tile sizes and how inner loops load memory.
+
+        Args:
+            tiles: tile sizes, by default those of the device.
+            descriptors: load through Hopper's tensor memory accelerator where widths and strides
+                allow: fewer registers and instructions. Not yet tried on a GPU.
+        """
         self.tiles, self.descriptors = tiles, descriptors
 
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> Work | None:
-        """The work list of this pair on `device`; None where no query sees any key."""
+    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
+        """Work list for this pair on `device`; None where no query attends to any key."""
         return Work.of(queries, keys, device)
 
     def forward(
@@ -62,7 +59,7 @@ class TritonBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge this block into `out` [Lq, Hq, D] and `lse` [Hq, Lq], float32, in place."""
+        """As `Block.forward`; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are float32."""
         common = self._common(q, k, v, scale)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -91,9 +88,8 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D],
-        float32, in place.
-        """
+        """As `Block.backward`; `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D] are
+        float32."""
         common = self._common(q, k, v, scale)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -107,7 +103,7 @@ class TritonBlock:
             grad_out, out, lse, lse2, delta, num_queries, padded, *_strides(grad_out, out), lse.stride(0),
             ROWS=ROW_SUM_ROWS, WIDTH=common["WIDTH"], HEAD=common["HEAD"], num_warps=4,
         )  # fmt: skip
-        places = (work.index_q, work.start_q, work.index_k)
+        positions = (work.index_q, work.start_q, work.index_k)
         scales = (scale, scale * LOG2_E.value)
         head_bytes = 2 * q.shape[2] * q.itemsize
 
@@ -116,7 +112,7 @@ class TritonBlock:
         section = section_of(k.shape[1], num_queries * head_bytes * query_heads // k.shape[1])
         (walked_q, walked_grad), described = self._walked(tile, q, grad_out)
         grad_keys_kernel[(len(rows) * k.shape[1],)](
-            walked_q, k, v, walked_grad, lse2, delta, grad_k, grad_v, *places, rows, runs,
+            walked_q, k, v, walked_grad, lse2, delta, grad_k, grad_v, *positions, rows, runs,
             num_queries, len(k), len(rows), section, padded, *_strides(q, k, v, grad_out, grad_k, grad_v), *scales,
             DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
@@ -125,17 +121,17 @@ class TritonBlock:
         section = section_of(query_heads, len(k) * head_bytes * k.shape[1] // query_heads)
         walked, described = self._walked(tile, k, v)
         grad_queries_kernel[(len(rows) * query_heads,)](
-            q, *walked, grad_out, lse2, delta, grad_q, *places, rows, runs, num_queries, len(k), len(rows), section, padded,
+            q, *walked, grad_out, lse2, delta, grad_q, *positions, rows, runs, num_queries, len(k), len(rows), section, padded,
             *_strides(q, k, v, grad_out, grad_q), *scales, DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
+        """Tile sizes of the kernel `name` for these queries."""
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """What a kernel that walks over `tensors` [L, H, D] is given for them, and whether that is
-        descriptors.
-        """
+        """(tensor descriptors or the tensors [L, H, D] themselves, whether they are
+        descriptors)."""
         length, heads, width = tensors[0].shape
         fits = all(
             x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -152,7 +148,7 @@ class TritonBlock:
 
     @staticmethod
     def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
-        """What all three kernels are compiled for, checked."""
+        """Compile-time constants of all kernels; raises `ValueError` for unsupported inputs."""
         if (
             q.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             or not q.dtype == k.dtype == v.dtype
@@ -175,12 +171,13 @@ class TritonBlock:
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Row and head stride of each [L, H, D]; the last dimension is contiguous."""
+    """Token stride and head stride of each tensor [L, H, D], whose last dimension is contiguous."""
     assert all(x.stride(2) == 1 for x in tensors), "the head width must be contiguous"
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
+    """A tile as compile-time arguments of a kernel."""
     shape = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

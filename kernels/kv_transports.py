@@ -1,4 +1,7 @@
-"""TODO"""
+"""How queries of one rank meet keys and values of all ranks: ring attention or all-gather.
+
+To add a transport, write a class with the two methods of `Transport` and add it to `TRANSPORTS`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,34 @@ from megarl.kernels.attention_plan import AttentionPlan
 from megarl.kernels.exchange import Exchange, Pending
 
 KEYS_CHANNEL, GRADIENTS_CHANNEL = 0, 1
+"""Channels of the ring's messages: keys and values, and their gradients."""
 
 
 class Call(NamedTuple):
-    """What stays the same through one call's forward and backward."""
+    """What forward and backward of one attention call share."""
 
     plan: AttentionPlan
     inner: Exchange
+    """The ranks of this Ulysses group."""
     outer: Exchange
+    """The ranks with the same number in each Ulysses group: the ring."""
     scale: float
     transport: Transport
 
 
 class ForwardSums(NamedTuple):
-    """Queries, and the sums over the blocks seen so far."""
+    """Queries of this rank and the attention output over the keys seen so far."""
 
     q: torch.Tensor
+    """[Lq, Hq, D]"""
     out: torch.Tensor
+    """[Lq, Hq, D] float32 or float64"""
     lse: torch.Tensor
+    """[Hq, Lq] float32 or float64"""
 
     def add(self, call: Call, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge the block of `owner`'s keys and values, kv [Lk, 2, Hkv, D]."""
+        """Merge attention to keys and values kv [Lk, 2, Hkv, D] of group `owner` (None: of all
+        groups)."""
         work = call.plan.work(call.outer.rank, owner)
         if work is not None:
             call.plan.block.forward(
@@ -40,7 +50,7 @@ class ForwardSums(NamedTuple):
 
 
 class BackwardSums(NamedTuple):
-    """What the gradients of any block need, and the sum of those of q."""
+    """Saved tensors of this rank's queries, and the sum of their gradient."""
 
     grad_out: torch.Tensor
     q: torch.Tensor
@@ -51,8 +61,9 @@ class BackwardSums(NamedTuple):
     def add(
         self, call: Call, kv: torch.Tensor, owner: int | None, grad: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Gradient of `owner`'s keys and values [Lk, 2, Hkv, D], as far as these queries go, added
-        to `grad` where given.
+        """Gradient [Lk, 2, Hkv, D] of kv from this rank's queries, added to `grad` where given.
+
+        Also adds to `grad_q`. `owner` is as in `ForwardSums.add`.
         """
         if grad is None:
             grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
@@ -66,35 +77,40 @@ class BackwardSums(NamedTuple):
 
 
 class Transport(Protocol):
-    """How a rank's queries meet the keys of the others. On every rank the same calls of the
-    exchange, tokens or none.
+    """How a rank's queries meet the keys of the others.
+
+    Every rank makes the same calls of the exchange, even one without tokens.
     """
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        """Add every block to `sums`; kv [L, 2, Hkv, D] is this rank's."""
+        """Merge attention to the keys of all ranks into `sums`; kv [L, 2, Hkv, D] are this rank's
+        own."""
         ...
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
-        """Add every block to `sums.grad_q`; returns the gradient of this rank's kv over all
-        queries.
+        """Add the gradients of this rank's queries to `sums.grad_q`.
+
+        Returns the gradient [L, 2, Hkv, D] of this rank's kv from the queries of all ranks.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys and values travel from rank to rank. In backward their gradients follow them, on a
-    channel of their own, and go home in one message from where the last rank saw them.
+    """Ring attention (arXiv:2310.01889): keys and values travel from rank to rank.
 
-    With `overlap` the next block is on its way while this one is computed, at the price of room for
-    both, and for gradients that arrive and leave. Without, each message is waited for: the least
-    memory, for links that are fast beside the blocks.
+    In backward their gradients follow on a channel of their own, and return to the owner in one
+    message from the last rank that saw them.
     """
 
     overlap: bool
+    """Receive the next block while this one is computed, which needs memory for both. Without it
+    every message is waited for: least memory, for links that are fast compared with the
+    computation."""
 
     @staticmethod
     def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
+        """Start receiving the keys and values of the next step."""
         owner = (call.outer.rank - step - 1) % call.outer.size
         return call.outer.shift(
             kv, (call.plan.group_lengths[owner], *kv.shape[1:]), channel=KEYS_CHANNEL
@@ -138,19 +154,18 @@ class Ring:
 
 
 class AllGather:
-    """Everybody's keys and values at once, one pass, and the sum of their gradients by
-    reduce-scatter.
-    """
+    """All-gather of keys and values, one attention call, reduce-scatter of their gradients."""
 
     @staticmethod
-    def _everybody(call: Call, kv: torch.Tensor) -> torch.Tensor:
+    def _gathered(call: Call, kv: torch.Tensor) -> torch.Tensor:
+        """Keys and values of all ranks, [sum of L, 2, Hkv, D]."""
         return torch.cat(call.outer.all_gather(kv, call.plan.group_lengths))
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        sums.add(call, self._everybody(call, kv), None)
+        sums.add(call, self._gathered(call, kv), None)
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
-        grad = sums.add(call, self._everybody(call, kv), None)
+        grad = sums.add(call, self._gathered(call, kv), None)
         return call.outer.reduce_scatter(grad.split(call.plan.group_lengths))
 
 
@@ -159,3 +174,4 @@ TRANSPORTS: dict[str, Transport] = {
     "ring_lean": Ring(overlap=False),
     "all_gather": AllGather(),
 }
+"""{name, as in `training.sequence.transport`: transport}"""

@@ -1,4 +1,8 @@
-"""TODO"""
+"""Block attention through a ready-made attention kernel, one call for each `megarl.kernels.pieces`.
+
+An `Operator` wraps the kernel: torch's flash attention for CPU (`block_cpu.py`), FlashAttention-2
+and cuDNN (`block_cuda.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,19 @@ from typing import Protocol
 
 import torch
 
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.pieces import Work, pieces_of, spans_of
 
 
 class Operator(Protocol):
-    """What computes one piece: q [B, Hq, n, D], k and v [B, Hkv, m, D], Hkv divides Hq, last
-    dimension contiguous.
+    """An attention kernel: q [B, Hq, n, D], k and v [B, Hkv, m, D], last dimension contiguous.
 
-    `causal` comes only with n = m: whether the kernel aligns its mask top left or bottom right is
-    all one. `mask` is a piece's.
+    Hkv divides Hq. `causal` is only used with n = m, so the alignment of the kernel's mask does not
+    matter. `mask` is `Piece.mask`.
     """
 
-    widens: bool
-    """Inputs are converted to the dtype of the sums before; otherwise all keep that of q, and
-    partial results may.
-    """
+    upcasts: bool
+    """Whether inputs are first converted to the dtype of the sums (float32 or float64)."""
 
     def forward(
         self,
@@ -32,9 +33,8 @@ class Operator(Protocol):
         mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], natural log-sum-exp of the scaled scores [B, Hq, n] in the dtype of
-        the sums).
-        """
+        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n] in the dtype of the
+        sums)."""
         ...
 
     def backward(
@@ -49,18 +49,20 @@ class Operator(Protocol):
         mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v in their shapes. `out` and `lse` are those over all keys; `lse`
-        may be a strided view.
+        """Gradients of q, k and v, in their shapes.
+
+        `out` and `lse` are those over all keys; `lse` may be a strided view.
         """
         ...
 
 
 def _order(index: torch.Tensor) -> torch.Tensor | None:
+    """[L] order that sorts positions, or None if they are sorted."""
     return None if bool((index[1:] > index[:-1]).all()) else index.argsort()
 
 
 def _heads(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Rows of x [L, H, D] as the kernel wants them: [B, H, n, D]."""
+    """Rows of x [L, H, D] as a kernel takes them, [B, H, n, D]."""
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1)[None]
     return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
@@ -74,8 +76,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> None:
-    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place; rows of `lse` may be
-    -inf.
+    """Merge attention over further keys, `more` [n, H, D] with its lse [H, n], into `out` and
+    `lse`.
+
+    In place. Entries of `lse` may be -inf, those of `more_lse` may not.
     """
     if lse.device.type == "cpu" and bool(
         (lse == -torch.inf).all()
@@ -90,7 +94,7 @@ def _merge(
 
 
 def _add(total: torch.Tensor, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:
-    """Add [B, H, n, D] to the rows of `total` [L, H, D]."""
+    """Add grad [B, H, n, D] to these rows of `total` [L, H, D], in place."""
     if isinstance(rows, slice):
         total[rows] += grad[0].transpose(0, 1)
     else:
@@ -98,12 +102,12 @@ def _add(total: torch.Tensor, rows: slice | torch.Tensor, grad: torch.Tensor) ->
 
 
 class PieceBlock:
-    """`Block` by pieces, through `operator`."""
+    """`Block` that computes piece by piece through an operator."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
 
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> Work | None:
+    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
         query_order, key_order = _order(queries.index), _order(keys.index)
         index, starts = queries.index, queries.doc_start
         if query_order is not None:
@@ -127,9 +131,9 @@ class PieceBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        if self.operator.widens:
+        if self.operator.upcasts:
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
-        whole_out, whole_lse = out, lse
+        full_out, full_lse = out, lse
         if work.query_order is not None:
             q, out = q.index_select(0, work.query_order), out.index_select(0, work.query_order)
             lse = lse.index_select(1, work.query_order)
@@ -162,8 +166,8 @@ class PieceBlock:
             out.index_copy_(0, rows, sum_out)
             lse.index_copy_(1, rows, sum_lse)
         if work.query_order is not None:
-            whole_out.index_copy_(0, work.query_order, out)
-            whole_lse.index_copy_(1, work.query_order, lse)
+            full_out.index_copy_(0, work.query_order, out)
+            full_lse.index_copy_(1, work.query_order, lse)
 
     def backward(
         self,
@@ -179,16 +183,16 @@ class PieceBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        kind = grad_q.dtype if self.operator.widens else q.dtype
+        kind = grad_q.dtype if self.operator.upcasts else q.dtype
         grad_out, q, k, v, out = (x.to(kind) for x in (grad_out, q, k, v, out))
-        whole_q, whole_k, whole_v = grad_q, grad_k, grad_v
+        full_q, full_k, full_v = grad_q, grad_k, grad_v
         if work.query_order is not None:
             grad_out, q, out = (x.index_select(0, work.query_order) for x in (grad_out, q, out))
             lse = lse.index_select(1, work.query_order)
-            grad_q = torch.zeros_like(q, dtype=whole_q.dtype)
+            grad_q = torch.zeros_like(q, dtype=full_q.dtype)
         if work.key_order is not None:
             k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
-            grad_k, grad_v = (torch.zeros_like(x, dtype=whole_k.dtype) for x in (k, v))
+            grad_k, grad_v = (torch.zeros_like(x, dtype=full_k.dtype) for x in (k, v))
         for piece in work.pieces:
             rows, upstream = piece.queries, _heads(grad_out, piece.queries)
             if isinstance(rows, slice):
@@ -223,7 +227,7 @@ class PieceBlock:
             _add(grad_k, piece.keys, gradients[1])
             _add(grad_v, piece.keys, gradients[2])
         if work.query_order is not None:
-            whole_q.index_add_(0, work.query_order, grad_q)
+            full_q.index_add_(0, work.query_order, grad_q)
         if work.key_order is not None:
-            whole_k.index_add_(0, work.key_order, grad_k)
-            whole_v.index_add_(0, work.key_order, grad_v)
+            full_k.index_add_(0, work.key_order, grad_k)
+            full_v.index_add_(0, work.key_order, grad_v)

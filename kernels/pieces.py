@@ -1,14 +1,12 @@
-"""Block attention through a ready-made kernel that knows no mask but the causal one, cut into
-pieces that need none.
+"""Split a masked attention problem into pieces that kernels with a plain causal mask can compute.
 
-With queries and keys in order of their position, a query sees a prefix of its document's keys, and
-later queries see no fewer: a staircase. It falls apart into rectangles (everything visible) and
-causal triangles, neither of which needs a mask; that is all there is in contiguous, zigzag and
-striped cuts. What is left, uneven stairs of an irregular cut, goes in small tiles with a mask.
-Small pieces of like shape (rows of many short documents) are computed together, padded.
+With queries and keys sorted by position, each query sees a range of keys that grows from query to
+query: a staircase. A staircase splits into rectangles (all visible) and causal triangles, which
+need no mask; contiguous, zigzag and striped splits contain nothing else. Irregular staircases
+become small tiles with an explicit mask. Small pieces of similar shape, as from many short
+documents, are padded and computed as one batch.
 
-What computes a piece is an `Operator`: torch's flash kernel for CPU (`block_cpu.py`), flash and
-cuDNN (`block_cuda.py`).
+A `Piece` here is a range of queries and keys; `megarl.parallel.reshard.boxes.Piece` is unrelated.
 """
 
 from __future__ import annotations
@@ -20,54 +18,52 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 64
-"""Queries of a masked tile; a regular stretch of more than this is cut out as rectangle or
-triangle.
-"""
+"""Queries of a masked tile; longer regular stretches become a rectangle or a triangle."""
 TILE_KEYS = 512
 """Keys of a masked tile, at most."""
-SMALL = 128 * 128
-"""Score entries of a piece up to which it is computed together with others: the cost of a call is
-that of about these.
-"""
-TOGETHER = 2**20
-"""Score entries of pieces computed together, at most: bounds the masks and the copies."""
-GRID = 1.25
-"""Sides of pieces computed together differ by at most about this factor: bounds the padding."""
+SMALL_SCORES = 128 * 128
+"""Pieces of at most so many scores are batched: a kernel call costs as much as about these."""
+BATCH_SCORES = 2**20
+"""Scores of one batch, at most; bounds the memory of masks and copies."""
+SIDE_RATIO = 1.25
+"""Side lengths of the pieces in a batch differ by at most about this factor; bounds the padding."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [q0, q1) and keys [k0, k1), both in order of position; `kind` is full, causal
-    (square) or stairs.
-    """
+    """Queries [q0, q1) and keys [k0, k1), both sorted by position, and which keys they see."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: str
+    """"full" (all), "causal" (square, lower triangle) or "stairs" (needs a mask)."""
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(queries, keys)"""
         return self.q1 - self.q0, self.k1 - self.k0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of the kernel: a span, or several padded to one shape."""
+    """One call of an attention kernel: a span, or several spans padded to one shape."""
 
     queries: slice | torch.Tensor
-    """Rows of q, or [B, n] int64: padded by repeating the last row."""
+    """Rows of q, or [B, n] int64 with short spans padded by repeating their last row."""
     keys: slice | torch.Tensor
-    """Rows of k and v, or [B, m] int64."""
+    """Rows of k and v, or [B, m] int64, padded in the same way."""
     causal: bool
+    """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
-    """[B, 1, n or 1, m] float32: 0, or -inf where a key is hidden. Every query sees some key."""
+    """[B, 1, n or 1, m] float32 to be added to scores: 0, or -inf for hidden keys; no query is all
+    -inf."""
     real: torch.Tensor | None = None
-    """Flat positions of the queries that are not padding; None where all are real."""
+    """Flat indices into `queries` [B * n] that are not padding; None where there is no padding."""
 
     def to(self, device: torch.device) -> Piece:
-        """With its tensors on `device`."""
+        """The same piece with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
             x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
@@ -77,17 +73,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """The pieces of one pair of blocks, no query twice among pieces of one kind."""
+    """The pieces of one pair of queries and keys; a query is at most once in a piece, but in many
+    pieces."""
 
     query_order: torch.Tensor | None
-    """[Lq] int64: queries by position; None where they are in order already."""
+    """[Lq] int64 order of the queries by position; None where they are sorted already."""
     key_order: torch.Tensor | None
+    """[Lk] int64 order of the keys by position; None where they are sorted already."""
     pieces: list[Piece]
 
 
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut `rows` (queries that see something) into [a, b) of one document: long where stairs are
-    even, tiles elsewhere.
+    """Split the queries into stretches [a, b) of one document: long where the staircase is regular.
+
+    Args:
+        first: by query, the first key that it sees.
+        upto: by query, the last key that it sees, plus 1.
+        rows: the queries, those that see at least one key.
     """
     steps = [
         u1 - u0 if f1 == f0 else -1
@@ -128,7 +130,10 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[list[Span], torch.Tensor]:
-    """The staircase in spans, and per query the end of the keys it sees; all positions ascend."""
+    """Split a staircase: (spans, [Lq] end of the keys that each query sees).
+
+    `queries` and `keys` are ascending positions; `starts` [Lq] those of the queries' documents.
+    """
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)
     seen = (all_upto > all_first).nonzero()[:, 0]
@@ -158,20 +163,20 @@ def spans_of(
 
 
 def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
-    """[n, m] float32: -inf beyond what each query sees."""
+    """[n, m] float32 mask of a span: -inf for keys that a query does not see."""
     hidden = torch.arange(span.k0, span.k1)[None] >= upto[span.q0 : span.q1, None]
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _alone(span: Span, upto: torch.Tensor) -> Piece:
+def _single(span: Span, upto: torch.Tensor) -> Piece:
+    """A piece of one span."""
     mask = _mask(span, upto)[None, None] if span.kind == "stairs" else None
     return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
 
 
-def _together(spans: list[Span], upto: torch.Tensor) -> Piece:
-    """Spans of one kind as one batch; in a causal one the padded keys lie behind every real
-    query.
-    """
+def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
+    """A piece of several spans of one kind, padded; causal spans are padded after every real
+    query."""
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
     q_first, q_last = (
         torch.tensor([span.q0 for span in spans])[:, None],
@@ -197,19 +202,24 @@ def _together(spans: list[Span], upto: torch.Tensor) -> Piece:
 
 
 def pieces_of(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
+    """Pieces for all spans; small ones of similar shape are batched."""
     groups: dict[tuple[str, int, int], list[Span]] = {}
     pieces = []
     for span in spans:
         n, m = span.shape
-        if n * m > SMALL:
-            pieces.append(_alone(span, upto))
+        if n * m > SMALL_SCORES:
+            pieces.append(_single(span, upto))
         else:
-            key = (span.kind, math.ceil(math.log(n, GRID)), math.ceil(math.log(m, GRID)))
+            key = (
+                span.kind,
+                math.ceil(math.log(n, SIDE_RATIO)),
+                math.ceil(math.log(m, SIDE_RATIO)),
+            )
             groups.setdefault(key, []).append(span)
     for group in groups.values():
         area = max(span.shape[0] for span in group) * max(span.shape[1] for span in group)
-        most = max(1, TOGETHER // area)
+        most = max(1, BATCH_SCORES // area)
         for start in range(0, len(group), most):
             some = group[start : start + most]
-            pieces.append(_alone(some[0], upto) if len(some) == 1 else _together(some, upto))
+            pieces.append(_single(some[0], upto) if len(some) == 1 else _batched(some, upto))
     return pieces

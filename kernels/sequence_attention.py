@@ -1,19 +1,18 @@
-"""Attention over a packed row that is split by token over ranks: schedules of block attention over
-an injected `Exchange`.
+"""Attention over a packed sequence whose tokens are split over ranks (context parallelism).
 
     q [L, Hq, D], k and v [L, Hkv, D] of this rank's tokens  ->  out [L, Hq, D]
 
-Two degrees make every schedule. Inside, `inner.size` ranks (Ulysses) swap tokens for heads, so that
-each holds all of their tokens and some of the heads. Outside, keys and values go round by one of
-`TRANSPORTS`, and each arriving block is merged by its log-sum-exp:
+Two degrees combine. Within a Ulysses group (`inner`), ranks exchange tokens for heads. Between
+groups (`outer`), keys and values travel by one of `kv_transports.TRANSPORTS`, and each arriving
+block is merged by its log-sum-exp:
 
-    ring             inner 1             ring, or ring_lean
-    all-gather       inner 1             all_gather
-    Ulysses          inner everybody     (outer 1)
-    Ulysses x ring   both
+    ring             inner 1             transport ring or ring_lean
+    all-gather       inner 1             transport all_gather
+    Ulysses          inner all ranks     (outer 1)
+    Ulysses x ring   both above 1
 
-Everybody knows everybody's places, so no index is ever sent, and ranks may hold any tokens, in any
-number. To add a transport, add an entry to `TRANSPORTS`; to add a block kernel, one to `BLOCKS`.
+Every rank knows all ranks' positions, so positions are never sent, and ranks may have any tokens,
+in any number. A block kernel is chosen from `blocks.BLOCKS`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, sum_dtype
 
 
 class _OverTokens(torch.autograd.Function):
-    """Attention of this outer rank's queries to all keys; heads are independent here."""
+    """Attention of this group's queries to the keys of all groups; heads are independent."""
 
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
@@ -59,6 +58,7 @@ def _check(
     inner: Exchange,
     outer: Exchange,
 ) -> None:
+    """Raise `ValueError` where shapes, plan, exchanges or numbers of heads do not match."""
     if inner.size != plan.ulysses or inner.size * outer.size != len(plan.lengths):
         raise ValueError(
             f"the plan is for {len(plan.lengths)} sequence ranks in Ulysses groups of"
@@ -76,7 +76,7 @@ def _check(
         )
     query_heads, kv_heads, degree = q.shape[1], k.shape[1], inner.size
     if query_heads % kv_heads:
-        raise ValueError(f"{kv_heads} key heads do not divide {query_heads} query heads")
+        raise ValueError(f"{kv_heads} KV heads do not divide {query_heads} query heads")
     if query_heads % degree or (kv_heads % degree and degree % kv_heads):
         fitting = [
             n
@@ -84,7 +84,7 @@ def _check(
             if query_heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
         ]
         raise ValueError(
-            f"Ulysses groups of {degree} cannot share {query_heads} query heads and {kv_heads} key"
+            f"Ulysses groups of {degree} cannot share {query_heads} query heads and {kv_heads} KV"
             f" heads; set the Ulysses degree to one of {', '.join(map(str, fitting))} and leave the"
             " rest to the ring"
         )
@@ -100,13 +100,21 @@ def sequence_attention(
     scale: float,
     transport: str,
 ) -> torch.Tensor:
-    """Causal attention inside each document, whoever holds its tokens; returns [L, Hq, D] in the
-    dtype of q. Differentiable once.
+    """Causal attention within each document, whichever ranks have its tokens; [L, Hq, D].
 
-    q [L, Hq, D], k and v [L, Hkv, D]: this rank's tokens in the order of its index array; it is
-    number `outer.rank * inner.size + inner.rank` of the plan. Every rank must call forward and
-    backward equally often and in the same order; one without tokens too, so its loss must depend on
-    the output. Raises `ValueError` where shapes, exchanges or head numbers do not fit.
+    Differentiable once. Every rank must call forward and backward equally often and in the same
+    order. That includes ranks without tokens, whose loss must depend on the output.
+
+    Args:
+        q, k, v: [L, Hq, D] and twice [L, Hkv, D]: this rank's tokens in the order of its positions.
+        plan: all ranks' tokens; this rank is number `outer.rank * inner.size + inner.rank` of it.
+        inner: the ranks of this Ulysses group.
+        outer: the ranks with the same number in each group.
+        scale: factor of the scores before the softmax.
+        transport: a name in `TRANSPORTS`.
+
+    Raises:
+        ValueError: shapes, exchanges or numbers of heads do not match the plan.
     """
     if transport not in TRANSPORTS:
         raise ValueError(

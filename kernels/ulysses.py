@@ -1,4 +1,8 @@
-"""TODO"""
+"""Ulysses (arXiv:2309.14509): all-to-alls that exchange a split by tokens for a split by heads.
+
+Before attention a rank has its own tokens with all heads; in between it has all tokens of its
+Ulysses group with some of the heads.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from megarl.kernels.kv_transports import Call
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -18,23 +23,26 @@ def _inner_lengths(call: Call) -> list[int]:
 
 
 def _tokens_to_heads(x: list[torch.Tensor], call: Call) -> torch.Tensor:
-    """Per inner rank the heads it needs of my tokens, [L, H', D] each -> the group's tokens with my
-    heads, [sum of L, H', D].
+    """All-to-all from own tokens to own heads.
+
+    x: by inner rank, the heads it needs of this rank's tokens, [L, H', D] each. Returns the group's
+    tokens with this rank's heads, [sum of L, H', D].
     """
     shapes = [(length, *x[0].shape[1:]) for length in _inner_lengths(call)]
     return torch.cat(call.inner.all_to_all([part.contiguous() for part in x], shapes))
 
 
 def _heads_to_tokens(x: torch.Tensor, call: Call) -> list[torch.Tensor]:
-    """The way back: per inner rank what it made of my tokens, [L, H', D] each."""
+    """All-to-all from own heads to own tokens: the inverse of `_tokens_to_heads`."""
     lengths = _inner_lengths(call)
     shape = (lengths[call.inner.rank], *x.shape[1:])
     return call.inner.all_to_all(list(x.contiguous().split(lengths)), [shape] * call.inner.size)
 
 
 def _needed(x: torch.Tensor, size: int, rank: int) -> slice:
-    """The heads of x [L, H, D] that inner rank `rank` works on: a share, or the one it has in
-    common with others.
+    """Heads of x [L, H, D] that inner rank `rank` works on.
+
+    An even share, or one head that several ranks have in common where heads are fewer than ranks.
     """
     num_heads = x.shape[1]
     first = rank * num_heads // size
@@ -42,8 +50,9 @@ def _needed(x: torch.Tensor, size: int, rank: int) -> slice:
 
 
 class TokensToHeads(torch.autograd.Function):
-    """q, k and v of my tokens and all heads -> of the Ulysses group's tokens and my heads, in one
-    message to each.
+    """q, k and v of this rank's tokens with all heads -> the group's tokens with this rank's heads.
+
+    One message to each rank of the group.
     """
 
     @staticmethod
@@ -75,7 +84,8 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """The output, of the Ulysses group's tokens and my heads -> of my tokens and all heads."""
+    """Attention output of the group's tokens with this rank's heads -> own tokens with all
+    heads."""
 
     @staticmethod
     def forward(ctx, out, call: Call):
