@@ -25,8 +25,7 @@ def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
         document = torch.searchsorted(edges, own.index, right=True) - 1
         last_query[rank].scatter_reduce_(0, document, own.index, "amax")
         first_key[rank].scatter_reduce_(0, document, own.index, "amin")
-    # A rank's last query of a document sees the most: it sees another's keys if it sees the first
-    # of them.
+    # A rank sees keys of another if its last query of a document sees the other's first key.
     sees = (last_query[:, None] >= first_key[None]).any(-1)
     pairs = sees.nonzero()
     return int(((pairs[:, 0] - pairs[:, 1]) % size).max()) if len(pairs) else 0

@@ -123,7 +123,7 @@ def _forward_runs(
                 )
             higher = tl.maximum(top, tl.max(scores, 1) * scale2)
             base = higher
-            if PARTIAL:  # a row may have seen nothing yet, and -inf - -inf is NaN
+            if PARTIAL:  # a row without visible keys: -inf - -inf is NaN
                 base = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.math.exp2(scores * scale2 - base[:, None])
             shrink = tl.math.exp2(top - base)
@@ -150,19 +150,18 @@ def forward_kernel(
     offsets = start + tl.arange(0, ROWS)
     inside = offsets < num_queries
     lse = tl.load(lse_ptr + head * lse_h + offsets, mask=inside, other=float("-inf"))
-    started_at = lse > float("-inf")
+    has_seen = lse > float("-inf")
     dims = tl.arange(0, WIDTH)
     out_ptr += head * out_h + tl.cast(start, tl.int64) * out_l
     out_ptrs = out_ptr + (tl.arange(0, ROWS)[:, None] * out_l + dims[None, :])
-    # Rows that no block has touched are 0 and need no reading: the first block of a ring reads
-    # nothing.
-    acc = tl.load(out_ptrs, mask=started_at[:, None] & (dims[None, :] < HEAD), other=0.0)
-    total = tl.where(started_at, 1.0, 0.0)
+    # Rows without earlier blocks are 0 and need no load: the first block of a ring loads nothing.
+    acc = tl.load(out_ptrs, mask=has_seen[:, None] & (dims[None, :] < HEAD), other=0.0)
+    total = tl.where(has_seen, 1.0, 0.0)
     top = lse * LOG2_E
     q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
     index_q = tl.load(index_q_ptr + offsets)
     start_q = tl.load(start_q_ptr + offsets)
-    for partial in tl.static_range(2):  # tiles seen whole, then those seen in part
+    for partial in tl.static_range(2):  # 0: tiles seen completely, 1: in part
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         acc, total, top = _forward_runs(
             acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,

@@ -36,8 +36,7 @@ class Positions:
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
-        # Of empty documents the last one counts: `right` finds the document that holds the
-        # position.
+        # `right` skips empty documents that begin at the same position.
         return Positions(index, edges[torch.searchsorted(edges, index, right=True) - 1])
 
 

@@ -131,9 +131,8 @@ class FlashOperator:
         if mask is not None:
             return masked_backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
-        # The kernel reads lse through a bare pointer: it must be contiguous, and nothing there
-        # would say so.
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
+        # The kernel reads lse through a raw pointer without checking that it is contiguous.
         gradients = torch.ops.aten._flash_attention_backward.default(
             *(
                 *rows,
@@ -223,7 +222,7 @@ class CudnnOperator:
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         stats = lse.contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout state
         inputs = (
             _dense(grad_out),
             _dense(q),

@@ -52,8 +52,7 @@ class ReferenceBlock:
         scores = _scores(q, k, work, scale)
         block_lse = scores.logsumexp(-1)
         total = torch.logaddexp(lse, block_lse)
-        # Rows that have seen nothing yet are -inf on all sides: 0 keeps the differences below from
-        # being NaN.
+        # Rows without visible keys are -inf on both sides, and -inf - -inf is NaN.
         finite = total.masked_fill(total == -torch.inf, 0.0)
         block_out = torch.einsum("hqk,khd->qhd", (scores - finite[:, :, None]).exp(), v)
         out.mul_((lse - finite).exp().T[:, :, None]).add_(block_out)

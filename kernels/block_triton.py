@@ -139,8 +139,7 @@ class TritonBlock:
         )
         if not (self.descriptors and fits and width == padded_width(width)):
             return list(tensors), False
-        # Heads side by side are columns of one matrix, and a head that is a power of 2 wide is a
-        # tile of it.
+        # All heads are one matrix [L, heads x width]; a head of a power-of-2 width is a tile of it.
         return [
             TensorDescriptor(x, [length, heads * width], [x.stride(0), 1], [tile.columns, width])
             for x in tensors

@@ -130,8 +130,7 @@ class Ring:
         for step in range(hops + 1):
             owner, last = (outer.rank - step) % outer.size, step == hops
             coming = self._next(call, kv, step) if self.overlap and not last else None
-            # What the ranks before found of these keys: added to afterwards, or (without overlap)
-            # in place.
+            # Gradient of these keys from earlier ranks; without overlap it is added to in place.
             found = travelling.wait() if travelling is not None and not self.overlap else None
             grad = sums.add(call, kv, owner, found)
             if travelling is not None and self.overlap:

@@ -94,8 +94,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) ->
         return torch.mm(hidden, weight.T, out=logits)
     if logits.nbytes <= BLOCK_BYTES:
         return product(hidden, weight)
-    # oneDNN has no `out`: memory fresh from the system for a whole chunk would cost more than these
-    # copies.
+    # oneDNN has no `out` argument, and allocating a whole chunk costs more than these copies.
     for block in _blocks(weight.shape[0], 4 * hidden.shape[0]):
         logits[:, block] = product(hidden, weight[block])
     return logits
@@ -130,7 +129,7 @@ def _merged(
         return m, torch.stack([s, t, z_y, owned.to(s.dtype)])
     local = m.clone()
     shard.reduce_max(m)
-    # Where this rank has nothing but -inf, s and t are 0, and -inf minus -inf would be NaN.
+    # A shard of only -inf has s = t = 0, and -inf - -inf is NaN.
     shift = (local - m).masked_fill_(local == -torch.inf, 0.0)
     scale = shift.exp()
     shifted = [
@@ -173,7 +172,7 @@ class _LinearLogProbs(torch.autograd.Function):
             log_s[chunk] = s.log()
             logprobs[chunk] = z_y - log_s[chunk]
             entropy[chunk] = log_s[chunk] - t / s
-        # Copies, so that no view keeps the others alive and callers may write to what they get.
+        # Copies: a view would keep the other statistics alive.
         logprobs, entropy = logprobs.clone(), entropy.clone()
         ctx.save_for_backward(hidden, weight, targets, m, log_s, entropy)
         ctx.temperature, ctx.shard = temperature, shard

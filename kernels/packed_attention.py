@@ -102,8 +102,7 @@ def packed_attention(
     for batch, real in zip(documents.batches, documents.valid, strict=True):
         rows, length = batch.shape
         index = batch.flatten()
-        # [B, H, L, D]; a padded query repeats the document's last token and is dropped, a padded
-        # key is after every real query.
+        # [B, H, L, D]. Padded queries are dropped below; padded keys come after every real query.
         heads = [
             x.index_select(0, index).view(rows, length, x.shape[1], x.shape[2]).transpose(1, 2)
             for x in (q, k, v)

@@ -81,14 +81,13 @@ def _merge(
 
     In place. Entries of `lse` may be -inf, those of `more_lse` may not.
     """
-    if lse.device.type == "cpu" and bool(
-        (lse == -torch.inf).all()
-    ):  # a GPU would have to be waited for
+    # On a GPU the check would synchronise.
+    if lse.device.type == "cpu" and bool((lse == -torch.inf).all()):
         out.copy_(more)
         lse.copy_(more_lse)
         return
     total = torch.logaddexp(lse, more_lse)
-    # Never -inf minus -inf: queries that see nothing are in no piece, so `more_lse` is finite.
+    # `more_lse` is finite, because queries that see nothing are in no piece.
     out.lerp_(more, (more_lse - total).exp_().T[:, :, None])
     lse.copy_(total)
 
@@ -201,7 +200,7 @@ class PieceBlock:
                 piece_lse = (
                     lse.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
                 )
-                if piece.real is not None:  # a repeated query must not count twice
+                if piece.real is not None:  # padding must not add to gradients
                     real = torch.zeros(rows.numel(), dtype=q.dtype, device=q.device).index_fill_(
                         0, piece.real, 1.0
                     )

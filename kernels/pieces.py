@@ -95,15 +95,13 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
         u1 - u0 if f1 == f0 else -1
         for f0, f1, u0, u1 in zip(first, first[1:], upto, upto[1:], strict=False)
     ]
-    runs: list[
-        tuple[int, int, int]
-    ] = []  # (begin, end) of steps that are equal, and what they are equal to
+    runs: list[tuple[int, int, int]] = []  # (begin, end, step) where all steps are equal
     for position, step in enumerate(steps):
         if runs and runs[-1][2] == step:
             runs[-1] = (runs[-1][0], position + 1, step)
         else:
             runs.append((position, position + 1, step))
-    start = 0  # the first query not given out
+    start = 0  # first query that is in no stretch yet
 
     def tiles(end: int) -> Iterator[tuple[int, int]]:
         nonlocal start
@@ -140,8 +138,7 @@ def spans_of(
     rows, first, upto = seen.tolist(), all_first[seen].tolist(), all_upto[seen].tolist()
     spans = []
     for a, b in _stretches(first, upto, rows):
-        # Of a document only its first queries see nothing, so what a stretch holds is consecutive
-        # in q as well.
+        # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
             spans.append(Span(q0, q1, begin, low, "full"))
@@ -149,15 +146,12 @@ def spans_of(
             spans.append(Span(q0, q1, low - 1, high, "causal"))
             if low - 1 > begin:
                 spans.append(Span(q0, q1, begin, low - 1, "full"))
-        elif (
-            low - begin <= TILE
-        ):  # a narrow rectangle costs less inside the tile than as a call of its own
+        elif low - begin <= TILE:  # cheaper inside the masked tile than as a call of its own
             spans.append(Span(q0, q1, begin, high, "stairs"))
         else:
             spans.append(Span(q0, q1, begin, low, "full"))
-            above = next(
-                i for i in range(a, b) if upto[i] > low
-            )  # the queries before see none of the tile
+            # Queries before `above` see no key of the tile.
+            above = next(i for i in range(a, b) if upto[i] > low)
             spans.append(Span(rows[above], q1, low, high, "stairs"))
     return spans, all_upto
 

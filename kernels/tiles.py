@@ -36,9 +36,9 @@ class Tile:
 Tiles = dict[str, Tile]  # keys: forward, grad_keys (owns keys, walks queries), grad_queries
 """{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
 
-# By padded head width. Compiled for sm_90 they use Hopper's matrix instructions and spill nothing
-# in inner loops (but for # grad_keys without descriptors from 128 on). With two stages a tile's
-# load # starts only when the products before it are done, # three hide it.
+# By padded head width. Compiled for sm_90 these use Hopper's matrix instructions and spill no
+# registers in inner loops, except grad_keys without descriptors at head widths from 128 on. With
+# two stages a tile's load starts only after the products before it; three stages hide it.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {
         "forward": Tile(128, 64, 4, 3),

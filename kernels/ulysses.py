@@ -69,7 +69,7 @@ class TokensToHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         size = ctx.call.inner.size
-        # Where ranks share a key head its gradient is summed over them, and that not in 16 bit.
+        # Ranks that share a KV head sum its gradient, which 16 bit would round.
         dtype = sum_dtype(ctx.dtype) if ctx.heads[1] % size else ctx.dtype
         parts = _heads_to_tokens(torch.cat([grad.to(dtype) for grad in grads], 1), ctx.call)
         sums = [

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks of `megarl doctor` on communication: ports, shared memory, gloo, Ray, the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.data.hub import hub_state
 
 
 def check_port() -> list[Finding]:
-    """A free port can be had and connected to on this host."""
+    """Whether a free port on localhost can be opened and connected to."""
     try:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
@@ -33,9 +33,8 @@ def check_port() -> list[Finding]:
 
 
 def check_memfd() -> list[Finding]:
-    """Anonymous memory that another process reaches through /proc: how weights go from the trainer
-    to the engines.
-    """
+    """Whether another process can read an anonymous memory file: the transport `shared_memory`
+    does."""
     fix = (
         "allow memfd_create and mount /proc without hidepid (a sandbox or seccomp profile"
         " forbids it)"
@@ -79,12 +78,13 @@ assert value.item() == 3.0, value
 dist.barrier()
 print("sum", value.item())
 """
+"""Program of one of two gloo ranks: all-reduce, then barrier."""
 
 
 def check_gloo() -> list[Finding]:
-    """An all-reduce of two processes on this host."""
+    """An all-reduce of two gloo processes on this host."""
     started_at = time.monotonic()
-    # They meet in a file: a port found free here may be Ray's a moment later.
+    # A file as store: a port that is free now may be taken by Ray a moment later.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         meet = os.path.join(folder, "store")
         answers = list(
@@ -118,13 +118,13 @@ assert found != os.getpid()
 ray.shutdown()
 print("worker", found)
 """
+"""Program that starts Ray, runs a task in a worker and stops Ray."""
 
 
 def check_ray() -> list[Finding]:
-    """Ray starts, runs a task in a worker and stops."""
+    """Whether Ray starts, runs a task in a worker and stops."""
     started_at = time.monotonic()
-    # In /tmp whatever TMPDIR says: Ray's sockets lie inside, and their paths may have 107
-    # characters.
+    # In /tmp, not TMPDIR: the paths of Ray's sockets may have 107 characters at most.
     folder = tempfile.mkdtemp(prefix="megarl-doctor-", dir="/tmp")
     answer = ask_python(RAY, folder, RAY_AUTH_TOKEN=secrets.token_hex(32))
     if answer.code == 0:
@@ -135,7 +135,7 @@ def check_ray() -> list[Finding]:
 
 
 def check_hub() -> list[Finding]:
-    """Whether the Hugging Face hub answers; nothing here needs it."""
+    """Whether the Hugging Face hub answers; a run does not need it."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(hub_state()), daemon=True)
     thread.start()

@@ -1,9 +1,9 @@
-"""What this machine has, and whether it is enough: `megarl doctor`. Checks run side by side, each
-within its own deadline.
+"""`megarl doctor`: what this machine has, and whether that is enough for a run.
 
-To add a check, write a function () -> list[Finding] and name it in `CHECKS`. What may hang or crash
-(CUDA, Ray, vLLM, compilers) runs in a process of its own, which is killed with all that it started
-when its time is up. Nothing is changed, and no process of anybody else is touched.
+Checks run in parallel, each with a deadline. To add one, write a function () -> list[Finding] and
+list it in `CHECKS`. Whatever may hang or crash (CUDA, Ray, vLLM, compilers) runs in a process of
+its own, which is killed with everything it started when its time is up. Checks change nothing and
+touch no process of others.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megarl.checks.software import (
 from megarl.cluster.process_env import prepare_environment
 
 ALL_WITHIN_S = 55.0
+"""Seconds until all checks have ended; one that has not is reported as a failure."""
 
 
 CHECKS: dict[str, Callable[[], list[Finding]]] = {
@@ -54,15 +55,14 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "Hugging Face hub": check_hub,
     "left-over processes": check_leftovers,
 }
-"""Name -> check, in the order of the table."""
+"""{name: check}, in the order of the table."""
 
 
 def run_checks(
     checks: dict[str, Callable[[], list[Finding]]], *, within_s: float = ALL_WITHIN_S
 ) -> list[Finding]:
-    """All findings, in the order of `checks`; a check that raises or is late is a FAIL of its
-    own.
-    """
+    """All findings, in the order of `checks`; a check that raises or is late counts as a
+    failure."""
     deadline = time.monotonic() + within_s
     pool = ThreadPoolExecutor(len(checks))
     started_at: dict[str, Future[list[Finding]]] = {
@@ -81,7 +81,7 @@ def run_checks(
                     "try again when the machine is less busy",
                 )
             )
-        except Exception as error:  # a check must not cost the others
+        except Exception as error:  # the other checks still count
             fix = "this is an error of megarl's; please report it"
             findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix))
     pool.shutdown(wait=False, cancel_futures=True)
@@ -89,7 +89,7 @@ def run_checks(
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """The findings as text, a line each, and a line below for what to do."""
+    """The findings as text: a line for each, and a line for the fix where there is one."""
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -100,8 +100,9 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the table (one JSON object with `--json`); 0 unless something FAILs, 2 for an unknown
-    argument.
+    """Print the findings as a table, or as one JSON object with `--json`.
+
+    Returns the exit code: 0 if nothing failed, 1 if something did, 2 for an unknown argument.
     """
     unknown = [word for word in arguments if word != "--json"]
     if unknown:
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             file=sys.stderr,
         )
         return 2
-    prepare_environment(1)  # Ray and vLLM are tried with the settings of a run
+    prepare_environment(1)  # Ray and vLLM run with the settings of a run
     started_at = time.monotonic()
     findings = run_checks(CHECKS)
     failed = [finding for finding in findings if finding.status == "FAIL"]
@@ -130,9 +131,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     else:
         print(table(findings))
         verdict = (
-            "this machine will do"
+            "this machine can run megarl"
             if not failed
-            else f"{len(failed)} to mend before a run can start"
+            else f"{len(failed)} to fix before a run can start"
         )
         print(f"\n{verdict}; {len(warned)} warnings; {time.monotonic() - started_at:.0f} s")
     return 1 if failed else 0

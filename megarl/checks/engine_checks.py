@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks that the inference engines fit the machine and the trainer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megarl.schema import require
 from megarl.trainer.sharding import kv_heads
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's CPU attention is compiled for; kept equal to its own list by a test."""
+"""Head widths that the CPU attention of vLLM 0.32 is compiled for."""
 
 
 def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> None:
-    """Engines have room and weights a way to them; `shares_gpus`: trainer and engines are both on
-    this machine's GPUs.
+    """Engines have devices, and weights a transport to them; else `ValueError`.
+
+    `shares_gpus`: trainer and engines both run on GPUs of this machine.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated, engine_ranks = (
@@ -70,8 +71,9 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
-    """The engines have attention for this model on CPU, and their caches fit into memory and hold
-    one longest request.
+    """vLLM's CPU attention supports the model, and KV caches fit the memory; else `ValueError`.
+
+    `longest`: tokens of the longest prompt with its response, which one cache must hold.
     """
     import psutil
 

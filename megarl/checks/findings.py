@@ -1,4 +1,4 @@
-"""TODO"""
+"""Results of `megarl doctor`'s checks, and running programs with a deadline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Literal
 import psutil
 
 PROCESS_WITHIN_S = 45.0
-"""Ray's start or vLLM's import on a busy machine with two cores and cold disks takes half of it."""
+"""Deadline in seconds of a program. Starting Ray or importing vLLM takes half of it on a busy
+machine with two cores and cold disks."""
 
 
 GIB = 2**30
+"""Bytes of a GiB."""
 
 
 Status = Literal["ok", "warn", "FAIL"]
@@ -25,30 +27,36 @@ Status = Literal["ok", "warn", "FAIL"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
+    """Result of a check: one line of the table."""
 
     check: str
+    """What was checked."""
     status: Status
     found: str
+    """What was found."""
     fix: str = ""
-    """What to do, where something is to be done."""
+    """What to do about it; empty if nothing is to be done."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process said: its exit status (None: out of time), standard output, and the last line
-    of standard error.
-    """
+    """Outcome of a program that was run with a deadline."""
 
     code: int | None
+    """Exit status, or None where the deadline passed."""
     said: str
+    """Standard output."""
     last_error: str
+    """Last line of standard error."""
 
 
 def ask(
     command: list[str], *, within_s: float, environment: dict[str, str] | None = None
 ) -> Answer:
-    """Run `command` with a deadline; afterwards nothing that it started is left."""
+    """Run `command` for at most `within_s` seconds, then kill every process that it started.
+
+    `environment` is added to the current one.
+    """
     settings = os.environ | (environment or {})
     try:
         process = subprocess.Popen(
@@ -60,7 +68,7 @@ def ask(
             errors="replace",
             start_new_session=True,
             env=settings,
-            cwd=tempfile.gettempdir(),  # no file of the user's hides a library
+            cwd=tempfile.gettempdir(),  # no file of the user shadows a package
         )
     except OSError as error:
         return Answer(1, "", str(error))
@@ -72,7 +80,9 @@ def ask(
         code = None
     _end(process)
     if code is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # somebody else holds the pipe
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # a process that is left has the pipe open
             process.communicate(timeout=1.0)
         return Answer(None, "", f"no answer within {within_s:g} s")
     lines = [line.strip() for line in err.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks that the trainer's layout fits the ranks, the model and the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The layout for `num_ranks`."""
+    """The layout for `num_ranks` ranks. Raises `ValueError` where settings contradict each
+    other."""
     wanted = training.layout
     require(
         wanted.sequence % training.sequence.ulysses == 0,
@@ -46,8 +47,10 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 def check_cut(
     training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig
 ) -> None:
-    """The layout's axes fit the model's heads, widths and words; its attention is one that a row
-    can be packed and split for.
+    """The model can be split as the layout says, and its attention can be packed; else
+    `ValueError`.
+
+    `hf` is the model's configuration in transformers.
     """
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
@@ -78,7 +81,8 @@ def check_cut(
 
 
 def refuse_liger(tensor: int) -> None:
-    """Liger's log-probs need a GPU, the package, and all words on one rank."""
+    """Raise `ValueError` where Liger's log-probs cannot run: no GPU, no package, or split
+    vocabulary."""
     missing = {
         "a GPU": local_device().type == "cuda",
         "training.layout.tensor 1": tensor == 1,
@@ -92,9 +96,8 @@ def refuse_liger(tensor: int) -> None:
 
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """A block of attention that is asked for can run on this rank's device with this model, and is
-    used.
-    """
+    """Raise `ValueError` where the configured attention block cannot run on this device and
+    model."""
     block, on_gpu, text = (
         training.sequence.block,
         local_device().type == "cuda",

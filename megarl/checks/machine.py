@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks of `megarl doctor` on the machine: GPUs, memory, disk, left-over processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ for index in range(torch.cuda.device_count()):
     found.append([torch.cuda.get_device_name(index), free, total])
 print(json.dumps([torch.version.cuda, found]))
 """
+"""Program that prints torch's CUDA version, and name, free and total bytes of each GPU, as JSON."""
 
 
 def check_accelerators() -> list[Finding]:
-    """CUDA devices with their memory, or CPU cores."""
+    """GPUs with their free memory, or CPU cores where there are none."""
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
     driver = shutil.which("nvidia-smi") is not None
     answer = ask_python(DEVICES)
@@ -67,7 +68,7 @@ def check_accelerators() -> list[Finding]:
 
 
 def check_memory() -> list[Finding]:
-    """Memory that is free, as far as this process may use it."""
+    """Free memory, limited by the container's memory limit."""
     free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -83,7 +84,7 @@ def check_memory() -> list[Finding]:
 
 
 def check_shared_memory() -> list[Finding]:
-    """/dev/shm, where Ray keeps objects and vLLM's ranks talk."""
+    """Free space in /dev/shm, which Ray's object store and vLLM's ranks use."""
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
@@ -99,7 +100,7 @@ def check_shared_memory() -> list[Finding]:
 
 
 def check_disk() -> list[Finding]:
-    """Room for runs (here) and for sockets and logs (the temporary folder)."""
+    """Free space in this folder (runs) and in the temporary folder (sockets, logs)."""
     findings = []
     for name, folder in (
         ("disk (this folder)", os.getcwd()),
@@ -119,7 +120,7 @@ def check_disk() -> list[Finding]:
 
 
 def check_leftovers() -> list[Finding]:
-    """Processes of earlier runs: those of this user whose parent has gone."""
+    """Processes of earlier runs: those of this user whose parent process has ended."""
     orphans, running = [], 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, IndexError):
@@ -155,7 +156,7 @@ def check_leftovers() -> list[Finding]:
 
 
 def _kind_of(command: list[str]) -> str:
-    """What part of a run a command line is; empty for anything else, this command included."""
+    """Which part of a run has this command line; empty for any other command, `doctor` included."""
     name = Path(command[0]).name
     if name in ("gcs_server", "raylet"):
         return name

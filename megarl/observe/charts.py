@@ -1,8 +1,8 @@
-"""Charts as HTML around inline SVG: drawn here, sized by the browser, readable without any script.
+"""Charts as inline SVG with HTML text, readable without JavaScript.
 
-The shapes live in an SVG that stretches with its box (strokes do not scale), the numbers and words
-in HTML over it, so type keeps its size from a phone to a wide screen. A small JSON beside each
-chart feeds the tooltip (`megarl.observe.page`).
+Lines and bars are an SVG that stretches with its box (stroke widths stay). Numbers and labels are
+HTML over it, so that text has the same size on a phone and on a wide screen. JSON beside each chart
+has the data of the tooltip, whose script is in `megarl.observe.page`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from megarl.observe.number_format import compact, power, ticks
 from megarl.observe.series import Series, gather, thinned
 
 _UNIT = 1000.0
-"""Width and height of the drawing, in its own units."""
+"""Width and height of the SVG in its own units."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Values to heights: 0 at the bottom, 1 at the top."""
+    """Vertical axis: values to heights, 0 at the bottom and 1 at the top."""
 
     low: float
+    """Value at the bottom; its log10 on a logarithmic axis."""
     high: float
     log: bool
     marks: list[tuple[float, str]]
-    """(height, label)"""
+    """(height, label) of each mark."""
 
     def height(self, values: np.ndarray) -> np.ndarray:
-        """[n] heights; NaN where a logarithmic scale has no place for the value."""
+        """[n] heights of [n] values; NaN for values that a logarithmic axis cannot show."""
         if self.log:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.where(values > 0, np.log10(np.maximum(values, 1e-300)), np.nan)
@@ -48,6 +49,7 @@ def _y_scale(
     whole: bool,
     as_text: Callable[[float], str],
 ) -> _Scale:
+    """The vertical axis for `values`, or for `span` (lowest, highest) where given."""
     values = values[np.isfinite(values)]
     if log:
         logs = np.log10(values[values > 0])
@@ -191,13 +193,14 @@ def _draw(
 
 
 def _x_ticks(first: float, last: float) -> list[float]:
-    """Whole steps inside the axis."""
+    """Round step numbers from `first` to `last`."""
     if last - first < 5:
         return [float(step) for step in range(math.ceil(first), math.floor(last) + 1)]
     return [tick for tick in ticks(first, last, 6, whole=True) if first <= tick <= last]
 
 
 def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
+    """An SVG path that is drawn as a line, `width` pixels wide."""
     return (
         f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"'
         f' vector-effect="non-scaling-stroke"{extra}/>'
@@ -205,8 +208,9 @@ def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
 
 
 def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
-    """A polyline broken at NaN; points are zero-length strokes with round ends, which no stretching
-    makes oval.
+    """SVG of a line series, interrupted at NaN, from positions x and heights y [n].
+
+    Points are strokes of length 0 with round ends, which stay round when the SVG is stretched.
     """
     places = [
         (f"{_UNIT * a:.1f} {_UNIT * (1 - b):.1f}" if np.isfinite(b) else "")
@@ -236,6 +240,7 @@ def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
 
 
 def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: float) -> str:
+    """SVG of a row of bars from heights `low` to `high` [n], at positions x [n]."""
     path = "".join(
         f"M{_UNIT * (a - width / 2):.1f}"
         f" {_UNIT * (1 - b):.1f}h{_UNIT * width:.1f}V{_UNIT * (1 - t):.1f}h{-_UNIT * width:.1f}z"
@@ -247,6 +252,7 @@ def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: 
 
 
 def _named(step: float, each: int) -> str:
+    """The steps of a value as text: "step 3" or "steps 1-5"."""
     half = (each - 1) / 2
     return (
         f"step {step:,.0f}"
@@ -258,9 +264,8 @@ def _named(step: float, each: int) -> str:
 def _tooltip_row(
     one: Series, x: np.ndarray, y: np.ndarray, as_text: Callable[[float], str]
 ) -> dict[str, object]:
-    """What the page's script needs of a series: [place across, place up or null, steps in words,
-    value in words].
-    """
+    """The tooltip's data of a series: [position, height or null, steps as text, value as text] per
+    point."""
     points = [
         [
             round(float(a), 4),
@@ -285,6 +290,7 @@ def _figure(
     name: str,
     wide: bool,
 ) -> str:
+    """The HTML of a chart from its parts."""
     grid = "".join(f"M0 {_UNIT * (1 - at):.1f}H{_UNIT:g}" for at, _ in y_marks)
     legend = "".join(
         f'<li><i class="key {one.kind}"'

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Numbers as short text for charts and tiles, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def percent(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """20345 -> 20.3k; three significant digits, a power of ten where the number is tiny."""
+    """Three significant digits with a unit prefix: 20345 -> 20.3k; tiny numbers as a power of
+    ten."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -38,7 +39,7 @@ def power(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3 -> 3 s, 84 -> 1 min 24 s, 7500 -> 2 h 5 min"""
+    """Seconds as text: 3 -> 3 s, 84 -> 1 min 24 s, 7500 -> 2 h 5 min."""
     if seconds < 10:
         return f"{seconds:.3g} s"
     whole = round(seconds)
@@ -50,8 +51,10 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Round (or whole) numbers from at most `low` to at least `high`: about `count` intervals of 1,
-    2 or 5 times 10^n.
+    """Axis marks: multiples of 1, 2 or 5 times 10^n that cover `low` to `high` in about `count`
+    intervals.
+
+    With `whole` only whole numbers.
     """
     if not high > low:
         low, high = (

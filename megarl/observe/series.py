@@ -1,4 +1,4 @@
-"""TODO"""
+"""Data series of charts, and reducing them to as many points as a screen can show."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Literal
 import numpy as np
 
 DRAWN_POINTS = 400
-"""A line is thinned to about so many points; more cannot be told apart on a screen."""
+"""A line is reduced to about this many points; a screen shows no more."""
 
 
 DRAWN_BARS = 100
+"""A bar chart is reduced to at most this many bars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, row of bars, or set of points."""
+    """One line, row of bars or set of points in a chart."""
 
     label: str
+    """Name in the legend."""
     steps: np.ndarray
-    """[n] ascending"""
+    """[n] training steps, ascending."""
     values: np.ndarray
-    """[n] NaN where unknown"""
+    """[n] values, NaN where unknown."""
     colour: int
-    """1 .. 5, a colour of the page's palette."""
+    """A colour of the page's palette, 1 to 5."""
     kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line"
-    """faint: raw values under a smoothed line; points and rings: single measurements, joined
-    thinly; bars are stacked.
-    """
+    """"faint": raw values under a smoothed line; "points" and "rings": separate measurements,
+    joined by a thin line; "bars": stacked."""
     each: int = 1
-    """Steps that a value stands for, `steps` being their middle."""
+    """Number of steps that one value stands for; `steps` are their middles."""
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """[n] mean over the `window` (odd) values around each, fewer at the ends; NaN are not
-    counted.
-    """
+    """[n] mean over the `window` (odd) values around each, over fewer at the ends; NaN are left
+    out."""
     known = np.isfinite(values)
     ones = np.ones(window)
     total = np.convolve(np.where(known, values, 0.0), ones, mode="full")
@@ -50,9 +50,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def thin(
     steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `limit` of the points: the least and the greatest of each stretch, so that no
-    spike is lost.
-    """
+    """At most about `limit` points: minimum and maximum of each stretch, so that no spike is
+    lost."""
     if len(steps) <= limit:
         return steps, values
     chosen: list[int] = [0]
@@ -68,9 +67,8 @@ def thin(
 
 
 def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Series:
-    """At most `limit` points, each the mean (or the largest) of as many steps; for what would
-    otherwise be a solid band.
-    """
+    """At most `limit` points, each the mean of consecutive steps, or with `largest` their
+    maximum."""
     size = -(-len(one.steps) // limit)
     if size <= 1:
         return one
@@ -88,5 +86,6 @@ def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Se
 
 
 def thinned(one: Series) -> Series:
+    """The series reduced to about `DRAWN_POINTS` points."""
     steps, values = thin(one.steps, one.values)
     return dataclasses.replace(one, steps=steps, values=values)

@@ -72,7 +72,7 @@ def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
     out, _ = started.communicate(timeout=60)
     assert started.returncode == 0, out
     assert out.splitlines()[0].startswith("ok    Python ")
-    assert "this machine will do" in out.splitlines()[-1]
+    assert "this machine can run megarl" in out.splitlines()[-1]
     assert seen
     time.sleep(1.0)
     left = [
