@@ -73,7 +73,7 @@ class AttentionPlan:
         if ulysses < 1 or len(indices) % ulysses:
             raise ValueError(
                 f"{len(indices)} sequence ranks cannot be split in Ulysses groups of {ulysses}; set"
-                " a divisor"
+                " training.sequence.ulysses to a divisor"
             )
         name = default_block(device) if block is None else block
         if name not in BLOCKS:

@@ -136,9 +136,9 @@ class Ring:
             if travelling is not None and self.overlap:
                 grad += travelling.wait()
             if last:
-                mine = (lengths[outer.rank], *grad.shape[1:])
+                own_shape = (lengths[outer.rank], *grad.shape[1:])
                 return (
-                    outer.shift(grad, mine, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
+                    outer.shift(grad, own_shape, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
                     if hops
                     else grad
                 )

@@ -281,7 +281,8 @@ def linear_logprobs(
     ):
         raise ValueError(
             f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)}"
-            f" {weight.dtype} and targets {tuple(targets.shape)} do not fit"
+            f" {weight.dtype} and targets {tuple(targets.shape)} do not match; give [T, H], [V, H]"
+            " of the same dtype, and [T]"
         )
     if shard and not 0 <= weight.shape[0] <= shard.rows:
         raise ValueError(

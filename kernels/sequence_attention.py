@@ -71,8 +71,8 @@ def _check(
         or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2])
     ):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; the plan"
-            f" has {expected} tokens here"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match; this"
+            f" rank has {expected} tokens in the plan"
         )
     query_heads, kv_heads, degree = q.shape[1], k.shape[1], inner.size
     if query_heads % kv_heads:
@@ -124,5 +124,5 @@ def sequence_attention(
     call = Call(plan, inner, outer, scale, TRANSPORTS[transport])
     if inner.size == 1:
         return _OverTokens.apply(q, k, v, call)
-    mine = _OverTokens.apply(*TokensToHeads.apply(q, k, v, call), call)
-    return HeadsToTokens.apply(mine, call)
+    out = _OverTokens.apply(*TokensToHeads.apply(q, k, v, call), call)
+    return HeadsToTokens.apply(out, call)

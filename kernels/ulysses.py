@@ -61,10 +61,10 @@ class TokensToHeads(torch.autograd.Function):
         parts = [
             torch.cat([x[:, _needed(x, size, rank)] for x in (q, k, v)], 1) for rank in range(size)
         ]
-        mine = _tokens_to_heads(parts, call)
+        own_heads = _tokens_to_heads(parts, call)
         heads = [x.shape[1] for x in (q, k, v)]
         ctx.call, ctx.heads, ctx.dtype = call, heads, q.dtype
-        return mine.split([max(1, count // size) for count in heads], 1)
+        return own_heads.split([max(1, count // size) for count in heads], 1)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -27,7 +27,7 @@ def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
     the least loaded rank that may take one more.
     """
     base, extra = divmod(len(lengths), parts)
-    # (load, rank, count): ranks with room for one more only while `extra` lasts.
+    # (load, rank, count); `extra` ranks may take one sample more than `base`.
     heap = [(0.0, rank, 0) for rank in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for position in sorted(range(len(lengths)), key=lambda p: (-lengths[p], p)):
@@ -55,11 +55,11 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
     if not lengths:
         return [[] for _ in range(at_least)]
     order = sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))
-    # What a longer sample has beyond the budget fits into no row but its own.
+    # The part of a sample beyond the budget fills no other row.
     count = max(at_least, -(-sum(min(length, budget) for length in lengths) // budget), 1)
     while True:
-        # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that
-        # does not fit.
+        # The least filled row first, so that rows and hence ranks are even; if a sample does not
+        # fit, start again with one row more.
         heap = [(0, index) for index in range(count)]
         packed: list[list[int]] = [[] for _ in range(count)]
         for position in order:

@@ -29,7 +29,7 @@ def all_reduce(
     if axis.size > 1:
         if not tensor.is_contiguous():
             raise ValueError(
-                "all_reduce needs a contiguous tensor: the result of a copy would be lost"
+                "all_reduce works in place and needs a contiguous tensor; call .contiguous()"
             )
         dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor

@@ -38,7 +38,8 @@ class RingExchange:
         """`axes`: process groups of the same ranks, one a channel; `ValueError` if ranks differ."""
         if any(axis.ranks != axes[0].ranks for axis in axes):
             raise ValueError(
-                f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}"
+                f"the axes of one exchange must have the same ranks, found"
+                f" {[axis.ranks for axis in axes]}"
             )
         self.axes, self.rank, self.size = axes, axes[0].rank, axes[0].size
 
@@ -59,7 +60,7 @@ class RingExchange:
             axis.ranks[(self.rank + offset) % self.size],
             axis.ranks[(self.rank - offset) % self.size],
         )
-        # An empty message is none: both ends know its length.
+        # Empty messages are not sent: sender and receiver both know the length.
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
         works = dist.batch_isend_irecv(asked) if asked else []
@@ -75,14 +76,14 @@ class RingExchange:
         only."""
         if self.size == 1:
             return pieces[0]
-        mine, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
-        padded = mine.new_zeros((self.size * longest, *mine.shape[1:]))
+        own, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
+        padded = own.new_zeros((self.size * longest, *own.shape[1:]))
         for rank, piece in enumerate(pieces):
             padded[rank * longest : rank * longest + piece.shape[0]] = piece
-        found = mine.new_empty((longest, *mine.shape[1:]))
+        found = own.new_empty((longest, *own.shape[1:]))
         if longest:
             dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
-        return found[: mine.shape[0]]
+        return found[: own.shape[0]]
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]

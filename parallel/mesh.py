@@ -183,7 +183,7 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 where = f"{os.environ['MASTER_ADDR']} port {os.environ.get('MASTER_PORT')}"
                 raise RuntimeError(
-                    f"the ranks could not meet at {where}: {str(error).splitlines()[0]}; set"
+                    f"the ranks could not connect at {where}: {str(error).splitlines()[0]}; set"
                     " MASTER_PORT (torchrun --master-port) to a free port, and see that every rank"
                     " was started"
                 ) from error

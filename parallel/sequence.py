@@ -47,8 +47,7 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         edges = _edges(first, last, 2 * size)
-        # Who gets the tokens that do not divide turns with the documents, so that nobody always
-        # does.
+        # Shift the parts from document to document, so that the larger ones go to all ranks.
         for rank in range(size):
             place = (rank + number) % size
             for piece in (place, 2 * size - 1 - place):

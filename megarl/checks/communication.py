@@ -57,7 +57,7 @@ def check_memfd() -> list[Finding]:
                 )
     except (OSError, AttributeError, ValueError) as error:
         return [Finding("memfd_create", "FAIL", str(error), fix)]
-    if answer.said != "weights!":
+    if answer.output != "weights!":
         return [
             Finding(
                 "memfd_create", "FAIL", f"another process cannot read it: {answer.last_error}", fix
@@ -130,7 +130,7 @@ def check_ray() -> list[Finding]:
     if answer.code == 0:
         shutil.rmtree(folder, ignore_errors=True)
         return [Finding("Ray starts and stops", "ok", f"in {time.monotonic() - started_at:.0f} s")]
-    fix = f"look at the logs in {folder}/session_latest/logs; /tmp must be writable and have room"
+    fix = f"look at the logs in {folder}/session_latest/logs; /tmp must be writable and not full"
     return [Finding("Ray starts and stops", "FAIL", answer.last_error, fix)]
 
 

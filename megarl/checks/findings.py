@@ -44,7 +44,7 @@ class Answer:
 
     code: int | None
     """Exit status, or None where the deadline passed."""
-    said: str
+    output: str
     """Standard output."""
     last_error: str
     """Last line of standard error."""

@@ -36,7 +36,7 @@ def check_accelerators() -> list[Finding]:
             else "bash launch/env.sh"
         )
         return [Finding("accelerators", "FAIL", f"torch: {answer.last_error}", fix)]
-    build, devices = json.loads(answer.said.splitlines()[-1])
+    build, devices = json.loads(answer.output.splitlines()[-1])
     if not devices:
         if driver and build is None:
             fix = "MEGARL_DEVICE=cuda bash launch/env.sh"
@@ -61,7 +61,9 @@ def check_accelerators() -> list[Finding]:
         busy = free < 0.9 * total
         found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
         fix = (
-            "somebody uses it (nvidia-smi); choose others with CUDA_VISIBLE_DEVICES" if busy else ""
+            "another process uses it (nvidia-smi); choose other GPUs with CUDA_VISIBLE_DEVICES"
+            if busy
+            else ""
         )
         findings.append(Finding(f"GPU {index}", "warn" if busy else "ok", found, fix))
     return findings

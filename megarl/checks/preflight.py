@@ -140,7 +140,7 @@ def check_folder(folder: str, *, resume: bool) -> None:
     holds_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
     require(
         resume or not holds_run,
-        f"folder {folder} already holds a run; set resume to true to go on with it, or folder to a"
+        f"folder {folder} already holds a run; set resume to true to continue it, or folder to a"
         " new one",
     )
     existing = path
@@ -153,7 +153,7 @@ def check_folder(folder: str, *, resume: bool) -> None:
     free = shutil.disk_usage(existing).free
     require(
         free >= MIN_FREE_BYTES,
-        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; make room or set another"
+        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; free some or set another"
         " folder",
     )
 

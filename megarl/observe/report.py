@@ -268,7 +268,7 @@ def _optimisation(run: Run) -> list[str]:
     supervised = not len(run.series("reward/mean")[0])
 
     def drawn(name: str, label: str) -> list[Series]:
-        if name == "learning_rate":  # a schedule has no noise to smooth
+        if name == "learning_rate":  # noise-free
             return [Series(label, *run.series(name), 1)]
         return _smoothed(run, name, label, 1)
 

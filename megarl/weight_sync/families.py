@@ -37,7 +37,7 @@ def _head_width_difference(settings: Mapping[str, Any]) -> str:
 
 
 def _output_bias_difference(settings: Mapping[str, Any]) -> str:
-    # Its loader ignores biases it has no place for, so that nothing else would tell.
+    # vLLM's loader ignores surplus biases, so this is the only check.
     """How vLLM's treatment of an attention output bias differs from transformers', or an empty
     string."""
     return (

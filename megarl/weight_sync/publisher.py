@@ -246,8 +246,8 @@ class Publisher:
                     engine for engine, number in enumerate(reached) if number == min(reached)
                 )
                 raise EngineLost(
-                    f"it was not done within {timeout_s:g} s; raise weight_sync.timeout_s if it"
-                    " only was slow",
+                    f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"
+                    " was only slow",
                     late,
                 )
             if now >= next_poll:
@@ -304,7 +304,8 @@ class Publisher:
             for rank, status in enumerate(ranks):
                 if status["version"] != version:
                     raise RuntimeError(
-                        f"engine {engine}, rank {rank} holds version {status['version']}"
+                        f"engine {engine}, rank {rank} has version {status['version']} instead of"
+                        f" {version}"
                     )
                 expected = sent[self.route.spec.image(engine, rank)]
                 differing = (
@@ -315,9 +316,9 @@ class Publisher:
                 )
                 if differing:
                     raise RuntimeError(
-                        f"engine {engine}, rank {rank} holds another"
-                        f" {self.route.tensors[differing[0]]} than the trainer ({len(differing)} of"
-                        f" {len(expected)} tensors differ; {self.route.spec})"
+                        f"engine {engine}, rank {rank} has received a wrong"
+                        f" {self.route.tensors[differing[0]]} ({len(differing)} of"
+                        f" {len(expected)} tensors differ from the trainer's; {self.route.spec})"
                     )
 
     def _check_probe(self, version: int, metrics: dict[str, float]) -> str:

@@ -162,7 +162,7 @@ def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Pi
         )
         if not tiles(boxes, whole):
             raise ValueError(
-                f"the sources' pieces of {tensor} overlap or leave gaps: they are not of one layout"
+                f"the sources' pieces of {tensor} overlap or leave gaps; give those of one layout"
             )
     return {tensor: dict(sorted(boxes.items())) for tensor, boxes in found.items()}
 
@@ -190,8 +190,8 @@ def _regions(
         made += [(band, candidates) for band in region.bands(rows)]
     if not tiles([box for box, _ in made], piece.box):
         raise ValueError(
-            f"no source holds all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that"
-            f" rank {rank} wants"
+            f"no source owns all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that"
+            f" rank {rank} needs"
         )
     return made
 

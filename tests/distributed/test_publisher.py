@@ -218,7 +218,7 @@ CASES = {
     "a rank fails, one bucket": ("publishing version 1 failed on rank 1: out of memory, say", []),
     "an engine dies": ("replaced 1", [0]),
     "both engines die": ("replaced 1", [0, 1]),
-    "damage": ("engine 0, rank 0 holds another", []),
+    "damage": ("engine 0, rank 0 has received a wrong", []),
     "admit fails": ("admitting replaced engines failed: nobody home", []),
 }
 

@@ -565,7 +565,7 @@ def test_sources_of_no_one_layout_are_refused(kept: list[Box]) -> None:
     said = (
         r"pieces of model\.w overlap"
         if len(kept) > 1
-        else r"holds all of model\.w rows 0:4 that rank 1 wants"
+        else r"owns all of model\.w rows 0:4 that rank 1 needs"
     )
     with pytest.raises(ValueError, match=said):
         make_plan(sources, [Owned(), wanting])

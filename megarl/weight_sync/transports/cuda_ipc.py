@@ -64,7 +64,7 @@ def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
     gpus = {_uuid(device): device for device in range(torch.cuda.device_count())}
     if exported["gpu"] not in gpus:
         raise ValueError(
-            f"weight_sync.transport cuda_ipc: GPU {exported['gpu']} holds weights for this process,"
+            f"weight_sync.transport cuda_ipc: GPU {exported['gpu']} has weights for this process,"
             f" which sees only {sorted(gpus)}; set weight_sync.transport to point_to_point, or let"
             " every process see all GPUs of the host"
         )
