@@ -1,10 +1,12 @@
-"""What a block of attention is: every token knows its position, and positions make the mask.
+"""The contract of block attention: attention of some queries to some keys, masked by token
+positions.
 
     query i attends to key j where  doc_start[i] <= index[j] <= index[i]
 
-Contiguous, zigzag and striped cuts, packed documents and each step of a ring are only different
-index arrays. To add an implementation, write a class with the three methods of `Block` and list it
-in `megarl.kernels.blocks.BLOCKS`.
+`index` is a token's position in the packed sequence, `doc_start` that of its document's first
+token. Contiguous, zigzag and striped splits, packed documents and each step of ring attention
+differ in these arrays only. To add an implementation, write a class with the three methods of
+`Block` and list it in `megarl.kernels.blocks.BLOCKS`.
 """
 
 from __future__ import annotations
@@ -16,39 +18,40 @@ import torch
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where some tokens sit in the whole packed row. On the CPU: work lists are made from it once
-    per micro-batch.
-    """
+class Positions:
+    """Positions of some tokens in a packed sequence; CPU tensors, from which work lists are
+    made."""
 
     index: torch.Tensor
-    """[L] int64: position in the whole row, no two alike; any order."""
+    """[L] int64: position in the packed sequence; all different, in any order."""
     doc_start: torch.Tensor
-    """[L] int64: position in the whole row of the first token of the document this one belongs to.
-    """
+    """[L] int64: position in the packed sequence of the first token of the token's document."""
 
     @staticmethod
-    def of(index: torch.Tensor, starts: torch.Tensor) -> Places:
-        """Places of the tokens at `index` of a row whose documents begin at `starts` ([D + 1], the
-        last is the row's length).
+    def of(index: torch.Tensor, starts: torch.Tensor) -> Positions:
+        """Positions of the tokens at `index` [L], in a packed sequence whose documents begin at
+        `starts`.
+
+        `starts` is [D + 1] for D documents; its last entry is the length of the sequence.
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
-        # Of empty documents the last one counts: `right` finds the document that holds the
-        # position.
-        return Places(index, edges[torch.searchsorted(edges, index, right=True) - 1])
+        # `right` skips empty documents that begin at the same position.
+        return Positions(index, edges[torch.searchsorted(edges, index, right=True) - 1])
 
 
 class Block(Protocol):
-    """Attention of some queries to some keys, summed into what other blocks have found.
+    """Attention of Lq queries to Lk keys, merged into the results of other blocks of keys.
 
-    Letters: Lq queries, Lk keys, Hq and Hkv heads (Hkv divides Hq), D head width. Sums are float32
-    (float64 from float64).
+    Shapes: Hq query heads and Hkv KV heads, where Hkv divides Hq; D is the head width. Sums are
+    float32, or float64 for float64 inputs.
     """
 
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> Any:
-        """The work list of this pair, made once and used by every layer; None where no query sees
-        any key.
+    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Any:
+        """Work list for a pair of queries and keys, made once per micro-batch and used by every
+        layer.
+
+        None where no query attends to any key.
         """
         ...
 
@@ -62,10 +65,11 @@ class Block(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge this block into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place; they begin as 0 and
-        -inf.
+        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
 
-        q [Lq, Hq, D]; k and v [Lk, Hkv, D], last dimension contiguous.
+        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], last dimension contiguous. `out` is the
+        normalised output over the keys seen so far and `lse` its log-sum-exp of the scaled scores;
+        before the first block they are 0 and -inf.
         """
         ...
 
@@ -86,7 +90,7 @@ class Block(Protocol):
         """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D],
         in place.
 
-        `out` and `lse` are those over all keys: with them each block's gradients are exact and
-        simply add up.
+        `out` and `lse` are the final ones, over all keys. With them each block's gradients are
+        exact, and the gradients of all blocks add up (FlashAttention-2, arXiv:2307.08691).
         """
         ...

@@ -1,20 +1,18 @@
-"""Block attention on CPU through torch's own flash kernel, which gives the log-sum-exp and takes an
-external one back.
-"""
+"""Block attention on CPU through torch's flash attention, which returns and accepts the
+log-sum-exp."""
 
 from __future__ import annotations
 
 import torch
 
-from megarl.kernels.pieces import PieceBlock
+from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:
-    """`Operator` through `aten::_scaled_dot_product_flash_attention_for_cpu`; 16-bit inputs are
-    computed in float32.
-    """
+    """`Operator` for CPU: `aten::_scaled_dot_product_flash_attention_for_cpu`, in float32 or
+    float64."""
 
-    widens = True
+    upcasts = True
 
     def forward(
         self,
@@ -49,7 +47,7 @@ class CpuOperator:
 
 
 class CpuBlock(PieceBlock):
-    """`Block` for CPU, in float32 or float64."""
+    """`Block` for CPU; 16-bit inputs are computed in float32."""
 
     def __init__(self) -> None:
         super().__init__(CpuOperator())

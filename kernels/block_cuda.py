@@ -1,21 +1,20 @@
-"""Block attention on GPUs through kernels that torch carries: FlashAttention-2 and cuDNN. By
-choice; the default is Triton's.
+"""Block attention through torch's own GPU kernels: FlashAttention-2 and cuDNN. Not the default.
 
-NOT YET RUN ON A GPU. What the operators do was read in torch's sources (`flash_api.cpp`,
-`cudnn/MHA.cpp`, `attention_backward.cu`); the tests check the calls against torch's own shape
-rules, and the arithmetic with stand-ins on CPU.
+NOT YET RUN ON A GPU. The behaviour of the operators was read in torch's sources (`flash_api.cpp`,
+`cudnn/MHA.cpp`, `attention_backward.cu`). The tests check the calls against torch's own shape
+rules, and the arithmetic with replacements on CPU.
 
 * Precision: these kernels round each piece's output and gradients to float16 or bfloat16 before
-  they are summed in float32; Triton's sums stay in float32 throughout. The difference is about one
-  more rounding of the result, and more where the gradients of many pieces cancel.
-* Backward takes the log-sum-exp and output over all keys, as every block does; both kernels only
-  read them.
-* Pieces with a mask (uneven stairs, padded batches) go through plain matrix products in float32.
-* Causal pieces are square, so flash's bottom-right and cuDNN's top-left masks are the same.
-* Neither backward gives equal bits twice (atomics), unless
-  `torch.use_deterministic_algorithms(True)` is set, for flash.
-* cuDNN builds a plan for each new shape, which takes long: it suits few long documents, not rows of
-  many lengths.
+  they are summed in float32; Triton's sums stay in float32. That is about one more rounding of the
+  result, and more where the gradients of many pieces cancel.
+* Backward takes output and log-sum-exp over all keys, as every block does; both kernels only read
+  them.
+* Pieces with a mask (irregular staircases, padded batches) are computed by matrix products in
+  float32.
+* Causal pieces are square, so that flash's bottom-right and cuDNN's top-left alignment agree.
+* Backward is not deterministic (atomics), except for flash under
+  `torch.use_deterministic_algorithms(True)`.
+* cuDNN compiles a plan for each new shape, which is slow: use it for few long documents.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ import os
 
 import torch
 
-from megarl.kernels.pieces import PieceBlock
+from megarl.kernels.piece_block import PieceBlock
 
 WIDEST = {"flash": 256, "cudnn": 128}
-"""Head width, at most; cuDNN 9.10 has 256 on Hopper, which is not used."""
+"""Largest head width by block; cuDNN 9.10's 256 on Hopper is not used."""
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, Hkv, group, n, m] of q [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D]; mask [B, 1, n or 1,
-    m].
+    """Masked scores [B, Hkv, group, n, m] of q [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D].
+
+    `mask` [B, 1, n or 1, m] is added: 0, or -inf for hidden keys.
     """
     return q @ k.transpose(-1, -2) * scale + mask[:, :, None]
 
@@ -40,11 +40,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) 
 def masked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A masked piece by matrix products, in float32 (float64 from float64); every query sees some
-    key.
+    """(out [B, Hq, n, D], log-sum-exp [B, Hq, n]) of a masked piece, by matrix products.
+
+    q [B, Hq, n, D], k and v [B, Hkv, m, D], mask [B, 1, n or 1, m]. Computes in float32, or float64
+    for float64 inputs. Every query must see at least one key.
     """
-    heads, kind = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
-    q, k, v = q.to(kind).unflatten(1, heads), k.to(kind)[:, :, None], v.to(kind)[:, :, None]
+    heads, dtype = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
+    q, k, v = q.to(dtype).unflatten(1, heads), k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]
     scores = _scores(q, k, mask, scale)
     lse = scores.logsumexp(-1, keepdim=True)
     return ((scores - lse).exp() @ v).flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
@@ -60,10 +62,13 @@ def masked_backward(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its gradients, from the output and log-sum-exp over all keys."""
-    heads, kind = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
-    q, grad_out, out = (x.to(kind).unflatten(1, heads) for x in (q, grad_out, out))
-    k, v = (x.to(kind)[:, :, None] for x in (k, v))
+    """Gradients of q, k and v of a masked piece, in their shapes, by matrix products.
+
+    Inputs as in `masked_forward`; `out` and `lse` are those over all keys.
+    """
+    heads, dtype = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
+    q, grad_out, out = (x.to(dtype).unflatten(1, heads) for x in (q, grad_out, out))
+    k, v = (x.to(dtype)[:, :, None] for x in (k, v))
     p = (_scores(q, k, mask, scale) - lse.unflatten(1, heads)[..., None]).exp()
     delta = (grad_out * out).sum(-1, keepdim=True)
     grad_scores = p * (grad_out @ v.transpose(-1, -2) - delta) * scale
@@ -72,6 +77,7 @@ def masked_backward(
 
 
 def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+    """Raise `ValueError` for dtypes and head widths that the named kernel does not support."""
     assert not causal or q.shape[2] == k.shape[2], "the alignment of a causal piece must not matter"
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -86,11 +92,10 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
 
 
 class FlashOperator:
-    """`Operator` through `aten::_flash_attention_forward` (tensors [B, L, H, D]); it shares key
-    heads itself.
-    """
+    """`Operator` for `aten::_flash_attention_forward` (tensors [B, L, H, D]), which supports GQA
+    itself."""
 
-    widens = False
+    upcasts = False
 
     def forward(
         self,
@@ -126,9 +131,8 @@ class FlashOperator:
         if mask is not None:
             return masked_backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
-        # The kernel reads lse through a bare pointer: it must be contiguous, and nothing there
-        # would say so.
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
+        # The kernel reads lse through a raw pointer without checking that it is contiguous.
         gradients = torch.ops.aten._flash_attention_backward.default(
             *(
                 *rows,
@@ -149,25 +153,23 @@ class FlashOperator:
 
 
 def _dense(x: torch.Tensor, group: int = 1) -> torch.Tensor:
-    """[B, H, L, D] without gaps in memory, [B, L, H, D] there, each head `group` times."""
+    """[B, H, L, D] stored contiguously as [B, L, H, D], with each head repeated `group` times."""
     x = x.transpose(1, 2)
     return (x.contiguous() if group == 1 else x.repeat_interleave(group, dim=2)).transpose(1, 2)
 
 
 class CudnnOperator:
-    """`Operator` through `aten::_scaled_dot_product_cudnn_attention` (tensors [B, H, L, D]), which
-    calls `_cudnn_attention_*`.
+    """`Operator` for `aten::_scaled_dot_product_cudnn_attention` (tensors [B, H, L, D]).
 
-    Key heads are repeated to the query heads, and their gradients summed in float32: torch does not
-    say that it may share them. Errors: ValueError where `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` is set,
-    which changes the layout of the log-sum-exp.
+    KV heads are repeated to the number of query heads, and their gradients summed in float32, since
+    torch does not promise that cuDNN supports GQA. Raises `ValueError` where
+    `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` is set, which changes the layout of the log-sum-exp.
     """
 
-    widens = False
+    upcasts = False
     _stats_dims = 4
-    """torch has changed whether the log-sum-exp is [B, H, L] or [B, H, L, 1]: backward is given
-    what forward gave.
-    """
+    """Dimensions of the log-sum-exp from forward, [B, H, L] or [B, H, L, 1] depending on torch's
+    version; backward must get the same."""
 
     def __init__(self) -> None:
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
@@ -220,7 +222,7 @@ class CudnnOperator:
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         stats = lse.contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout state
         inputs = (
             _dense(grad_out),
             _dense(q),
@@ -244,16 +246,15 @@ class CudnnOperator:
 
 
 class FlashBlock(PieceBlock):
-    """`Block` through FlashAttention-2: float16 or bfloat16, head widths that are multiples of 8 up
-    to 256.
-    """
+    """`Block` through FlashAttention-2: 16-bit inputs, head widths that are multiples of 8 up to
+    256."""
 
     def __init__(self) -> None:
         super().__init__(FlashOperator())
 
 
 class CudnnBlock(PieceBlock):
-    """`Block` through cuDNN: float16 or bfloat16, head widths that are multiples of 8 up to 128."""
+    """`Block` through cuDNN: 16-bit inputs, head widths that are multiples of 8 up to 128."""
 
     def __init__(self) -> None:
         super().__init__(CudnnOperator())

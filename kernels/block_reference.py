@@ -1,38 +1,40 @@
-"""Block attention the obvious way, one dense score matrix: the oracle the fast blocks are checked
-against.
+"""Block attention by one dense score matrix: the reference that tests compare fast blocks with.
 
-float64 in, float64 arithmetic; everything else is computed in float32.
+float64 inputs are computed in float64, all others in float32.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 
 
-def visible(queries: Places, keys: Places) -> torch.Tensor:
-    """[Lq, Lk] bool: which query attends to which key."""
+def visible(queries: Positions, keys: Positions) -> torch.Tensor:
+    """[Lq, Lk] bool: whether each query attends to each key."""
     index = keys.index[None]
     return (queries.doc_start[:, None] <= index) & (index <= queries.index[:, None])
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, scale: float
 ) -> torch.Tensor:
-    """The whole row's attention through softmax and autograd alone: q [L, Hq, D], k and v [L, Hkv,
-    D] -> [L, Hq, D].
+    """Attention over a whole packed sequence by softmax and autograd.
+
+    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D].
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    scores = scores.masked_fill(~visible(places, places).to(q.device), -torch.inf)
+    scores = scores.masked_fill(~visible(positions, positions).to(q.device), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 class ReferenceBlock:
-    """`Block` by dense matrices; the work list is the mask itself, [Lq, Lk] bool."""
+    """`Block` by dense matrices; its work list is the mask, [Lq, Lk] bool."""
 
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> torch.Tensor | None:
+    def prepare(
+        self, queries: Positions, keys: Positions, device: torch.device
+    ) -> torch.Tensor | None:
         mask = visible(queries, keys)
         return mask.to(device) if bool(mask.any()) else None
 
@@ -46,12 +48,11 @@ class ReferenceBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        q, k, v = _widened(q, k, v, out.dtype)
+        q, k, v = _upcast(q, k, v, out.dtype)
         scores = _scores(q, k, work, scale)
         block_lse = scores.logsumexp(-1)
         total = torch.logaddexp(lse, block_lse)
-        # Rows that have seen nothing yet are -inf on all sides: 0 keeps the differences below from
-        # being NaN.
+        # Rows without visible keys are -inf on both sides, and -inf - -inf is NaN.
         finite = total.masked_fill(total == -torch.inf, 0.0)
         block_out = torch.einsum("hqk,khd->qhd", (scores - finite[:, :, None]).exp(), v)
         out.mul_((lse - finite).exp().T[:, :, None]).add_(block_out)
@@ -72,7 +73,7 @@ class ReferenceBlock:
         grad_v: torch.Tensor,
     ) -> None:
         num_kv = k.shape[1]
-        q, k, v = _widened(q, k, v, grad_q.dtype)
+        q, k, v = _upcast(q, k, v, grad_q.dtype)
         grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
         p = (_scores(q, k, work, scale) - finite[:, :, None]).exp()
@@ -80,14 +81,14 @@ class ReferenceBlock:
         grad_p = torch.einsum("qhd,khd->hqk", grad_out, v)
         grad_scores = p * (grad_p - delta[:, :, None]) * scale
         grad_q += torch.einsum("hqk,khd->qhd", grad_scores, k)
-        grad_k += _summed(torch.einsum("hqk,qhd->khd", grad_scores, q), num_kv)
-        grad_v += _summed(torch.einsum("hqk,qhd->khd", p, grad_out), num_kv)
+        grad_k += _sum_heads(torch.einsum("hqk,qhd->khd", grad_scores, q), num_kv)
+        grad_v += _sum_heads(torch.einsum("hqk,qhd->khd", p, grad_out), num_kv)
 
 
-def _widened(
+def _upcast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All in `dtype`, keys and values repeated to the query heads."""
+    """q, k and v in `dtype`, with k and v repeated to the number of query heads."""
     group = q.shape[1] // k.shape[1]
     return (
         q.to(dtype),
@@ -97,10 +98,10 @@ def _widened(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """[Hq, Lq, Lk], -inf where the mask hides a key."""
+    """Scaled scores [Hq, Lq, Lk], -inf where `mask` [Lq, Lk] is False."""
     return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -torch.inf)
 
 
-def _summed(grad: torch.Tensor, num_kv: int) -> torch.Tensor:
-    """Gradients of repeated heads [Lk, Hq, D] back on the heads they came from, [Lk, Hkv, D]."""
+def _sum_heads(grad: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """Sum gradients of repeated heads [Lk, Hq, D] over each group of query heads, [Lk, Hkv, D]."""
     return grad.unflatten(1, (num_kv, -1)).sum(2)

@@ -1,13 +1,6 @@
-"""The block of attention for GPUs: flash attention whose mask comes from places, in Triton.
+"""The block of attention for GPUs: flash attention masked by positions, in Triton.
 
-A tile of queries meets a tile of keys in one of three ways, told by the smallest and largest place
-in each: it sees none of them (never visited), all of them (no mask), or some (places are compared).
-Visits are stored as runs of neighbouring tiles, so that the inner loop has a plain counter and
-pipelines like that of an ordinary causal kernel.
-
-Scores live in base 2: exp(scale x) = exp2(scale2 x), scale2 = scale log2(e). Sums begin from what
-other blocks left in `out` and `lse`, which is a state of the online softmax like any other (top =
-lse, total = 1). Nothing uses atomics: equal inputs give equal bits.
+The kernels are in `attention_triton.py`, their work lists in `tiles.py`.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -16,350 +9,44 @@ lse, total = 1). Nothing uses atomics: equal inputs give equal bits.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megarl.kernels.block import Places
+from megarl.kernels.attention_triton import (
+    LOG2_E,
+    forward_kernel,
+    grad_keys_kernel,
+    grad_queries_kernel,
+    row_sums_kernel,
+)
+from megarl.kernels.block import Positions
 from megarl.kernels.tiles import Tile, Tiles, Work, padded_width, section_of, tiles_of
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
-_LN_2 = tl.constexpr(math.log(2))
 ROW_SUM_ROWS = 32
-
-
-@triton.jit
-def _rows(
-    ptr,
-    start,
-    stride,
-    num_rows,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD and, if EDGE,
-    beyond num_rows.
-    """
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    if EDGE:
-        values = tl.load(
-            ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0
-        )
-    elif WIDTH == HEAD:
-        values = tl.load(ptrs)
-    else:
-        values = tl.load(ptrs, mask=dims[None, :] < HEAD, other=0.0)
-    return values
-
-
-@triton.jit
-def _walk(
-    source, head, start, head_stride, stride, num_rows,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """`_rows` of one head of a tensor that inner loops walk over; through the copy engine if it is
-    DESCRIBED, not a pointer.
-    """
-    if DESCRIBED:
-        values = source.load([start, tl.cast(head * HEAD, tl.int32)])
-    else:
-        values = _rows(
-            source + head * head_stride, start, stride, num_rows, ROWS, WIDTH, HEAD, EDGE
-        )
-    return values
-
-
-@triton.jit
-def _add_rows(
-    ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
-):
-    """Add `value` [ROWS, WIDTH] to a matrix [num_rows, HEAD] in memory, from row `start`."""
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    mask = (start + rows[:, None] < num_rows) & (dims[None, :] < HEAD)
-    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + value, mask=mask)
-
-
-@triton.jit
-def _program(rows_ptr, num_rows, section):
-    """(head, its row of work) of this program: sections of heads one after another, in each the
-    heaviest tiles first.
-    """
-    pid = tl.program_id(0)
-    return (
-        pid // (num_rows * section) * section + pid % section,
-        rows_ptr + pid // section % num_rows * 5,
-    )
-
-
-@triton.jit
-def _forward_runs(
-    acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
-    k_l, k_h, v_l, v_h, num_keys, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the tiles of keys in runs `first` to `last`: sums [rows, WIDTH], [rows],
-    maximum [rows].
-    """
-    for run in range(first, last):
-        for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
-            start = tile * COLUMNS
-            k = _walk(
-                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if PARTIAL:
-                index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
-                scores = tl.where(
-                    (start_q[:, None] <= index_k) & (index_k <= index_q[:, None]),
-                    scores,
-                    float("-inf"),
-                )
-            higher = tl.maximum(top, tl.max(scores, 1) * scale2)
-            base = higher
-            if PARTIAL:  # a row may have seen nothing yet, and -inf - -inf is NaN
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.math.exp2(scores * scale2 - base[:, None])
-            shrink = tl.math.exp2(top - base)
-            total = total * shrink + tl.sum(p, 1)
-            v = _walk(
-                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
-            )
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-            top = higher
-    return acc, total, top
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section"])
-def _forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, section, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head against every tile of keys it sees."""
-    head, row = _program(rows_ptr, num_rows, section)
-    head = tl.cast(head, tl.int64)
-    start = tl.load(row) * ROWS
-    places = start + tl.arange(0, ROWS)
-    inside = places < num_queries
-    lse = tl.load(lse_ptr + head * lse_h + places, mask=inside, other=float("-inf"))
-    started_at = lse > float("-inf")
-    dims = tl.arange(0, WIDTH)
-    out_ptr += head * out_h + tl.cast(start, tl.int64) * out_l
-    out_ptrs = out_ptr + (tl.arange(0, ROWS)[:, None] * out_l + dims[None, :])
-    # Rows that no block has touched are 0 and need no reading: the first block of a ring reads
-    # nothing.
-    acc = tl.load(out_ptrs, mask=started_at[:, None] & (dims[None, :] < HEAD), other=0.0)
-    total = tl.where(started_at, 1.0, 0.0)
-    top = lse * _LOG2_E
-    q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
-    index_q = tl.load(index_q_ptr + places)
-    start_q = tl.load(start_q_ptr + places)
-    for partial in tl.static_range(2):  # tiles seen whole, then those seen in part
-        first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
-        acc, total, top = _forward_runs(
-            acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
-        )  # fmt: skip
-    seen = total > 0
-    total = tl.where(seen, total, 1.0)
-    tl.store(out_ptrs, acc / total[:, None], mask=inside[:, None] & (dims[None, :] < HEAD))
-    tl.store(
-        lse_ptr + head * lse_h + places,
-        tl.where(seen, (top + tl.math.log2(total)) * _LN_2, float("-inf")),
-        mask=inside,
-    )
-
-
-@triton.jit(do_not_specialize=["num_queries", "padded"])
-def _row_sums(
-    grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(grad_out out), and lse in base 2 with +inf where a row sees nothing: exp2 then
-    gives p = 0.
-    """
-    head = tl.cast(tl.program_id(1), tl.int64)
-    start = tl.program_id(0) * ROWS
-    places = start + tl.arange(0, ROWS)
-    grad_out = _rows(
-        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
-    )
-    out = _rows(out_ptr + head * out_h, start, out_l, num_queries, ROWS, WIDTH, HEAD, True)
-    lse = tl.load(lse_ptr + head * lse_h + places, mask=places < num_queries, other=float("-inf"))
-    tl.store(
-        delta_ptr + head * padded + places, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    )
-    tl.store(
-        lse2_ptr + head * padded + places,
-        tl.where(lse == float("-inf"), float("inf"), lse * _LOG2_E),
-    )
-
-
-@triton.jit
-def _grad_keys_runs(
-    grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, head, lse2_ptr, delta_ptr, index_q_ptr, start_q_ptr, runs, first, last,
-    q_l, q_h, grad_l, grad_h, num_queries, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Add what the tiles of queries in runs `first` to `last` give to a tile of keys; scores are
-    [keys, queries] here.
-    """
-    for run in range(first, last):
-        for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
-            start = tile * COLUMNS
-            places = start + tl.arange(0, COLUMNS)
-            q = _walk(
-                q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
-            )
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + places)[None, :])
-            if PARTIAL:
-                index_q = tl.load(index_q_ptr + places)[None, :]
-                start_q = tl.load(start_q_ptr + places)[None, :]
-                p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
-            grad_out = _walk(
-                grad_out_ptr,
-                head,
-                start,
-                grad_h,
-                grad_l,
-                num_queries,
-                COLUMNS,
-                WIDTH,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
-            grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-            grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
-            grad_scores = p * (grad_p - tl.load(delta_ptr + places)[None, :])
-            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
-    return grad_k, grad_v
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section", "padded"])
-def _grad_keys(
-    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
-    index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, section, padded,
-    q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys of one key head: its gradients from every query head of the group, summed
-    here and in this order.
-    """
-    head, row = _program(rows_ptr, num_rows, section)
-    head = tl.cast(head, tl.int64)
-    start = tl.load(row) * ROWS
-    k = _rows(k_ptr + head * k_h, start, k_l, num_keys, ROWS, WIDTH, HEAD, True)
-    v = _rows(v_ptr + head * v_h, start, v_l, num_keys, ROWS, WIDTH, HEAD, True)
-    index_k = tl.load(index_k_ptr + start + tl.arange(0, ROWS))
-    grad_k = tl.zeros([ROWS, WIDTH], tl.float32)
-    grad_v = tl.zeros([ROWS, WIDTH], tl.float32)
-    for member in range(GROUP):
-        query_head = head * GROUP + member
-        lse2_head = lse2_ptr + query_head * padded
-        delta_head = delta_ptr + query_head * padded
-        for partial in tl.static_range(2):
-            first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
-            grad_k, grad_v = _grad_keys_runs(
-                grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, query_head, lse2_head, delta_head, index_q_ptr, start_q_ptr,
-                runs, first, last, q_l, q_h, grad_l, grad_h, num_queries, scale2,
-                COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
-            )  # fmt: skip
-    _add_rows(grad_k_ptr + head * gk_h, start, gk_l, num_keys, grad_k * scale, ROWS, WIDTH, HEAD)
-    _add_rows(grad_v_ptr + head * gv_h, start, gv_l, num_keys, grad_v, ROWS, WIDTH, HEAD)
-
-
-@triton.jit
-def _grad_queries_runs(
-    grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
-    k_l, k_h, v_l, v_h, num_keys, scale2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Add what the tiles of keys in runs `first` to `last` give to a tile of queries."""
-    for run in range(first, last):
-        for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
-            start = tile * COLUMNS
-            k = _walk(
-                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
-            )
-            v = _walk(
-                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-            p = tl.math.exp2(scores * scale2 - lse2[:, None])
-            if PARTIAL:
-                index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
-                p = tl.where((start_q[:, None] <= index_k) & (index_k <= index_q[:, None]), p, 0.0)
-            grad_q = tl.dot(
-                (p * (grad_p - delta[:, None])).to(k.dtype), k, grad_q, input_precision=PRECISION
-            )
-    return grad_q
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section", "padded"])
-def _grad_queries(
-    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_q_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, section, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head: its gradient from every tile of keys it sees."""
-    head, row = _program(rows_ptr, num_rows, section)
-    head = tl.cast(head, tl.int64)
-    start = tl.load(row) * ROWS
-    places = start + tl.arange(0, ROWS)
-    q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
-    grad_out = _rows(
-        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
-    )
-    lse2 = tl.load(lse2_ptr + head * padded + places)
-    delta = tl.load(delta_ptr + head * padded + places)
-    index_q = tl.load(index_q_ptr + places)
-    start_q = tl.load(start_q_ptr + places)
-    grad_q = tl.zeros([ROWS, WIDTH], tl.float32)
-    for partial in tl.static_range(2):
-        first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
-        grad_q = _grad_queries_runs(
-            grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
-        )  # fmt: skip
-    _add_rows(grad_q_ptr + head * gq_h, start, gq_l, num_queries, grad_q * scale, ROWS, WIDTH, HEAD)
+"""Queries that one program of `row_sums_kernel` processes."""
 
 
 class TritonBlock:
-    """Attention of some queries to some keys (the contract: `blocks.Block`) in float32, float16 or
-    bfloat16.
+    """`Block` for GPUs: float32, float16 or bfloat16, head widths up to 256.
 
-    Products of 16-bit tensors are summed in float32; float32 ones are exact (no TF32), hence slow.
-    `tiles` replaces the shapes of programs. `descriptors` has Hopper's copy engine load what inner
-    loops walk over, where widths and strides allow: fewer registers and instructions, but not yet
-    tried on a GPU. Errors: ValueError for other types, head widths over 256 and scales that are not
-    positive.
+    16-bit products are summed in float32; float32 products are exact (no TF32) and slow. Raises
+    `ValueError` for other dtypes, larger heads and scales that are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
+        """Choose tile sizes and how inner loops load memory.
+
+        Args:
+            tiles: tile sizes, by default those of the device.
+            descriptors: load through Hopper's tensor memory accelerator where widths and strides
+                allow: fewer registers and instructions. Not yet tried on a GPU.
+        """
         self.tiles, self.descriptors = tiles, descriptors
 
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> Work | None:
-        """The work list of this pair on `device`; None where no query sees any key."""
+    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
+        """Work list for this pair on `device`; None where no query attends to any key."""
         return Work.of(queries, keys, device)
 
     def forward(
@@ -372,7 +59,7 @@ class TritonBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge this block into `out` [Lq, Hq, D] and `lse` [Hq, Lq], float32, in place."""
+        """As `Block.forward`; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are float32."""
         common = self._common(q, k, v, scale)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -381,9 +68,9 @@ class TritonBlock:
             q.shape[1], k.shape[0] * k.shape[2] * 2 * k.itemsize * k.shape[1] // q.shape[1]
         )
         walked, described = self._walked(tile, k, v)
-        _forward[(len(rows) * q.shape[1],)](
+        forward_kernel[(len(rows) * q.shape[1],)](
             q, *walked, out, lse, work.index_q, work.start_q, work.index_k, rows, runs,
-            len(q), len(k), len(rows), section, *_strides(q, k, v, out), lse.stride(0), scale * _LOG2_E.value,
+            len(q), len(k), len(rows), section, *_strides(q, k, v, out), lse.stride(0), scale * LOG2_E.value,
             DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
@@ -401,9 +88,8 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D],
-        float32, in place.
-        """
+        """As `Block.backward`; `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D] are
+        float32."""
         common = self._common(q, k, v, scale)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -413,20 +99,20 @@ class TritonBlock:
         grad_out = grad_out.to(q.dtype)
         padded = len(work.index_q)
         lse2, delta = torch.empty(2, query_heads, padded, dtype=torch.float32, device=q.device)
-        _row_sums[(padded // ROW_SUM_ROWS, query_heads)](
+        row_sums_kernel[(padded // ROW_SUM_ROWS, query_heads)](
             grad_out, out, lse, lse2, delta, num_queries, padded, *_strides(grad_out, out), lse.stride(0),
             ROWS=ROW_SUM_ROWS, WIDTH=common["WIDTH"], HEAD=common["HEAD"], num_warps=4,
         )  # fmt: skip
-        places = (work.index_q, work.start_q, work.index_k)
-        scales = (scale, scale * _LOG2_E.value)
+        positions = (work.index_q, work.start_q, work.index_k)
+        scales = (scale, scale * LOG2_E.value)
         head_bytes = 2 * q.shape[2] * q.itemsize
 
         tile = self._tile("grad_keys", q)
         rows, runs = work.visits(tile, by_keys=True)
         section = section_of(k.shape[1], num_queries * head_bytes * query_heads // k.shape[1])
         (walked_q, walked_grad), described = self._walked(tile, q, grad_out)
-        _grad_keys[(len(rows) * k.shape[1],)](
-            walked_q, k, v, walked_grad, lse2, delta, grad_k, grad_v, *places, rows, runs,
+        grad_keys_kernel[(len(rows) * k.shape[1],)](
+            walked_q, k, v, walked_grad, lse2, delta, grad_k, grad_v, *positions, rows, runs,
             num_queries, len(k), len(rows), section, padded, *_strides(q, k, v, grad_out, grad_k, grad_v), *scales,
             DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
@@ -434,18 +120,18 @@ class TritonBlock:
         rows, runs = work.visits(tile, by_keys=False)
         section = section_of(query_heads, len(k) * head_bytes * k.shape[1] // query_heads)
         walked, described = self._walked(tile, k, v)
-        _grad_queries[(len(rows) * query_heads,)](
-            q, *walked, grad_out, lse2, delta, grad_q, *places, rows, runs, num_queries, len(k), len(rows), section, padded,
+        grad_queries_kernel[(len(rows) * query_heads,)](
+            q, *walked, grad_out, lse2, delta, grad_q, *positions, rows, runs, num_queries, len(k), len(rows), section, padded,
             *_strides(q, k, v, grad_out, grad_q), *scales, DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
+        """Tile sizes of the kernel `name` for these queries."""
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """What a kernel that walks over `tensors` [L, H, D] is given for them, and whether that is
-        descriptors.
-        """
+        """(tensor descriptors or the tensors [L, H, D] themselves, whether they are
+        descriptors)."""
         length, heads, width = tensors[0].shape
         fits = all(
             x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -453,8 +139,7 @@ class TritonBlock:
         )
         if not (self.descriptors and fits and width == padded_width(width)):
             return list(tensors), False
-        # Heads side by side are columns of one matrix, and a head that is a power of 2 wide is a
-        # tile of it.
+        # All heads are one matrix [L, heads x width]; a head of a power-of-2 width is a tile of it.
         return [
             TensorDescriptor(x, [length, heads * width], [x.stride(0), 1], [tile.columns, width])
             for x in tensors
@@ -462,7 +147,7 @@ class TritonBlock:
 
     @staticmethod
     def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
-        """What all three kernels are compiled for, checked."""
+        """Compile-time constants of all kernels; raises `ValueError` for unsupported inputs."""
         if (
             q.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             or not q.dtype == k.dtype == v.dtype
@@ -485,12 +170,13 @@ class TritonBlock:
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Row and head stride of each [L, H, D]; the last dimension is contiguous."""
+    """Token stride and head stride of each tensor [L, H, D], whose last dimension is contiguous."""
     assert all(x.stride(2) == 1 for x in tensors), "the head width must be contiguous"
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
+    """A tile as compile-time arguments of a kernel."""
     shape = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

@@ -1,4 +1,4 @@
-"""The implementations of block attention, by name; `megarl.kernels.block` says what one owes."""
+"""The implementations of block attention by name; `megarl.kernels.block` is their contract."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megarl.kernels.block import Block
 
 
-def _float() -> Block:
+def _reference() -> Block:
     from megarl.kernels.block_reference import ReferenceBlock
 
     return ReferenceBlock()
@@ -40,14 +40,16 @@ def _cudnn() -> Block:
 
 
 BLOCKS: dict[str, Callable[[], Block]] = {
-    "reference": _float,
+    "reference": _reference,
     "cpu": _cpu,
     "triton": _triton,
     "flash": _flash,
     "cudnn": _cudnn,
 }
+"""{name: function that makes the block}; imported when asked for, since some need a GPU's
+packages."""
 
 
 def default_block(device: torch.device) -> str:
-    """The name of the block for this device."""
+    """Name of the block for this device: triton on GPUs, else cpu."""
     return "triton" if device.type == "cuda" else "cpu"

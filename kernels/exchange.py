@@ -1,5 +1,6 @@
-"""What a schedule asks of the ranks that share a row. The real one is in
-`megarl.parallel.exchange`; tests use threads.
+"""Communication that sequence attention needs between the ranks that share a packed sequence.
+
+`megarl.parallel.exchange.RingExchange` implements it with torch.distributed; tests use threads.
 """
 
 from __future__ import annotations
@@ -11,44 +12,45 @@ import torch
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A message that is being received."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor that arrived; to be called once."""
+        """Wait for the message and return the tensor; to be called once."""
         ...
 
 
 class Exchange(Protocol):
-    """Some ranks in a ring. All of them call the same methods in the same order."""
+    """The ranks of one axis in a ring. All of them call the same methods in the same order."""
 
     rank: int
+    """This rank's number in the ring."""
     size: int
+    """Number of ranks."""
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> Pending:
-        """Send `tensor` to the rank `offset` places on (any integer) and expect one of `shape`
-        (same dtype) from as far back.
+        """Send `tensor` to rank + `offset` and start receiving from rank - `offset`, modulo the
+        size.
 
-        The sender must leave `tensor` alone until `wait` has returned. Channels do not wait for
-        each other.
+        The received tensor has `shape` and the dtype of `tensor`, which must not change before
+        `wait` has returned. Channels are independent of each other.
         """
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is
-        `lengths`.
-        """
+        """Every rank's tensor, by rank; `lengths` are their sizes in dimension 0, the others
+        agree."""
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0)
-        only.
-        """
+        """The sum over ranks of `pieces[self.rank]`; pieces differ in the size of dimension 0
+        only."""
         ...
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Piece r goes to rank r; returns what each rank sent here, of these shapes."""
+        """Send `pieces[r]` to rank r; returns what each rank sent to this one, with these
+        `shapes`."""
         ...

@@ -1,10 +1,9 @@
-"""Matrix products of linear layers on CPU through oneDNN, which on processors with AVX-512 can be
-twice as fast as BLAS.
+"""Linear layers on CPU through oneDNN, up to twice as fast as BLAS on processors with AVX-512.
 
     x [..., K], weight [N, K], bias [N] or None  ->  x weight^T + bias [..., N]
 
-float32 in, float32 arithmetic, float32 out: only the library differs. Elsewhere (GPU, other dtypes,
-another build of torch) the functions fall back to torch's own.
+float32 arithmetic either way. Other devices, dtypes, processors and torch builds use torch's own
+linear layer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 
 
 def _onednn() -> Any:
-    """oneDNN's linear operator, or None where this torch or this processor has no use for it."""
+    """oneDNN's linear operator, or None where torch lacks it or the processor gains nothing from
+    it."""
     if (
         not torch.backends.mkldnn.is_available()
         or "AVX512" not in torch.backends.cpu.get_cpu_capability()
@@ -29,23 +29,26 @@ def _onednn() -> Any:
 
 
 ONEDNN = _onednn()
+"""The operator, or None."""
 
 
-def serves(x: torch.Tensor) -> bool:
-    """Whether oneDNN takes this input."""
+def onednn_supports(x: torch.Tensor) -> bool:
+    """Whether oneDNN computes with this tensor: float32 on CPU, not empty."""
     return (
         ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
     )
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times the transpose of b [N, K], without gradients."""
-    if not serves(a):
+    """a [M, K] times the transpose of b [N, K], [M, N]; without gradients."""
+    if not onednn_supports(a):
         return a @ b.T
     return ONEDNN(a, b, None, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
+    """`linear` through oneDNN, with its gradients."""
+
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
@@ -62,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by whichever library is faster here."""
-    if not serves(x):
+    """`torch.nn.functional.linear`, through oneDNN where that supports `x`."""
+    if not onednn_supports(x):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)

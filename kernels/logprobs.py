@@ -1,19 +1,20 @@
-"""Log-prob and entropy of chosen tokens straight from hidden states: logits exist one chunk at a
-time.
+"""Log-probs and entropies of given tokens from hidden states, without storing all logits.
 
-    hidden [T, H], weight [V, H], targets [T]  ->  log-probs [T], entropies [T]   (float32, or
-    float64 from float64)
+    hidden [T, H], weight [V, H], targets [T]  ->  log-probs [T], entropies [T]
 
-With z = hidden weight^T / temperature, p = softmax(z), H = -sum p log p, and per token m = max z, s
-= sum e^(z-m):
+Logits exist for one chunk of tokens at a time. With z = hidden weight^T / temperature, p =
+softmax(z), m = max z and s = sum e^(z-m):
+
     forward   log p[y] = (z[y] - m) - log s        H = log s - sum (z-m) e^(z-m) / s
     backward  dz = g_logp (1[y] - p) - g_H p (log p + H)
-Backward makes each chunk's logits again from m, log s and H, which is all that is kept. m and log s
-stay apart: their sum would round log s away.
 
-The rows of `weight` may be cut over ranks (`VocabularyShard`): forward then reduces twice a chunk,
-backward once in all. To add an implementation, write a function with the signature of `_chunked`
-and list it in `BACKENDS`.
+Backward recomputes each chunk's logits from m, log s and H, the only saved statistics. m and log s
+are kept apart, since their sum would round log s away. Results are float32, or float64 for float64
+inputs.
+
+The rows of `weight` may be split over tensor-parallel ranks (`VocabularyShard`): forward then does
+two all-reduces a chunk, backward one in all. To add an implementation, write a function with the
+signature of `_chunked` and list it in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -25,41 +26,34 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import product, serves
+from megarl.kernels.linear import onednn_supports, product
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Size of one chunk of logits: large enough for full matrix-product speed, small beside any model.
-"""
+"""Bytes of one chunk of logits, by device: enough for fast matrix products, small beside a
+model."""
 BLOCK_BYTES = 8 * 2**20
-"""What oneDNN writes at a time on CPU: small enough to be in the cache when it is copied or added
-to where it belongs.
-"""
+"""Bytes that oneDNN writes at a time on CPU: small enough to be in cache when they are copied."""
 TILE_ROWS = 128
-"""Rows of a chunk are a multiple of this where there are that many: GPUs multiply in tiles of it.
-"""
+"""Tokens of a chunk are a multiple of this where possible: GPUs multiply matrices in such tiles."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which rows of the vocabulary a rank's `weight` holds, and how it talks to those that hold the
-    others.
-    """
+    """The vocabulary rows of this tensor-parallel rank, and all-reduces over the ranks with the
+    others."""
 
     first: int
-    """First row; the number of them is that of `weight`. Shards may differ in size, and be empty.
-    """
+    """First vocabulary row on this rank. Shards may differ in size, and may be empty."""
     rows: int
-    """Rows of the largest shard: all ranks cut tokens into the chunks that suit it."""
+    """Rows of the largest shard, so that all ranks split the tokens into the same chunks."""
     reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    """Elementwise maximum over the ranks, in place; returns its argument."""
+    """All-reduce with maximum, in place; returns its argument."""
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
-    """The same for the sum."""
+    """All-reduce with sum, in place; returns its argument."""
 
 
 def _passes(hidden: torch.Tensor) -> ModuleType:
-    """The module with `statistics` and `gradient_`, the passes over a chunk of logits, for such
-    tensors.
-    """
+    """The module with `statistics` and `gradient_` for this device and dtype: Triton or torch."""
     if hidden.is_cuda and hidden.dtype != torch.float64:
         from megarl.kernels import logprobs_triton
 
@@ -72,8 +66,9 @@ def _passes(hidden: torch.Tensor) -> ModuleType:
 def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[list[slice], torch.Tensor]:
-    """Slices of the tokens, the same on all ranks of a shard's axis, and room for one's logits
-    [rows, this rank's V].
+    """(slices of the T tokens, buffer [tokens of a chunk, this rank's V] for logits).
+
+    The slices are the same on all ranks that share the vocabulary.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (hidden.dtype.itemsize * columns)
@@ -83,21 +78,23 @@ def _chunks(
 
 
 def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
+    """Slices of at most `BLOCK_BYTES`, at least one row each, of `rows` rows of `row_bytes`
+    bytes."""
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """hidden weight^T [C, V], before the temperature, in the first rows of `room` or, if small, in
-    memory of its own.
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """hidden weight^T [C, V], not divided by the temperature.
+
+    Written to the first rows of `buffer`, or to new memory if it is small.
     """
-    logits = room[: hidden.shape[0]]
-    if not serves(hidden):
+    logits = buffer[: hidden.shape[0]]
+    if not onednn_supports(hidden):
         return torch.mm(hidden, weight.T, out=logits)
     if logits.nbytes <= BLOCK_BYTES:
         return product(hidden, weight)
-    # oneDNN has no `out`: memory fresh from the system for a whole chunk would cost more than these
-    # copies.
+    # oneDNN has no `out` argument, and allocating a whole chunk costs more than these copies.
     for block in _blocks(weight.shape[0], 4 * hidden.shape[0]):
         logits[:, block] = product(hidden, weight[block])
     return logits
@@ -105,7 +102,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, room: torch.Tensor) -> t
 
 def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total [V, H] += grad [C, V]^T hidden [C, H], in the precision of `total`."""
-    if total.dtype == grad.dtype and not serves(hidden):
+    if total.dtype == grad.dtype and not onednn_supports(hidden):
         total.addmm_(grad.T, hidden)
     elif total.is_cuda:
         torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
@@ -115,61 +112,67 @@ def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) ->
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _merged(
     statistics: tuple[torch.Tensor, ...], owned: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk's statistics over the whole vocabulary -> m [C] and [s, t, z_y - m, ranks that hold
-    the target] [4, C].
+    """Reduce a chunk's statistics over vocabulary shards: (m [C], [s, t, z_y - m, owners] [4, C]).
+
+    `statistics` are m, s, t and z_y - m of this shard as from `logprobs_torch.statistics`, `owned`
+    [C] bool says which targets lie in this shard, and `owners` counts the shards that own a target.
     """
     m, s, t, z_y = statistics
     if shard is None:
         return m, torch.stack([s, t, z_y, owned.to(s.dtype)])
     local = m.clone()
     shard.reduce_max(m)
-    # Where this rank has nothing but -inf, s and t are 0, and -inf minus -inf would be NaN.
+    # A shard of only -inf has s = t = 0, and -inf - -inf is NaN.
     shift = (local - m).masked_fill_(local == -torch.inf, 0.0)
     scale = shift.exp()
-    mine = [
+    shifted = [
         s * scale,
         (t + shift * s) * scale,
         torch.where(owned, z_y + shift, 0.0),
         owned.to(s.dtype),
     ]
-    return m, shard.reduce_sum(torch.stack(mine))
+    return m, shard.reduce_sum(torch.stack(shifted))
 
 
 class _LinearLogProbs(torch.autograd.Function):
+    """The chunked log-probs and entropies with their gradients, as in the module's formulas."""
+
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, shard):
-        kind, num_rows = _accumulator(hidden.dtype), weight.shape[0]
+        dtype, num_rows = _accumulator(hidden.dtype), weight.shape[0]
         first = shard.first if shard else 0
         passes = _passes(hidden)
         logprobs, entropy, m, log_s = torch.empty(
-            4, hidden.shape[0], dtype=kind, device=hidden.device
+            4, hidden.shape[0], dtype=dtype, device=hidden.device
         )
-        chunks, room = _chunks(hidden, weight, shard)
-        for piece in chunks:
-            mine = targets[piece]
+        chunks, buffer = _chunks(hidden, weight, shard)
+        for chunk in chunks:
+            chunk_targets = targets[chunk]
             if num_rows:
                 statistics = passes.statistics(
-                    _logits(hidden[piece], weight, room), mine, first, temperature
+                    _logits(hidden[chunk], weight, buffer), chunk_targets, first, temperature
                 )
             else:
-                m_, *nothing = hidden.new_zeros(4, len(mine), dtype=kind)
+                m_, *nothing = hidden.new_zeros(4, len(chunk_targets), dtype=dtype)
                 statistics = (m_.fill_(-torch.inf), *nothing)
-            m[piece], (s, t, z_y, owners) = _merged(
-                statistics, (mine >= first) & (mine < first + num_rows), shard
+            m[chunk], (s, t, z_y, owners) = _merged(
+                statistics, (chunk_targets >= first) & (chunk_targets < first + num_rows), shard
             )
             torch.ops.aten._assert_async.msg(
-                (owners == 1).all(), "a target is no row of the vocabulary, or its shards overlap"
+                (owners == 1).all(),
+                "a target is outside the vocabulary, or vocabulary shards overlap",
             )
-            log_s[piece] = s.log()
-            logprobs[piece] = z_y - log_s[piece]
-            entropy[piece] = log_s[piece] - t / s
-        # Copies, so that no view keeps the others alive and callers may write to what they get.
+            log_s[chunk] = s.log()
+            logprobs[chunk] = z_y - log_s[chunk]
+            entropy[chunk] = log_s[chunk] - t / s
+        # Copies: a view would keep the other statistics alive.
         logprobs, entropy = logprobs.clone(), entropy.clone()
         ctx.save_for_backward(hidden, weight, targets, m, log_s, entropy)
         ctx.temperature, ctx.shard = temperature, shard
@@ -180,29 +183,29 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, m, log_s, entropy = ctx.saved_tensors
         shard, needs_hidden, needs_weight = ctx.shard, *ctx.needs_input_grad[:2]
-        passes, kind = _passes(hidden), _accumulator(hidden.dtype)
+        passes, dtype = _passes(hidden), _accumulator(hidden.dtype)
         # float32 sums over chunks and ranks: bfloat16 would lose the later ones.
         grad_hidden = (
-            torch.zeros_like(hidden, dtype=kind if shard else None) if needs_hidden else None
+            torch.zeros_like(hidden, dtype=dtype if shard else None) if needs_hidden else None
         )
-        grad_weight = torch.zeros_like(weight, dtype=kind) if needs_weight else None
-        chunks, room = _chunks(hidden, weight, shard)
-        for piece in chunks if weight.shape[0] else []:
-            grad = _logits(hidden[piece], weight, room)
-            of_token = (
-                m[piece],
-                log_s[piece],
-                entropy[piece],
-                grad_logprobs[piece],
-                grad_entropy[piece],
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        chunks, buffer = _chunks(hidden, weight, shard)
+        for chunk in chunks if weight.shape[0] else []:
+            grad = _logits(hidden[chunk], weight, buffer)
+            per_token = (
+                m[chunk],
+                log_s[chunk],
+                entropy[chunk],
+                grad_logprobs[chunk],
+                grad_entropy[chunk],
             )
             passes.gradient_(
-                grad, targets[piece], shard.first if shard else 0, ctx.temperature, *of_token
+                grad, targets[chunk], shard.first if shard else 0, ctx.temperature, *per_token
             )
             if grad_hidden is not None:
-                grad_hidden[piece] = product(grad, weight.T)
+                grad_hidden[chunk] = product(grad, weight.T)
             if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[piece])
+                _add_outer(grad_weight, grad, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():
             shard.reduce_sum(grad_hidden)
         given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
@@ -221,6 +224,7 @@ def _chunked(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Our implementation, for all devices, dtypes and sharded vocabularies."""
     return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)
 
 
@@ -231,6 +235,7 @@ def _liger(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Liger's implementation; see `megarl.kernels.logprobs_liger`."""
     from megarl.kernels.logprobs_liger import liger_logprobs
 
     return liger_logprobs(hidden, weight, targets, temperature, shard)
@@ -240,9 +245,7 @@ BACKENDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "chunked": _chunked,
     "liger": _liger,
 }
-"""Ways to compute it: `chunked` is ours, for all devices; the others are refused where they cannot
-run.
-"""
+"""{name: implementation}, with the arguments of `linear_logprobs`; `liger` needs one CUDA GPU."""
 
 
 def linear_logprobs(
@@ -253,13 +256,23 @@ def linear_logprobs(
     shard: VocabularyShard | None = None,
     backend: str = "chunked",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `targets` and entropy, both [T] float32 (float64 from float64), under
-    softmax(hidden weight^T / temperature).
+    """Log-probs of `targets` and entropies under softmax(hidden weight^T / temperature).
 
-    `hidden` [T, H] and `weight` [V, H] of one dtype; `targets` [T] int64. Differentiable in both,
-    in both outputs. With `shard`, `weight` is this rank's rows, all else and the upstream gradients
-    are the same on every rank, and so are the results and the gradient of `hidden`. A target that
-    no rank holds fails an assertion, on a GPU asynchronously.
+    Both are [T] float32, or float64 for float64 inputs, and differentiable in `hidden` and
+    `weight`.
+
+    Args:
+        hidden: [T, H].
+        weight: [V, H], same dtype; with `shard` this rank's rows.
+        targets: [T] int64 token ids; outside the vocabulary they fail an assertion (on GPUs later).
+        temperature: above 0.
+        shard: this rank's part of a split vocabulary. All other arguments and the upstream
+            gradients
+            must be the same on every rank, and so are the results and the gradient of `hidden`.
+        backend: a name in `BACKENDS`.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, or the backend cannot run here.
     """
     if (
         hidden.shape[0] != targets.shape[0]
@@ -268,7 +281,8 @@ def linear_logprobs(
     ):
         raise ValueError(
             f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)}"
-            f" {weight.dtype} and targets {tuple(targets.shape)} do not fit"
+            f" {weight.dtype} and targets {tuple(targets.shape)} do not match; give [T, H], [V, H]"
+            " of the same dtype, and [T]"
         )
     if shard and not 0 <= weight.shape[0] <= shard.rows:
         raise ValueError(

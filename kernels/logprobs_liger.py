@@ -1,11 +1,9 @@
-"""Liger's fused linear log-prob and entropy (`pip install liger-kernel[cutedsl]`): on Hopper,
-logits never leave the chip.
+"""Log-probs and entropies through Liger's fused kernel (`pip install liger-kernel[cutedsl]`).
 
-An alternative to ours on one GPU, and something to hold it against; chosen by name only. What it
-does differently, of
-0.8.5: on Hopper it takes bfloat16 only; elsewhere it runs chunks of 512 tokens in torch, and sums
-the weight's gradient in the weight's dtype; entropies are rounded to the dtype of `hidden`; a
-masked word (logit -inf) makes the entropy NaN.
+An alternative to our own kernel on one GPU; on Hopper, logits never leave the chip. Differences of
+liger-kernel 0.8.5 from ours: on Hopper it takes bfloat16 only. Elsewhere it runs chunks of 512
+tokens in torch and sums the weight's gradient in the weight's dtype. Entropies are rounded to the
+dtype of `hidden`. A logit of -inf makes the entropy NaN.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from megarl.kernels.logprobs import VocabularyShard
 
 REFUSED = "log-prob backend 'liger' {}; choose backend 'chunked'"
+"""Error message; the placeholder is what the backend lacks."""
 
 
 def liger_logprobs(
@@ -27,9 +26,9 @@ def liger_logprobs(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `megarl.kernels.logprobs.linear_logprobs`; `ValueError` where it cannot run."""
+    """As `megarl.kernels.logprobs.linear_logprobs`; raises `ValueError` where Liger cannot run."""
     if shard is not None:
-        raise ValueError(REFUSED.format("does not take a vocabulary cut over ranks"))
+        raise ValueError(REFUSED.format("does not take a vocabulary split over ranks"))
     if not hidden.is_cuda:
         raise ValueError(
             REFUSED.format(f"needs a CUDA device, and the tensors are on {hidden.device}")
@@ -45,8 +44,9 @@ def liger_logprobs(
 def apply(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Liger's operator in our words, on any device: its torch fallback is an oracle on CPU.
-    `ImportError` without it.
+    """(log-probs [T], entropies [T] float32) by Liger, on any device: on CPU its torch fallback.
+
+    Raises `ImportError` without liger-kernel.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as operator  # pyright: ignore[reportMissingImports]
 

@@ -1,14 +1,15 @@
-"""The two passes over a chunk of logits, in torch: for CPU, and what the Triton ones in
-logprobs_triton.py are checked against.
+"""The two passes over a chunk of logits in torch: for CPU, and as reference for logprobs_triton.py.
 
     z = logits / temperature    p = softmax(z)    H = -sum p log p
 
-The vocabulary may be cut over ranks: shard r holds rows `first` to `first + V` of it; targets are
-ids of the whole vocabulary. What the shards find is put together by
-    m = max m_r    s = sum s_r e^(m_r - m)    t = sum e^(m_r - m) (t_r + (m_r - m) s_r)    z_y =
-    z_y_r + m_r - m
-(the last by the target's shard alone), and then log p[y] = z_y - log s and H = log s - t / s. m and
-log s stay apart: their sum would round log s away.
+The vocabulary may be split over ranks: shard r has rows `first` to `first + V`; targets are ids of
+the whole vocabulary. Statistics of shards r combine as
+
+    m = max m_r    s = sum s_r e^(m_r - m)    t = sum e^(m_r - m) (t_r + (m_r - m) s_r)
+    z_y = z_y_r + m_r - m    of the shard r that has the target
+
+and then log p[y] = z_y - log s and H = log s - t / s. m and log s are kept apart, since their sum
+would round log s away.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from collections.abc import Iterator
 import torch
 
 BLOCK_BYTES = 2**20
-"""Rows are worked on in blocks of this size, which stay in a core's cache from pass to pass."""
+"""Bytes of logits processed at once, so that they stay in a core's cache from pass to pass."""
 LOWEST_LOG_P = -1e4
-"""exp of it is 0 even in float64, and unlike -inf it gives 0 when multiplied with that 0."""
+"""Lower bound of log p: exp of it is 0 even in float64, and it times 0 is 0, unlike -inf times
+0."""
 
 
-def _pieces(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:
+def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:
+    """Slices of `num_rows` rows, each at most `BLOCK_BYTES` of `vocabulary` numbers a row."""
     step = max(1, BLOCK_BYTES // (itemsize * max(vocabulary, 1)))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _place(targets: torch.Tensor, first: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target [C, 1], any where it is not of this shard, and whether it is [C]."""
+def _target_columns(
+    targets: torch.Tensor, first: int, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's column [C, 1] in this shard (any column if outside), and whether it is inside
+    [C]."""
     column = targets - first
     return column.clamp(0, vocabulary - 1)[:, None], (column >= 0) & (column < vocabulary)
 
@@ -37,27 +43,27 @@ def _place(targets: torch.Tensor, first: int, vocabulary: int) -> tuple[torch.Te
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the
-    target's z - m; all [C].
+    """First pass over logits [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m), z[target] -
+    m.
 
-    `targets` [C] int64 are ids of the whole vocabulary; where one is outside this shard its z - m
-    is 0. Results are float32 (float64 from float64). A row of nothing but -inf has m = -inf and s =
-    t = 0. `logits` is only read.
+    All results are [C], float32 or float64 for float64 logits. `targets` [C] int64 are ids of the
+    whole vocabulary; for one outside this shard z[target] - m is 0. A row of only -inf has m = -inf
+    and s = t = 0. `logits` is not changed.
     """
     num_rows, vocabulary = logits.shape
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    m, s, t, z_y = torch.empty(4, num_rows, dtype=kind, device=logits.device)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    m, s, t, z_y = torch.empty(4, num_rows, dtype=dtype, device=logits.device)
     if not vocabulary:  # an empty shard is one of nothing but -inf
         return m.fill_(-torch.inf), s.zero_(), t.zero_(), z_y.zero_()
-    column, inside = _place(targets, first, vocabulary)
-    for piece in _pieces(num_rows, vocabulary, kind.itemsize):
-        z = logits[piece].to(kind) if temperature == 1.0 else logits[piece].to(kind) / temperature
-        torch.amax(z, 1, out=m[piece])
-        z = z - m[piece, None].masked_fill(m[piece, None] == -torch.inf, 0.0)
-        z_y[piece] = z.gather(1, column[piece])[:, 0].where(inside[piece], 0.0)
+    column, inside = _target_columns(targets, first, vocabulary)
+    for rows in _row_blocks(num_rows, vocabulary, dtype.itemsize):
+        z = logits[rows].to(dtype) if temperature == 1.0 else logits[rows].to(dtype) / temperature
+        torch.amax(z, 1, out=m[rows])
+        z = z - m[rows, None].masked_fill(m[rows, None] == -torch.inf, 0.0)
+        z_y[rows] = z.gather(1, column[rows])[:, 0].where(inside[rows], 0.0)
         e = z.exp()
-        torch.sum(e, 1, out=s[piece])
-        torch.sum(z.clamp_min_(LOWEST_LOG_P).mul_(e), 1, out=t[piece])
+        torch.sum(e, 1, out=s[rows])
+        torch.sum(z.clamp_min_(LOWEST_LOG_P).mul_(e), 1, out=t[rows])
     return m, s, t, z_y
 
 
@@ -72,28 +78,27 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) /
-    temperature, in their dtype.
+    """Second pass: replace logits [C, V] by (g_logp (1[y] - p) - g_H p (log p + H)) / temperature.
 
-    All else is [C]: `targets` as in `statistics`; `m`, `log_s` and `entropy` over the whole
-    vocabulary; the upstream gradients.
+    All other tensors are [C]: `targets` as in `statistics`; `m`, `log_s` and `entropy` over the
+    whole vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy`.
     """
     num_rows, vocabulary = logits.shape
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if not vocabulary:
         return
-    column, inside = _place(targets, first, vocabulary)
-    at_target = (grad_logprobs.to(kind) / temperature).where(inside, 0.0)[:, None]
+    column, inside = _target_columns(targets, first, vocabulary)
+    at_target = (grad_logprobs.to(dtype) / temperature).where(inside, 0.0)[:, None]
     # dz away from the target is p (slope log p + offset).
-    slope = (grad_entropy.to(kind) / -temperature)[:, None]
-    offset = ((grad_logprobs + grad_entropy * entropy).to(kind) / -temperature)[:, None]
-    for piece in _pieces(num_rows, vocabulary, kind.itemsize):
-        z = logits[piece].to(kind)  # the same memory where the dtype is already right
+    slope = (grad_entropy.to(dtype) / -temperature)[:, None]
+    offset = ((grad_logprobs + grad_entropy * entropy).to(dtype) / -temperature)[:, None]
+    for rows in _row_blocks(num_rows, vocabulary, dtype.itemsize):
+        z = logits[rows].to(dtype)  # the same memory where the dtype is already right
         if temperature != 1.0:
             z.div_(temperature)
-        z.sub_(m[piece, None]).sub_(log_s[piece, None]).clamp_min_(LOWEST_LOG_P)
+        z.sub_(m[rows, None]).sub_(log_s[rows, None]).clamp_min_(LOWEST_LOG_P)
         p = z.exp()
-        z.mul_(slope[piece]).add_(offset[piece]).mul_(p)
-        z.scatter_add_(1, column[piece], at_target[piece])
+        z.mul_(slope[rows]).add_(offset[rows]).mul_(p)
+        z.scatter_add_(1, column[rows], at_target[rows])
         if z.dtype != logits.dtype:
-            logits[piece] = z
+            logits[rows] = z

@@ -1,7 +1,7 @@
-"""The two passes over a chunk of logits as Triton kernels, each one read (and the second one write)
-of the chunk.
+"""The two passes over a chunk of logits as Triton kernels: one read each, and one write in the
+second.
 
-Same functions, formulae and conventions as logprobs_torch.py, which they are checked against.
+Same functions, formulas and conventions as logprobs_torch.py, with which tests compare them.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Logits a program holds at once: with 4 warps 32 a thread, enough loads in flight without
-spilling.
-"""
+"""Logits that a program processes at once: 32 a thread with 4 warps, without register spilling."""
 NUM_WARPS = 4
 _LOWEST_LOG_P = tl.constexpr(-1e4)
 
@@ -34,7 +32,7 @@ def _statistics(
     scale,
     BLOCK: tl.constexpr,
 ):
-    """One row: running maximum, and per lane sums of e and z e relative to it."""
+    """Statistics of one row of logits: running maximum and, in each lane, sums relative to it."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
@@ -74,7 +72,8 @@ def _gradient(
     logits_ptr, targets_ptr, m_ptr, log_s_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr,
     stride, first, vocabulary, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row, in place: away from the target dz is p (slope log p + offset)."""
+    """Gradient of one block of one row, in place; away from the target it is p (slope log p +
+    offset)."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row.to(tl.int64) * stride
@@ -89,6 +88,7 @@ def _gradient(
 
 
 def _check(logits: torch.Tensor) -> None:
+    """Raise `ValueError` for float64 logits."""
     if logits.dtype == torch.float64:
         raise ValueError(
             "the Triton log-prob kernels compute in float32; for float64 logits use"
@@ -100,11 +100,7 @@ def _check(logits: torch.Tensor) -> None:
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of `logits` [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and the
-    target's z - m; all float32 [C].
-
-    As `logprobs_torch.statistics`. Errors: ValueError for float64.
-    """
+    """As `logprobs_torch.statistics`, on a GPU; raises `ValueError` for float64."""
     _check(logits)
     num_rows, vocabulary = logits.shape
     found = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
@@ -128,11 +124,7 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace `logits` [C, V] by their gradient (g_logp (1[y] - p) - g_H p (log p + H)) /
-    temperature, in their dtype.
-
-    As `logprobs_torch.gradient_`. Errors: ValueError for float64.
-    """
+    """As `logprobs_torch.gradient_`, on a GPU; raises `ValueError` for float64."""
     _check(logits)
     num_rows, vocabulary = logits.shape
     if num_rows:

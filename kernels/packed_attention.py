@@ -1,10 +1,9 @@
-"""Causal attention over documents packed into one row without padding: no document sees another.
+"""Causal attention within each document of a packed sequence, on one rank, without padding.
 
     q [T, Hq, D], k and v [T, Hkv, D], documents  ->  out [T, Hq, D]
 
-Two backends: torch's variable-length flash attention (CUDA, 16 bit), and batches of similar lengths
-through `scaled_dot_product_attention` (everywhere), whose cost is that of the documents, not of the
-row.
+Two implementations: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches
+of documents of similar length through `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -16,32 +15,31 @@ import torch
 import torch.nn.functional as F
 
 BUCKET_SLACK = 1.25
-"""Documents share a batch while the longest is at most this many times the shortest: bounds the
-padding.
-"""
+"""Documents share a batch if the longest is at most this many times the shortest; bounds
+padding."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a packed row, prepared once and used by every layer."""
+    """Where the documents of a packed sequence lie; made once per micro-batch, used by every
+    layer."""
 
     starts: torch.Tensor
-    """[D + 1] int32 on the row's device."""
+    """[D + 1] int32 on the sequence's device: first token of each document, then the length T."""
     longest: int
+    """Tokens of the longest document."""
     batches: list[torch.Tensor]
-    """Per bucket [B, L] int64: positions of its documents, short ones padded with their own last
-    position.
-    """
+    """By batch, [B, L] int64: positions of its documents' tokens. Short documents repeat their last
+    one."""
     valid: list[torch.Tensor]
-    """Per bucket [B * L] int64: which of the flattened batch's entries are real, in the order of
-    `order`.
-    """
+    """By batch, [real tokens] int64: indices of the flattened [B * L] that are not repetitions."""
     order: torch.Tensor
-    """[T] int64: position in the concatenated buckets of each token of the row."""
+    """[T] int64: index of each token of the sequence in the concatenated valid tokens of all
+    batches."""
 
     @staticmethod
     def of(starts: torch.Tensor) -> Documents:
-        """From the first position of each document, then the row's length: [D + 1] int32."""
+        """From `starts` [D + 1] int32: the first token of each document, then the length T."""
         edges = starts.tolist()
         spans = sorted(
             ((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a),
@@ -74,15 +72,16 @@ class Documents:
 
 
 def causal(scale: float) -> dict[str, Any]:
-    """Keywords of `varlen_attn` for a causal mask: any number of keys before, none after."""
+    """Keyword arguments that make torch's `varlen_attn` causal."""
     return {"scale": scale, "window_size": (-1, 0)}
 
 
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    """Causal attention inside each document; q [T, Hq, D], k and v [T, Hkv, D] with Hkv dividing
-    Hq; returns [T, Hq, D].
+    """Causal attention within each document: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
+
+    Hkv divides Hq. Scores are multiplied by `scale` before the softmax.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn
@@ -103,8 +102,7 @@ def packed_attention(
     for batch, real in zip(documents.batches, documents.valid, strict=True):
         rows, length = batch.shape
         index = batch.flatten()
-        # [B, H, L, D]; a padded query repeats the document's last token and is dropped, a padded
-        # key is after every real query.
+        # [B, H, L, D]. Padded queries are dropped below; padded keys come after every real query.
         heads = [
             x.index_select(0, index).view(rows, length, x.shape[1], x.shape[2]).transpose(1, 2)
             for x in (q, k, v)

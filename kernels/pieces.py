@@ -1,14 +1,12 @@
-"""Block attention through a ready-made kernel that knows no mask but the causal one, cut into
-pieces that need none.
+"""Split a masked attention problem into pieces that kernels with a plain causal mask can compute.
 
-With queries and keys in order of their position, a query sees a prefix of its document's keys, and
-later queries see no fewer: a staircase. It falls apart into rectangles (everything visible) and
-causal triangles, neither of which needs a mask; that is all there is in contiguous, zigzag and
-striped cuts. What is left, uneven stairs of an irregular cut, goes in small tiles with a mask.
-Small pieces of like shape (rows of many short documents) are computed together, padded.
+With queries and keys sorted by position, each query sees a range of keys that grows from query to
+query: a staircase. A staircase splits into rectangles (all visible) and causal triangles, which
+need no mask; contiguous, zigzag and striped splits contain nothing else. Irregular staircases
+become small tiles with an explicit mask. Small pieces of similar shape, as from many short
+documents, are padded and computed as one batch.
 
-What computes a piece is an `Operator`: torch's flash kernel for CPU (`block_cpu.py`), flash and
-cuDNN (`block_cuda.py`).
+A `Piece` here is a range of queries and keys; `megarl.parallel.reshard.boxes.Piece` is unrelated.
 """
 
 from __future__ import annotations
@@ -16,61 +14,56 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
-from megarl.kernels.block import Places
-
 TILE = 64
-"""Queries of a masked tile; a regular stretch of more than this is cut out as rectangle or
-triangle.
-"""
+"""Queries of a masked tile; longer regular stretches become a rectangle or a triangle."""
 TILE_KEYS = 512
 """Keys of a masked tile, at most."""
-SMALL = 128 * 128
-"""Score entries of a piece up to which it is computed together with others: the cost of a call is
-that of about these.
-"""
-TOGETHER = 2**20
-"""Score entries of pieces computed together, at most: bounds the masks and the copies."""
-GRID = 1.25
-"""Sides of pieces computed together differ by at most about this factor: bounds the padding."""
+SMALL_SCORES = 128 * 128
+"""Pieces of at most so many scores are batched: a kernel call costs as much as about these."""
+BATCH_SCORES = 2**20
+"""Scores of one batch, at most; bounds the memory of masks and copies."""
+SIDE_RATIO = 1.25
+"""Side lengths of the pieces in a batch differ by at most about this factor; bounds the padding."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [q0, q1) and keys [k0, k1), both in order of position; `kind` is full, causal
-    (square) or stairs.
-    """
+    """Queries [q0, q1) and keys [k0, k1), both sorted by position, and which keys they see."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: str
+    """"full" (all), "causal" (square, lower triangle) or "stairs" (needs a mask)."""
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(queries, keys)"""
         return self.q1 - self.q0, self.k1 - self.k0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of the kernel: a span, or several padded to one shape."""
+    """One call of an attention kernel: a span, or several spans padded to one shape."""
 
     queries: slice | torch.Tensor
-    """Rows of q, or [B, n] int64: padded by repeating the last row."""
+    """Rows of q, or [B, n] int64 with short spans padded by repeating their last row."""
     keys: slice | torch.Tensor
-    """Rows of k and v, or [B, m] int64."""
+    """Rows of k and v, or [B, m] int64, padded in the same way."""
     causal: bool
+    """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
-    """[B, 1, n or 1, m] float32: 0, or -inf where a key is hidden. Every query sees some key."""
+    """[B, 1, n or 1, m] float32 to be added to scores: 0, or -inf for hidden keys; no query is all
+    -inf."""
     real: torch.Tensor | None = None
-    """Flat positions of the queries that are not padding; None where all are real."""
+    """Flat indices into `queries` [B * n] that are not padding; None where there is no padding."""
 
     def to(self, device: torch.device) -> Piece:
-        """With its tensors on `device`."""
+        """The same piece with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
             x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
@@ -80,80 +73,35 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """The pieces of one pair of blocks, no query twice among pieces of one kind."""
+    """The pieces of one pair of queries and keys; a query is at most once in a piece, but in many
+    pieces."""
 
     query_order: torch.Tensor | None
-    """[Lq] int64: queries by position; None where they are in order already."""
+    """[Lq] int64 order of the queries by position; None where they are sorted already."""
     key_order: torch.Tensor | None
+    """[Lk] int64 order of the keys by position; None where they are sorted already."""
     pieces: list[Piece]
 
 
-class Operator(Protocol):
-    """What computes one piece: q [B, Hq, n, D], k and v [B, Hkv, m, D], Hkv divides Hq, last
-    dimension contiguous.
-
-    `causal` comes only with n = m: whether the kernel aligns its mask top left or bottom right is
-    all one. `mask` is a piece's.
-    """
-
-    widens: bool
-    """Inputs are converted to the dtype of the sums before; otherwise all keep that of q, and
-    partial results may.
-    """
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-        mask: torch.Tensor | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], natural log-sum-exp of the scaled scores [B, Hq, n] in the dtype of
-        the sums).
-        """
-        ...
-
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        mask: torch.Tensor | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v in their shapes. `out` and `lse` are those over all keys; `lse`
-        may be a strided view.
-        """
-        ...
-
-
-def _order(index: torch.Tensor) -> torch.Tensor | None:
-    return None if bool((index[1:] > index[:-1]).all()) else index.argsort()
-
-
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut `rows` (queries that see something) into [a, b) of one document: long where stairs are
-    even, tiles elsewhere.
+    """Split the queries into stretches [a, b) of one document: long where the staircase is regular.
+
+    Args:
+        first: by query, the first key that it sees.
+        upto: by query, the last key that it sees, plus 1.
+        rows: the queries, those that see at least one key.
     """
     steps = [
         u1 - u0 if f1 == f0 else -1
         for f0, f1, u0, u1 in zip(first, first[1:], upto, upto[1:], strict=False)
     ]
-    runs: list[
-        tuple[int, int, int]
-    ] = []  # (begin, end) of steps that are equal, and what they are equal to
+    runs: list[tuple[int, int, int]] = []  # (begin, end, step) where all steps are equal
     for position, step in enumerate(steps):
         if runs and runs[-1][2] == step:
             runs[-1] = (runs[-1][0], position + 1, step)
         else:
             runs.append((position, position + 1, step))
-    start = 0  # the first query not given out
+    start = 0  # first query that is in no stretch yet
 
     def tiles(end: int) -> Iterator[tuple[int, int]]:
         nonlocal start
@@ -177,18 +125,20 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
     yield from tiles(len(rows))
 
 
-def _spans(
+def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[list[Span], torch.Tensor]:
-    """The staircase in spans, and per query the end of the keys it sees; all positions ascend."""
+    """Split a staircase: (spans, [Lq] end of the keys that each query sees).
+
+    `queries` and `keys` are ascending positions; `starts` [Lq] those of the queries' documents.
+    """
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)
     seen = (all_upto > all_first).nonzero()[:, 0]
     rows, first, upto = seen.tolist(), all_first[seen].tolist(), all_upto[seen].tolist()
     spans = []
     for a, b in _stretches(first, upto, rows):
-        # Of a document only its first queries see nothing, so what a stretch holds is consecutive
-        # in q as well.
+        # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
             spans.append(Span(q0, q1, begin, low, "full"))
@@ -196,34 +146,31 @@ def _spans(
             spans.append(Span(q0, q1, low - 1, high, "causal"))
             if low - 1 > begin:
                 spans.append(Span(q0, q1, begin, low - 1, "full"))
-        elif (
-            low - begin <= TILE
-        ):  # a narrow rectangle costs less inside the tile than as a call of its own
+        elif low - begin <= TILE:  # cheaper inside the masked tile than as a call of its own
             spans.append(Span(q0, q1, begin, high, "stairs"))
         else:
             spans.append(Span(q0, q1, begin, low, "full"))
-            above = next(
-                i for i in range(a, b) if upto[i] > low
-            )  # the queries before see none of the tile
+            # Queries before `above` see no key of the tile.
+            above = next(i for i in range(a, b) if upto[i] > low)
             spans.append(Span(rows[above], q1, low, high, "stairs"))
     return spans, all_upto
 
 
 def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
-    """[n, m] float32: -inf beyond what each query sees."""
+    """[n, m] float32 mask of a span: -inf for keys that a query does not see."""
     hidden = torch.arange(span.k0, span.k1)[None] >= upto[span.q0 : span.q1, None]
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _alone(span: Span, upto: torch.Tensor) -> Piece:
+def _single(span: Span, upto: torch.Tensor) -> Piece:
+    """A piece of one span."""
     mask = _mask(span, upto)[None, None] if span.kind == "stairs" else None
     return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
 
 
-def _together(spans: list[Span], upto: torch.Tensor) -> Piece:
-    """Spans of one kind as one batch; in a causal one the padded keys lie behind every real
-    query.
-    """
+def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
+    """A piece of several spans of one kind, padded; causal spans are padded after every real
+    query."""
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
     q_first, q_last = (
         torch.tensor([span.q0 for span in spans])[:, None],
@@ -248,190 +195,25 @@ def _together(spans: list[Span], upto: torch.Tensor) -> Piece:
     return Piece(queries, keys, spans[0].kind == "causal", mask, real)
 
 
-def _pieces(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
+def pieces_of(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
+    """Pieces for all spans; small ones of similar shape are batched."""
     groups: dict[tuple[str, int, int], list[Span]] = {}
     pieces = []
     for span in spans:
         n, m = span.shape
-        if n * m > SMALL:
-            pieces.append(_alone(span, upto))
+        if n * m > SMALL_SCORES:
+            pieces.append(_single(span, upto))
         else:
-            key = (span.kind, math.ceil(math.log(n, GRID)), math.ceil(math.log(m, GRID)))
+            key = (
+                span.kind,
+                math.ceil(math.log(n, SIDE_RATIO)),
+                math.ceil(math.log(m, SIDE_RATIO)),
+            )
             groups.setdefault(key, []).append(span)
     for group in groups.values():
         area = max(span.shape[0] for span in group) * max(span.shape[1] for span in group)
-        most = max(1, TOGETHER // area)
+        most = max(1, BATCH_SCORES // area)
         for start in range(0, len(group), most):
             some = group[start : start + most]
-            pieces.append(_alone(some[0], upto) if len(some) == 1 else _together(some, upto))
+            pieces.append(_single(some[0], upto) if len(some) == 1 else _batched(some, upto))
     return pieces
-
-
-def _heads(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Rows of x [L, H, D] as the kernel wants them: [B, H, n, D]."""
-    if isinstance(rows, slice):
-        return x[rows].transpose(0, 1)[None]
-    return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, n, D] to [B * n, H, D]."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-
-
-def _merge(
-    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
-) -> None:
-    """Sum `more` [n, H, D] and its lse [H, n] into `out` and `lse`, in place; rows of `lse` may be
-    -inf.
-    """
-    if lse.device.type == "cpu" and bool(
-        (lse == -torch.inf).all()
-    ):  # a GPU would have to be waited for
-        out.copy_(more)
-        lse.copy_(more_lse)
-        return
-    total = torch.logaddexp(lse, more_lse)
-    # Never -inf minus -inf: queries that see nothing are in no piece, so `more_lse` is finite.
-    out.lerp_(more, (more_lse - total).exp_().T[:, :, None])
-    lse.copy_(total)
-
-
-def _add(total: torch.Tensor, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:
-    """Add [B, H, n, D] to the rows of `total` [L, H, D]."""
-    if isinstance(rows, slice):
-        total[rows] += grad[0].transpose(0, 1)
-    else:
-        total.index_add_(0, rows.flatten(), _flat(grad).to(total.dtype))
-
-
-class PieceBlock:
-    """`Block` by pieces, through `operator`."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.operator = operator
-
-    def prepare(self, queries: Places, keys: Places, device: torch.device) -> Work | None:
-        query_order, key_order = _order(queries.index), _order(keys.index)
-        index, starts = queries.index, queries.doc_start
-        if query_order is not None:
-            index, starts = index[query_order], starts[query_order]
-        in_order = keys.index if key_order is None else keys.index[key_order]
-        spans, upto = _spans(index.contiguous(), starts.contiguous(), in_order.contiguous())
-        if not spans:
-            return None
-        query_order, key_order = (
-            None if order is None else order.to(device) for order in (query_order, key_order)
-        )
-        return Work(query_order, key_order, [piece.to(device) for piece in _pieces(spans, upto)])
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        work: Work,
-        scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        if self.operator.widens:
-            q, k, v = (x.to(out.dtype) for x in (q, k, v))
-        whole_out, whole_lse = out, lse
-        if work.query_order is not None:
-            q, out = q.index_select(0, work.query_order), out.index_select(0, work.query_order)
-            lse = lse.index_select(1, work.query_order)
-        if work.key_order is not None:
-            k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
-        for piece in work.pieces:
-            piece_q, piece_k, piece_v = (
-                _heads(q, piece.queries),
-                _heads(k, piece.keys),
-                _heads(v, piece.keys),
-            )
-            more, more_lse = self.operator.forward(
-                piece_q, piece_k, piece_v, piece.causal, piece.mask, scale
-            )
-            more = more.to(out.dtype)
-            if isinstance(piece.queries, slice):
-                _merge(
-                    out[piece.queries], lse[:, piece.queries], more[0].transpose(0, 1), more_lse[0]
-                )
-                continue
-            rows, more, more_lse = (
-                piece.queries.flatten(),
-                _flat(more),
-                more_lse.transpose(0, 1).flatten(1),
-            )
-            if piece.real is not None:
-                rows, more, more_lse = rows[piece.real], more[piece.real], more_lse[:, piece.real]
-            sum_out, sum_lse = out.index_select(0, rows), lse.index_select(1, rows)
-            _merge(sum_out, sum_lse, more, more_lse)
-            out.index_copy_(0, rows, sum_out)
-            lse.index_copy_(1, rows, sum_lse)
-        if work.query_order is not None:
-            whole_out.index_copy_(0, work.query_order, out)
-            whole_lse.index_copy_(1, work.query_order, lse)
-
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
-    ) -> None:
-        kind = grad_q.dtype if self.operator.widens else q.dtype
-        grad_out, q, k, v, out = (x.to(kind) for x in (grad_out, q, k, v, out))
-        whole_q, whole_k, whole_v = grad_q, grad_k, grad_v
-        if work.query_order is not None:
-            grad_out, q, out = (x.index_select(0, work.query_order) for x in (grad_out, q, out))
-            lse = lse.index_select(1, work.query_order)
-            grad_q = torch.zeros_like(q, dtype=whole_q.dtype)
-        if work.key_order is not None:
-            k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
-            grad_k, grad_v = (torch.zeros_like(x, dtype=whole_k.dtype) for x in (k, v))
-        for piece in work.pieces:
-            rows, upstream = piece.queries, _heads(grad_out, piece.queries)
-            if isinstance(rows, slice):
-                piece_lse = lse[:, rows][None]
-            else:
-                piece_lse = (
-                    lse.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
-                )
-                if piece.real is not None:  # a repeated query must not count twice
-                    real = torch.zeros(rows.numel(), dtype=q.dtype, device=q.device).index_fill_(
-                        0, piece.real, 1.0
-                    )
-                    upstream = upstream * real.view(rows.shape)[:, None, :, None]
-            piece_q, piece_k, piece_v = (
-                _heads(q, piece.queries),
-                _heads(k, piece.keys),
-                _heads(v, piece.keys),
-            )
-            piece_out = _heads(out, piece.queries)
-            gradients = self.operator.backward(
-                upstream,
-                piece_q,
-                piece_k,
-                piece_v,
-                piece_out,
-                piece_lse,
-                piece.causal,
-                piece.mask,
-                scale,
-            )
-            _add(grad_q, piece.queries, gradients[0])
-            _add(grad_k, piece.keys, gradients[1])
-            _add(grad_v, piece.keys, gradients[2])
-        if work.query_order is not None:
-            whole_q.index_add_(0, work.query_order, grad_q)
-        if work.key_order is not None:
-            whole_k.index_add_(0, work.key_order, grad_k)
-            whole_v.index_add_(0, work.key_order, grad_v)

@@ -1,8 +1,7 @@
-"""Which tiles of queries meet which tiles of keys, for kernels that mask by place; and the shapes
-of those tiles.
+"""Which tiles of queries attend to which tiles of keys, and the sizes of tiles, for Triton kernels.
 
-A tile of queries meets a tile of keys in one of three ways, told by the smallest and largest place
-in each: it sees none of them (never visited), all of them (no mask), or some (places are compared).
+From the smallest and largest position in each tile follows whether its queries see none of the keys
+(the pair is skipped), all of them (no mask needed) or some (positions are compared).
 """
 
 from __future__ import annotations
@@ -11,35 +10,35 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 
 PADDING = 256
-"""Index arrays are padded to a multiple of this, the largest tile, so that kernels load them
-without a mask.
-"""
+"""Position arrays are padded to a multiple of the largest tile, so that kernels load without
+masks."""
 FAR = 2**31 - 1
-"""A place after every other."""
+"""A position after every token's."""
 L2_BYTES = 32 * 2**20
-"""Heads run together as long as their keys and values fit into this much of the L2 cache (H200: 50
-MB).
-"""
+"""Bytes of L2 cache that the keys and values of concurrently running heads may fill (H200: 50
+MB)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of one program: `rows` of the side it owns, `columns` of the side it walks over."""
+    """Tile sizes of one kernel: a program owns `rows` of one side and loops over the other side."""
 
     rows: int
     columns: int
+    """Rows of the other side in one iteration."""
     num_warps: int
     num_stages: int
 
 
 Tiles = dict[str, Tile]  # keys: forward, grad_keys (owns keys, walks queries), grad_queries
+"""{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
 
-# By padded head width. Compiled for sm_90 they use Hopper's matrix instructions and spill nothing
-# in inner loops (but for # grad_keys without descriptors from 128 on). With two stages a tile's
-# load # starts only when the products before it are done, # three hide it.
+# By padded head width. Compiled for sm_90 these use Hopper's matrix instructions and spill no
+# registers in inner loops, except grad_keys without descriptors at head widths from 128 on. With
+# two stages a tile's load starts only after the products before it; three stages hide it.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {
         "forward": Tile(128, 64, 4, 3),
@@ -82,25 +81,24 @@ _EXACT: dict[int, Tiles] = {  # float32 without tensor cores: operands live in r
 
 
 def padded_width(width: int) -> int:
-    """Columns of a tile for this head width: a power of 2."""
+    """Head width padded to a power of 2, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
-    """The shapes of programs for this device, type and head width."""
+    """Tile sizes for this device, dtype and head width."""
     bracket = max(64, padded_width(width))
     if dtype == torch.float32:
         return _EXACT[bracket]
     if device.type != "cuda":
         return _LARGE[bracket]
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return (_LARGE if room >= 220 * 1024 else _SMALL)[bracket]
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return (_LARGE if shared_memory >= 220 * 1024 else _SMALL)[bracket]
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` run together: the largest divisor whose streams fit into the L2
-    cache.
-    """
+    """How many of `num_heads` heads run at the same time: the largest divisor that fits the L2
+    cache."""
     return max(
         d
         for d in range(1, num_heads + 1)
@@ -108,15 +106,17 @@ def section_of(num_heads: int, bytes_per_head: int) -> int:
     )
 
 
-def _extremes(places: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest of each tile [ceil(L / size)]."""
-    tiles = torch.cat([places, places[-1:].expand(-len(places) % size)]).view(-1, size)
+def _extremes(positions: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest position in each tile of `size` tokens, both [number of tiles]."""
+    tiles = torch.cat([positions, positions[-1:].expand(-len(positions) % size)]).view(-1, size)
     return tiles.amin(1), tiles.amax(1)
 
 
 def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Neighbouring True of each row of `mask` [R, C]: where each row's runs begin in the list [R +
-    1]; begin and end [N, 2].
+    """Runs of neighbouring True in each row of `mask` [R, C].
+
+    Returns offsets [R + 1] of each row's runs in the list of runs, and the runs [N, 2]: first
+    column, last column + 1.
     """
     edged = torch.nn.functional.pad(mask, (1, 1))
     begins, ends = ((mask & ~edged[:, side : side + mask.shape[1]]).nonzero() for side in (0, 2))
@@ -127,14 +127,13 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def visits(
-    queries: Places, keys: Places, rows: int, columns: int, by_keys: bool
+    queries: Positions, keys: Positions, rows: int, columns: int, by_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles each tile of `rows` queries (keys if `by_keys`) meets on the other side, cut into
-    tiles of `columns`.
+    """Which tiles each tile of `rows` queries has to visit among tiles of `columns` keys.
 
-    Rows of work [R, 5] int32, heaviest first: tile, its runs of tiles seen whole (first, last), in
-    part (first, last); and the runs [N, 2] int32: begin and end tile. Tiles that meet nothing are
-    left out.
+    With `by_keys` the roles are exchanged. Returns work [R, 5] int32, heaviest tile first: tile,
+    first and last run of the tiles it sees completely, first and last run of those it sees in part;
+    and the runs [N, 2] int32: first tile, last tile + 1. Tiles that see nothing are left out.
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (
@@ -161,23 +160,25 @@ def visits(
 
 @dataclass(frozen=True)
 class Work:
-    """One pair of places, ready for the device."""
+    """Work list of the Triton block for one pair of queries and keys."""
 
-    queries: Places
-    keys: Places
+    queries: Positions
+    keys: Positions
     device: torch.device
     index_q: torch.Tensor
-    """[Lq padded] int32; padding is seen by nothing and sees nothing, as in the two arrays below.
-    """
+    """[Lq padded] int32 positions of the queries; padding sees nothing."""
     start_q: torch.Tensor
+    """[Lq padded] int32 positions of the first tokens of the queries' documents."""
     index_k: torch.Tensor
+    """[Lk padded] int32 positions of the keys; padding is seen by nothing."""
     _visits: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+    """Results of `visits` by tile sizes."""
 
     @staticmethod
-    def of(queries: Places, keys: Places, device: torch.device) -> Work | None:
-        """None where no query sees any key."""
+    def of(queries: Positions, keys: Positions, device: torch.device) -> Work | None:
+        """The work list on `device`, or None where no query attends to any key."""
         in_order = keys.index.sort().values
         first = torch.searchsorted(in_order, queries.doc_start)
         if not (first < torch.searchsorted(in_order, queries.index, right=True)).any():
@@ -187,9 +188,8 @@ class Work:
         return Work(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """`visits` of this pair on the device: made for the first layer that asks, since tiles
-        depend on head width and type.
-        """
+        """The function `visits` for this pair, on the device; computed when first asked for, since
+        tile sizes depend on head width and dtype."""
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:
             rows, runs = visits(self.queries, self.keys, *key)
@@ -197,7 +197,8 @@ class Work:
         return self._visits[key]
 
 
-def _padded(places: torch.Tensor, value: int, device: torch.device) -> torch.Tensor:
-    return torch.nn.functional.pad(places.int(), (0, -len(places) % PADDING), value=value).to(
+def _padded(positions: torch.Tensor, value: int, device: torch.device) -> torch.Tensor:
+    """Positions as int32 on `device`, padded with `value` to a multiple of `PADDING`."""
+    return torch.nn.functional.pad(positions.int(), (0, -len(positions) % PADDING), value=value).to(
         device
     )

@@ -3,8 +3,8 @@
     megarl train RECIPE.yaml [--section.key value ...] [--print-config]
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
 
-Exit codes: 0 done, 2 the recipe or its data are at fault (one message), 1 anything else, 130 / 143
-ended by a signal.
+Exit codes: 0 success, 2 a mistake in recipe or data (one error message), 130 / 143 ended by a
+signal, 1 any other error.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ from typing import Any, NoReturn
 from megarl.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a run in order."""
 
 END_WITHIN_S = 6.0
-"""After a signal, everything this process started is gone within this time, by force if need be."""
+"""Seconds after a signal until everything this process started has ended, by force if need be."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. What `check` and `run` name is imported when it is needed: a mistake in a
-    recipe is reported before DeepSpeed or Ray are imported.
+    """A subcommand of `megarl`.
+
+    The functions are named, not imported, so that a mistake in a recipe is reported before
+    DeepSpeed and Ray are imported.
     """
 
     summary: str
+    """One line for the help text."""
     run: str
-    """`module:function` of (config, inputs) -> exit code; of (arguments) without a recipe."""
+    """"module:function" of (config, inputs) -> exit code; of (arguments) for a command without
+    recipe."""
     config: str = ""
-    """Class in `megarl.config` that the recipe is read as; empty: the command has no recipe."""
+    """Class in `megarl.config` for the recipe; empty for a command without recipe."""
     check: str = ""
-    """`module:function` of (config) -> inputs; raises `ValueError` for what the user can
-    correct.
-    """
+    """"module:function" of (config) -> inputs; raises `ValueError` for what the user can
+    correct."""
 
 
 COMMANDS = {
@@ -72,10 +76,11 @@ COMMANDS = {
         run="megarl.checks.doctor:main",
     ),
 }
+"""{name: subcommand}"""
 
 
 def usage() -> str:
-    """The help text, from `COMMANDS`."""
+    """The help text."""
     lines = ["usage: megarl COMMAND ...", ""]
     for name, command in COMMANDS.items():
         recipe = " RECIPE.yaml [--section.key value ...]" if command.config else ""
@@ -92,7 +97,7 @@ def usage() -> str:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point; never returns."""
+    """Run the command line; always ends the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -108,8 +113,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except UserError as error:
         fail(str(error))
     except Exception:
-        # Not through the interpreter's own shutdown: with a peer gone, a library's exit handler may
-        # wait for it for ever.
+        # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()
         code = 1
     except Ended as ended:
@@ -118,9 +122,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 class Ended(BaseException):
-    """SIGTERM or Ctrl-C arrived: unwinds like an error, so that everything started is taken
-    down.
-    """
+    """SIGTERM or Ctrl-C: raised like an error, so that everything that was started is stopped."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -128,8 +130,9 @@ class Ended(BaseException):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """First signal: unwind. `_guard` sees to it that this takes no longer than `END_WITHIN_S`.
-    Later ones change nothing.
+    """Signal handler: raise `Ended` at the first signal and ignore later ones.
+
+    `_guard` limits how long the process takes to end.
     """
     for known in SIGNALS:
         signal.signal(known, signal.SIG_IGN)
@@ -137,11 +140,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _guard() -> None:
-    """Arm the time limit the moment a signal arrives, even while this process is inside a library's
-    C code.
+    """Start the thread that ends this process at most `END_WITHIN_S` seconds after a signal.
 
-    Python runs a handler only between its own instructions; the byte it writes to the wake-up
-    descriptor comes at once.
+    Python runs signal handlers only between its own instructions, so a process inside a library's C
+    code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -158,13 +160,11 @@ def _guard() -> None:
 
 
 def _end_now(number: int) -> None:
-    """Unwinding hangs: in a collective, say, whose other ranks are gone. Kill what this process
-    started, and leave.
-    """
+    """Kill all child processes and exit: the regular way out hangs, for example in a collective."""
     import psutil
 
     print(
-        f"megarl: not down {END_WITHIN_S:g} s after signal {number}: killing what is left",
+        f"megarl: still running {END_WITHIN_S:g} s after signal {number}: killing child processes",
         file=sys.stderr,
         flush=True,
     )
@@ -175,8 +175,9 @@ def _end_now(number: int) -> None:
 
 
 def dispatch(name: str, rest: list[str]) -> int:
-    """Run a command; raises `UserError` for what the user can correct in recipe, data or
-    machine.
+    """Run command `name` with the arguments `rest`; returns the exit code.
+
+    Raises `UserError` for what the user can correct in recipe, data or machine.
     """
     command = COMMANDS[name]
     if not command.config:
@@ -208,28 +209,27 @@ def dispatch(name: str, rest: list[str]) -> int:
 
 
 def load(place: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """The function that "module:function" names."""
     module, _, function = place.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def fail(message: str) -> NoReturn:
-    """One line on standard error, from one rank only."""
+    """Print one error line and exit with code 2; rank 0 first, as most mistakes concern every
+    rank."""
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         print(f"megarl: error: {message}", file=sys.stderr)
     else:
-        # Most mistakes are every rank's: rank 0 tells them. One that only this rank has is told
-        # after a moment.
+        # Rank 0 prints mistakes that all ranks share, and the launcher then kills the others; a
+        # mistake of this rank alone is printed after the wait.
         time.sleep(3)
         print(f"megarl: error on rank {rank}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without the destructors of half a dozen libraries, which may hang after a
-    signal.
-    """
+    """Exit without running destructors of libraries, which may hang after a signal."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,10 +1,9 @@
-"""The door: a YAML recipe and command-line overrides become one frozen configuration, or one clear
-error.
+"""Reading a recipe: YAML and command-line overrides become one frozen configuration, or one error.
 
-    recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"]  ->  RunConfig
+    recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
 
-Importing this module pulls in no torch. pydantic reads the YAML (unknown keys and wrong types are
-refused with their dotted path), tyro reads the command line, and each class checks its own ranges.
+pydantic reads the YAML and refuses unknown keys and wrong types with their dotted path, tyro reads
+the command line, and each class checks its own ranges. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ RENAMED = {
     "publish.carrier": "weight_sync.transport",
     "publish": "weight_sync",
 }
-"""Keys of older recipes, and what they are called now."""
+"""{key of older recipes: its present name}; old keys are refused with the new name."""
 
 
 @config
 class EvaluationConfig:
-    """Held-out problems scored by the run's own verifier, before, during and after training."""
+    """Held-out problems, scored by the run's own verifier before, during and after training."""
 
     prompts: PromptsConfig = PromptsConfig(shuffle=False)
-    """An empty source turns evaluation off. All rows are asked, whatever their order."""
+    """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
     every: int = 0
-    """Steps between evaluations; 0 evaluates only before the first step and after the last."""
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     sampled_too: bool = False
     """Also draw one sample of each problem at the rollout temperature."""
 
@@ -56,14 +55,16 @@ class EvaluationConfig:
 
 @config
 class RunConfig:
-    """A whole reinforcement-learning run: `megarl train`."""
+    """A reinforcement-learning run: `megarl train`."""
 
     folder: str = ""
-    """Run folder: resolved recipe, metrics, transcripts, checkpoints, report."""
+    """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
     steps: int = 100
+    """Training steps of the whole run."""
     seed: int = 1
+    """Seed of all random numbers: initial weights, data order, sampling."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in `folder`."""
+    """Continue from the newest complete checkpoint in `folder`."""
     model: ModelConfig = ModelConfig()
     reference: RoleConfig = RoleConfig()
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
@@ -132,12 +133,14 @@ class RunConfig:
 
 @config
 class SftConfig:
-    """Supervised fine-tuning: `megarl sft`."""
+    """A supervised fine-tuning run: `megarl sft`."""
 
     folder: str = ""
+    """Run folder for the resolved recipe, metrics and checkpoints."""
     steps: int = 100
     seed: int = 1
     resume: bool = False
+    """Continue from the newest complete checkpoint in `folder`."""
     samples_per_step: int = 64
     """Demonstrations of one optimizer step, over all ranks."""
     model: ModelConfig = ModelConfig()
@@ -164,7 +167,7 @@ class SftConfig:
 
 
 def longest_request(config: RunConfig) -> int:
-    """Tokens of the longest prompt that may be asked, held-out ones included, and its response."""
+    """Tokens of the longest prompt, held-out ones included, and the longest response together."""
     held_out = config.evaluation.prompts
     prompt = max(
         config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.source else 0
@@ -173,15 +176,16 @@ def longest_request(config: RunConfig) -> int:
 
 
 def patience_s(config: RunConfig, num_requests: int) -> float:
-    """How long `num_requests` requests may take when each may take its deadline and the engines
-    hold so many at once.
+    """Deadline in seconds for `num_requests` requests, each of which may take its own deadline.
+
+    Accounts for the number of requests that the engines process at the same time.
     """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: PyYAML alone reads `1e-4` as a text."""
+    """YAML loader that reads floats as YAML 1.2 does: PyYAML reads `1e-4` as a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -194,8 +198,9 @@ _Loader.add_implicit_resolver(
 
 
 def read(kind: type[C], recipe: str | Path) -> C:
-    """Read a YAML recipe as `kind`; raises `ValueError` naming file, dotted key and what is
-    wrong.
+    """Read a YAML recipe as class `kind`.
+
+    Raises `ValueError` with the file, the dotted key and the problem.
     """
     path = Path(recipe)
     require(
@@ -211,7 +216,7 @@ def read(kind: type[C], recipe: str | Path) -> C:
 
 
 def refuse_renamed(tree: object, *, where: str) -> None:
-    """Raise `ValueError` with the new name for keys of `RENAMED` in nested dicts."""
+    """Raise `ValueError` with the new name for every old key of `RENAMED` in nested dicts."""
     found = []
     for old, new in RENAMED.items():
         node = tree
@@ -223,7 +228,8 @@ def refuse_renamed(tree: object, *, where: str) -> None:
 
 
 def from_tree(kind: type[C], tree: object, *, where: str) -> C:
-    """Validate nested dicts as `kind`; `where` names their origin in errors."""
+    """Nested dicts as class `kind`. Raises `ValueError`; `where` names their origin in the
+    message."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -242,7 +248,7 @@ def from_tree(kind: type[C], tree: object, *, where: str) -> C:
 
 
 def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
-    """The closest known key at `loc`, as a hint."""
+    """Hint for an unknown key at `loc`: the closest known key, or all known keys."""
     import dataclasses
     import difflib
     import typing
@@ -255,8 +261,10 @@ def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
 
 
 def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
-    """Read `recipe` and apply `--section.key value` overrides; raises `ValueError` or exits through
-    tyro's own help.
+    """Read `recipe` as class `kind` and apply overrides of the form `--section.key value`.
+
+    Raises `ValueError` for mistakes in the recipe. tyro prints help and mistakes in overrides, and
+    exits.
     """
     base = read(kind, recipe)
     if not overrides:
@@ -279,5 +287,5 @@ def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
 
 
 def dump(value: object) -> str:
-    """The resolved configuration as YAML: reading it back gives the same object."""
+    """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
     return yaml.safe_dump(as_plain(value), sort_keys=False, allow_unicode=True)

@@ -1,8 +1,7 @@
-"""What every configuration class is made of: a frozen, closed, keyword-only dataclass, and checks
-that carry the fix.
+"""The basis of every configuration class: frozen, keyword-only dataclasses that check themselves.
 
-Each room keeps its own ``config.py`` beside its code; ``megarl.config`` lays them side by side.
-Nothing here or there imports torch, ray, vllm or deepspeed, so reading a recipe costs milliseconds.
+Each package has its `config.py` beside its code; `megarl.config` combines them. None of these
+imports torch, ray, vllm or deepspeed, so that reading a recipe takes milliseconds.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen, keyword-only dataclass that refuses unknown keys when it is read from
-    YAML.
-    """
+    """Make `cls` a frozen, keyword-only dataclass; reading it from YAML refuses unknown keys."""
     made = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
     made.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[attr-defined]
     return made
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds; the message says what was found and
-    what to set.
-    """
+    """Raise `ValueError(message)` unless `condition` holds; messages say what was found and what to
+    set."""
     if not condition:
         raise ValueError(message)
 
@@ -34,9 +30,8 @@ def require(condition: bool, message: str) -> None:
 def require_range(
     name: str, value: float | None, low: float | None = None, high: float | None = None
 ) -> None:
-    """Raise unless `low <= value <= high`; `None` for a bound means unbounded, `None` for the value
-    means unset.
-    """
+    """Raise `ValueError` unless `low <= value <= high`. A bound of None is no bound, a value of
+    None valid."""
     if value is None:
         return
     if (low is not None and not value >= low) or (high is not None and not value <= high):
@@ -52,9 +47,7 @@ def require_range(
 
 
 def as_plain(value: Any) -> Any:
-    """A configuration as nested plain dicts and lists, in the order of its fields: what goes into
-    YAML.
-    """
+    """A configuration as nested dicts and lists, in the order of its fields; for YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)

@@ -1,8 +1,9 @@
-"""Dealing work out evenly: pure arithmetic on lengths, the same on every rank, so that ranks never
-disagree.
+"""Distribute samples evenly over ranks and packed sequences. Pure arithmetic on their lengths.
 
-lengths of samples -> split over ranks -> rows of at most a token budget, the same number of rows on
-every rank
+Every rank computes the same result, so that nothing is communicated:
+
+    lengths of samples -> split over ranks -> packed sequences of at most a token budget, equally
+        many on every rank
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ import heapq
 from collections.abc import Sequence
 
 ATTENTION_TOKENS = 4096.0
-"""Attending to this many tokens costs about as much as a token's linear layers."""
+"""Sequence length at which attention costs about as much per token as the linear layers."""
 
 
 def work(length: int) -> float:
-    """Relative cost of a sample: linear layers plus causal attention, whose share grows with
-    length.
-    """
+    """Relative cost of a sample of `length` tokens: linear layers plus causal attention."""
     return length + length * length / (2 * ATTENTION_TOKENS)
 
 
 def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal positions of `lengths` to `parts` ranks, equal counts within one and work as even as
-    greedy dealing gets it.
+    """Assign samples to `parts` ranks: sample counts differ by at most 1, and work is about even.
 
-    Returns per rank its positions in ascending order. Longest first, each to the least loaded rank
-    that has room.
+    Returns by rank the ascending positions in `lengths`. Greedy: the longest sample first, each to
+    the least loaded rank that may take one more.
     """
     base, extra = divmod(len(lengths), parts)
-    # (load, rank, count): ranks with room for one more only while `extra` lasts.
+    # (load, rank, count); `extra` ranks may take one sample more than `base`.
     heap = [(0.0, rank, 0) for rank in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for position in sorted(range(len(lengths)), key=lambda p: (-lengths[p], p)):
@@ -49,19 +47,19 @@ def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Pack positions of `lengths` into rows of at most `budget` tokens (a longer sample sits
-    alone), evenly filled.
+    """Pack samples into packed sequences ("rows") of at most `budget` tokens, evenly filled.
 
-    Returns at least `at_least` rows, some empty where there are too few samples.
+    A longer sample gets a row of its own. Returns by row the ascending positions in `lengths`; at
+    least `at_least` rows, some empty where there are too few samples.
     """
     if not lengths:
         return [[] for _ in range(at_least)]
     order = sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))
-    # What a longer sample has beyond the budget fits into no row but its own.
+    # The part of a sample beyond the budget fills no other row.
     count = max(at_least, -(-sum(min(length, budget) for length in lengths) // budget), 1)
     while True:
-        # Least-filled row first keeps rows even, which keeps ranks in step; one more row where that
-        # does not fit.
+        # The least filled row first, so that rows and hence ranks are even; if a sample does not
+        # fit, start again with one row more.
         heap = [(0, index) for index in range(count)]
         packed: list[list[int]] = [[] for _ in range(count)]
         for position in order:
@@ -76,9 +74,7 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """`rows` for each rank, with the same number of rows everywhere: ranks that run out get empty
-    rows.
-    """
+    """`rows` for each rank, with the same number of rows on all of them; some rows may be empty."""
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:
         packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]

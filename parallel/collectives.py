@@ -1,14 +1,11 @@
-"""Collectives over an `Axis`. On an axis of size 1 each returns its input: to torch, no group would
-mean everybody.
+"""Collective operations over an `Axis`. On an axis of size 1 each returns its input.
 
-Plain ones work in place and know no gradients. Differentiable ones come in three kinds, by what is
-the same on all ranks:
+Plain operations work in place and have no gradients. Differentiable ones come in three kinds, by
+what ranks have in common:
 
-    sum_gradient     x -> x            each rank goes on with a part of the work: the parts'
-                                       gradients are summed
-    sum_values       x -> sum of x     each rank made a part of the sum, and all go on alike: the
-                                       gradient passes
-    sum_both         x -> sum of x     each rank goes on in its own way: gradients are summed too
+    sum_gradient     x -> x           Each rank uses x for a part of the work: gradients are summed.
+    sum_values       x -> sum of x    All ranks use the sum alike: the gradient passes unchanged.
+    sum_both         x -> sum of x    Each rank uses the sum differently: gradients are summed too.
 """
 
 from __future__ import annotations
@@ -27,30 +24,31 @@ T = TypeVar("T")
 def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Reduce `tensor` in place over the axis, and return it."""
+    """Reduce `tensor` over the axis, in place; returns it. Raises `ValueError` if not
+    contiguous."""
     if axis.size > 1:
         if not tensor.is_contiguous():
             raise ValueError(
-                "all_reduce needs a contiguous tensor: the result of a copy would be lost"
+                "all_reduce works in place and needs a contiguous tensor; call .contiguous()"
             )
         dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Elementwise maximum over the axis, in place."""
+    """Elementwise maximum over the axis, in place; returns `tensor`."""
     return all_reduce(tensor, axis, dist.ReduceOp.MAX)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` of the axis's rank `source` to all, in place."""
+    """Copy `tensor` from the axis's rank `source` to the other ranks, in place; returns it."""
     if axis.size > 1:
         dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
 def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
-    """The small picklable `value` of the axis's rank `source`, on all."""
+    """The small picklable `value` of the axis's rank `source`, on all ranks."""
     if axis.size == 1:
         return value
     box = [value]
@@ -59,7 +57,7 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """The small picklable `value` of every rank of the axis, in their order, on all."""
+    """The small picklable `value` of every rank of the axis, by rank, on all ranks."""
     if axis.size == 1:
         return [value]
     found: list[Any] = [None] * axis.size
@@ -68,8 +66,9 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def on_first(work: Callable[[], object], axis: Axis) -> str:
-    """Have the axis's rank 0 do `work`; why it failed, on every rank, or nothing: so that none
-    waits for one that raised.
+    """Run `work` on the axis's rank 0. Returns its error message on every rank, "" on success.
+
+    An exception on rank 0 therefore does not leave the other ranks waiting.
     """
     failure = ""
     if axis.rank == 0:
@@ -81,15 +80,14 @@ def on_first(work: Callable[[], object], axis: Axis) -> str:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here; the group's timeout is the deadline."""
+    """Wait until every rank of the axis has called this; the process group's timeout is the
+    deadline."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
 
 
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Every rank's tensor, in their order, on all; they differ in length (dimension 0) only, which
-    is `lengths`.
-    """
+    """Every rank's tensor, by rank, on all ranks; `lengths` are their sizes in dimension 0."""
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)
@@ -105,15 +103,16 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
 def all_gather_parts(
     tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """The ranks' tensors one after the other along `dim`, where rank r's has `lengths[r]`; on every
-    rank of the axis.
-    """
+    """The ranks' tensors concatenated along `dim`, on all ranks; `lengths` are their sizes
+    there."""
     if axis.size == 1:
         return tensor
     return torch.cat(gather_parts(tensor.movedim(dim, 0), axis, lengths)).movedim(0, dim)
 
 
 class _SumGradient(torch.autograd.Function):
+    """Identity in forward, all-reduce in backward."""
+
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
@@ -125,6 +124,8 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumValues(torch.autograd.Function):
+    """All-reduce in forward, identity in backward."""
+
     @staticmethod
     def forward(ctx, x, axis):
         return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
@@ -135,17 +136,16 @@ class _SumValues(torch.autograd.Function):
 
 
 def sum_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x`, the same on all ranks; its gradient is the sum of theirs."""
+    """`x`, equal on all ranks; its gradient is summed over the ranks."""
     return x if axis.size == 1 else _SumGradient.apply(x, axis)
 
 
 def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of the ranks' `x`, from which all go on alike."""
+    """The sum of `x` over the ranks, used alike by all of them; its gradient passes unchanged."""
     return x if axis.size == 1 else _SumValues.apply(x, axis)
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of the ranks' `x`, from which each goes on in its own way: d(sum over ranks of their
-    losses)/dx.
-    """
+    """The sum of `x` over the ranks, used differently by each; its gradient is summed over the
+    ranks."""
     return sum_gradient(sum_values(x, axis), axis)

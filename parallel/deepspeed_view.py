@@ -1,9 +1,9 @@
-"""The mesh as the `mpu` object that DeepSpeed expects.
+"""The process mesh in the form of the `mpu` object that DeepSpeed expects.
 
-DeepSpeed sees data x sequence as its data-parallel group and no sequence parallelism at all:
-declared sequence parallelism is scaled differently by its ZeRO stages 1-2 and 3. The loss is scaled
-by us instead. There must be no attribute named `initialize_sequence_parallel` here: its presence
-alone turns DeepSpeed's groups to None.
+DeepSpeed is given data x sequence as its data-parallel group and knows nothing of sequence
+parallelism, which its ZeRO stages 1-2 and 3 scale differently; the trainer scales the loss instead.
+The class must not have an attribute `initialize_sequence_parallel`: its presence alone makes
+DeepSpeed use no groups at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class DeepSpeedView:
-    """Axes under DeepSpeed's names."""
+    """The mesh's groups under the method names of DeepSpeed's `mpu`."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._gradient, self._tensor = mesh.gradient, mesh.tensor
@@ -24,6 +24,7 @@ class DeepSpeedView:
         )
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks with the same weights: data x sequence."""
         return self._gradient_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -33,6 +34,7 @@ class DeepSpeedView:
         return self._gradient.rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Tensor-parallel ranks."""
         return self._tensor_group
 
     def get_model_parallel_world_size(self) -> int:

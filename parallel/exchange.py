@@ -1,5 +1,6 @@
-"""Messages between the ranks of one axis, as the attention schedules of `megarl.kernels` ask for
-them (`kernels/exchange.py`).
+"""Ring and all-to-all messages between the ranks of one axis, for attention over split sequences.
+
+Implements the protocol `megarl.kernels.exchange.Exchange` with torch.distributed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from megarl.parallel.mesh import Axis
 
 @dataclass
 class InFlight:
-    """A message on its way; holds what is sent until it has arrived."""
+    """A message that is being received, with the buffers that must live until it has arrived."""
 
     received: torch.Tensor
     sent: torch.Tensor | None
     works: list[dist.Work]
 
     def wait(self) -> torch.Tensor:
-        """The tensor that arrived. Raises after the group's deadline."""
+        """The received tensor. Raises `RuntimeError` after the process group's timeout."""
         for work in self.works:
             work.wait()
         self.works, self.sent = [], None
@@ -31,24 +32,25 @@ class InFlight:
 
 
 class RingExchange:
-    """The ranks of `axes[0]` in a ring. Further axes are the same ranks in groups of their own: one
-    a channel.
-    """
+    """The ranks of `axes[0]` in a ring, with one independent channel for each axis given."""
 
     def __init__(self, *axes: Axis) -> None:
+        """`axes`: process groups of the same ranks, one a channel; `ValueError` if ranks differ."""
         if any(axis.ranks != axes[0].ranks for axis in axes):
             raise ValueError(
-                f"channels of one exchange are the same ranks, not {[axis.ranks for axis in axes]}"
+                f"the axes of one exchange must have the same ranks, found"
+                f" {[axis.ranks for axis in axes]}"
             )
         self.axes, self.rank, self.size = axes, axes[0].rank, axes[0].size
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> InFlight:
-        """Send `tensor` to the rank `offset` places on and expect one of `shape` (same dtype) from
-        as far back.
+        """Send `tensor` to rank + `offset` and start receiving from rank - `offset`, modulo the
+        size.
 
-        Leave `tensor` alone until `wait` has returned. Channels do not wait for each other.
+        The received tensor has `shape` and the dtype of `tensor`, which must not change before
+        `wait` has returned. Channels are independent of each other.
         """
         if offset % self.size == 0:
             return InFlight(tensor, tensor, [])
@@ -58,37 +60,36 @@ class RingExchange:
             axis.ranks[(self.rank + offset) % self.size],
             axis.ranks[(self.rank - offset) % self.size],
         )
-        # An empty message is none: both ends know its length.
+        # Empty messages are not sent: sender and receiver both know the length.
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
         works = dist.batch_isend_irecv(asked) if asked else []
         return InFlight(received, sent, list(works))
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, in their order; they differ in length (dimension 0) only, which is
-        `lengths`.
-        """
+        """Every rank's tensor, by rank; `lengths` are their sizes in dimension 0, the others
+        agree."""
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of their `pieces[self.rank]`; pieces differ in length (dimension 0)
-        only.
-        """
+        """The sum over ranks of `pieces[self.rank]`; pieces differ in the size of dimension 0
+        only."""
         if self.size == 1:
             return pieces[0]
-        mine, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
-        padded = mine.new_zeros((self.size * longest, *mine.shape[1:]))
+        own, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
+        padded = own.new_zeros((self.size * longest, *own.shape[1:]))
         for rank, piece in enumerate(pieces):
             padded[rank * longest : rank * longest + piece.shape[0]] = piece
-        found = mine.new_empty((longest, *mine.shape[1:]))
+        found = own.new_empty((longest, *own.shape[1:]))
         if longest:
             dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
-        return found[: mine.shape[0]]
+        return found[: own.shape[0]]
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Piece r goes to rank r; returns what each rank sent here, of these shapes."""
+        """Send `pieces[r]` to rank r; returns what each rank sent to this one, with these
+        `shapes`."""
         if self.size == 1:
             return [pieces[0]]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])

@@ -1,7 +1,7 @@
-"""Who sits where: pure arithmetic, no torch. A layout is degrees; ranks and coordinates follow.
+"""Degrees of parallelism, and which rank has which coordinates. Pure arithmetic, without torch.
 
-Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, for coordinates of
-0 and 1
+Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, coordinates
+    from 0
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. `sequence` is what the field also calls context parallel."""
+    """Degrees of data, sequence (also called context) and tensor parallelism; their product is the
+    number of ranks."""
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
-    """Slowest first: tensor neighbours have consecutive ranks and share a node."""
+    """Slowest first: tensor-parallel neighbours have consecutive ranks, so that they share a
+    node."""
 
     data: int = 1
     sequence: int = 1
@@ -37,23 +39,21 @@ class Layout:
         return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on each axis."""
+        """{axis: coordinate} of a rank."""
         found = {}
         for name in reversed(self.AXES):
             rank, found[name] = divmod(rank, getattr(self, name))
         return found
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; those that are not given are 0."""
+        """The rank at these coordinates; an axis that is not given is at 0."""
         rank = 0
         for name in self.AXES:
             rank = rank * getattr(self, name) + coordinates.get(name, 0)
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The ranks that differ only along `axes`: a partition of all ranks, in one order on every
-        rank.
-        """
+        """All groups of ranks that differ only along `axes`, in the same order on every rank."""
         others = [name for name in self.AXES if name not in axes]
         made = []
         for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
@@ -88,8 +88,9 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
-    """The layout for `num_ranks`; `data = 0` takes what the other axes leave. Raises `ValueError`
-    where they do not match.
+    """The layout for `num_ranks` ranks; `data = 0` uses all ranks that the other axes leave.
+
+    Raises `ValueError`, with what to set, where the degrees do not match the number of ranks.
     """
     rest = sequence * tensor
     if data == 0:

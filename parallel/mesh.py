@@ -1,6 +1,4 @@
-"""The process groups of a layout, made by hand, once, in one order; axes are asked for by what they
-are for.
-"""
+"""The process groups of a layout, named by their use, and starting and ending torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,32 +16,35 @@ from megarl.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """Some ranks that talk to each other. `group` is None exactly when `size` is 1: to torch None
-    would mean everybody.
-    """
+    """A group of ranks that communicate, seen from one of them."""
 
     name: str
+    """Name for error messages."""
     size: int
+    """Number of ranks."""
     rank: int
-    """This process's place on the axis."""
+    """This process's number on the axis, from 0."""
     ranks: tuple[int, ...]
     """The members, as ranks of the job."""
     group: dist.ProcessGroup | None
+    """The process group; None if and only if `size` is 1, because torch takes None for all
+    ranks."""
 
 
 class ProcessMesh:
-    """Every axis of a layout, for this process. A context manager: it destroys what it made.
+    """The axes of a layout for this process. As a context manager it destroys its groups at the
+    end.
 
     * `data`: ranks with different samples
-    * `sequence`: ranks that share a sample, split by token
-    * `tensor`: ranks that share a token, split by width
-    * `gradient` = data x sequence: ranks with the same weights: ZeRO shards, gradient mean, loss
-      normaliser
+    * `sequence`: ranks that share packed sequences, split by token (context parallel)
+    * `tensor`: ranks that share tokens, split by width of the layers
+    * `gradient` = data x sequence: ranks with the same weights, for ZeRO, gradient and loss sums
     * `sample` = sequence x tensor: ranks that get the same micro-batch
-    * `world`: everybody
-    * `sequence` = `ring` x `ulysses`: neighbours trade heads for tokens (`ulysses`), and keys and
-      values go round (`ring`); `ring_back` are the same ranks as `ring` with a group of their own,
-      so that gradients do not queue behind keys
+    * `world`: all ranks
+    * `ulysses` and `ring`: `sequence` = ring x ulysses; neighbours exchange tokens for heads
+      (Ulysses), and keys and values travel around the ring
+    * `ring_back`: the ranks of `ring` with a process group of their own, so that gradients do not
+      queue behind keys
     """
 
     USES = {
@@ -54,6 +55,7 @@ class ProcessMesh:
         "sample": ("sequence", "tensor"),
         "world": ("data", "sequence", "tensor"),
     }
+    """{axis of the mesh: axes of the layout along which its ranks differ}"""
 
     data: Axis
     sequence: Axis
@@ -73,10 +75,20 @@ class ProcessMesh:
         ulysses: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        """`ranks`: the ranks of the job that the layout is laid over, in its order; default all.
+        """Make all process groups. Every rank of the job must call it with the same arguments,
+        members of the mesh or not, since torch makes process groups on all ranks together. On a
+        rank that is no member, `is_member` is False and there are no axes.
 
-        Every rank of the job makes the mesh, members or not, since torch makes process groups on
-        all ranks together. On a rank that is no member, `is_member` is False and there are no axes.
+        Args:
+            layout: degrees of parallelism.
+            ranks: the ranks of the job that the layout is laid over, in its order; default all.
+            ulysses: ranks of a Ulysses group; divides the sequence axis.
+            timeout_s: deadline of every collective in seconds.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            ValueError: the layout has another number of ranks, `ranks` are not of this job, or
+                `ulysses` does not divide the sequence axis.
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -118,10 +130,10 @@ class ProcessMesh:
         self.ring_back = self.axis("ring_back", circles, own=True)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """This rank's axis among `groups`, which are a partition of all ranks; every rank must call
-        it with the same.
+        """This rank's axis among `groups`, a partition of all ranks; every rank must make the same
+        call.
 
-        Axes of the same ranks share a process group, unless one is to have its `own`.
+        Axes with the same ranks share a process group, unless `own` asks for a separate one.
         """
         made = {} if own else self._made
         for places in groups:
@@ -138,7 +150,7 @@ class ProcessMesh:
         return Axis(name, len(mine), mine.index(self.rank), ranks, made.get(mine))
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
-        """The axis's process group for libraries that want one even for one rank."""
+        """The axis's process group, also for one rank: for libraries that cannot do without."""
         if axis.group is not None:
             return axis.group
         if self._alone is None:
@@ -147,7 +159,7 @@ class ProcessMesh:
         return self._alone
 
     def destroy(self) -> None:
-        """Give the groups back. Safe to call twice."""
+        """Destroy the process groups; a second call does nothing."""
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self._alone = None
@@ -175,25 +187,27 @@ def all_ranks(*, timeout_s: float | None = None) -> Axis:
 
 
 def num_ranks() -> int:
-    """Ranks of this run, as the launcher says; 1 without a launcher."""
+    """Number of ranks of this run, from the launcher's WORLD_SIZE; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """This process's rank, as the launcher says; 0 without a launcher."""
+    """This process's rank, from the launcher's RANK; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_device() -> torch.device:
-    """The device of this rank: its own GPU where there are any, else the CPU."""
+    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def initialise(*, timeout_s: float = 600.0) -> torch.device:
-    """Join the other ranks (gloo on CPU, NCCL on GPUs) and return this rank's device. Needs no
-    launcher for one rank.
+    """Initialise torch.distributed (gloo on CPU, NCCL on GPUs); returns this rank's device.
+
+    `timeout_s` is the deadline of collectives in seconds. A single rank needs no launcher. Raises
+    `RuntimeError` where the ranks cannot connect.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one rank
     device = local_device()
@@ -208,7 +222,7 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 where = f"{os.environ['MASTER_ADDR']} port {os.environ.get('MASTER_PORT')}"
                 raise RuntimeError(
-                    f"the ranks could not meet at {where}: {str(error).splitlines()[0]}; set"
+                    f"the ranks could not connect at {where}: {str(error).splitlines()[0]}; set"
                     " MASTER_PORT (torchrun --master-port) to a free port, and see that every rank"
                     " was started"
                 ) from error
@@ -220,6 +234,6 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
 
 
 def finalise() -> None:
-    """Leave; the counterpart of `initialise`."""
+    """Shut torch.distributed down; the counterpart of `initialise`."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,10 +1,9 @@
-"""Which rank of the sequence axis holds which tokens of a packed row: index arrays, the same
-arithmetic on every rank.
+"""Splits of a packed sequence over the ranks of the sequence axis (context parallelism).
 
-    starts [D + 1] of a row of T tokens, P ranks  ->  P arrays of positions: every position once
+    starts [D + 1] of D documents, P ranks -> P arrays of positions, every position exactly once
 
-A rank needs no equal share of each document and no padding: attention goes by position. To add a
-cut, add an entry to `CUTS`.
+Ranks need no equal shares and no padding, because attention is masked by position. To add a split,
+add an entry to `CUTS`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from megarl.parallel.balance import ATTENTION_TOKENS
 
 Cut = Callable[[list[int], int], list[torch.Tensor]]
+"""(starts [D + 1], ranks) -> each rank's positions [L_r] int64."""
 
 
 def _edges(first: int, last: int, parts: int) -> list[int]:
@@ -28,27 +28,26 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """One piece each. Causal attention over one document then costs the last rank nearly twice the
-    mean.
-    """
+    """Rank r gets the r-th part. Over one document the last rank's attention costs nearly twice the
+    mean."""
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Of 2 P pieces the r-th from the front and the r-th from the back: even over one document."""
+    """Of 2 P parts rank r gets the r-th from the front and from the back: even over one
+    document."""
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     return [torch.cat([pieces[rank], pieces[2 * size - 1 - rank]]) for rank in range(size)]
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """`zigzag` inside each document: even for any mix of them, whatever their lengths divide by."""
+    """`zigzag` within each document: even for any mix of documents, whatever their lengths."""
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         edges = _edges(first, last, 2 * size)
-        # Who gets the tokens that do not divide turns with the documents, so that nobody always
-        # does.
+        # Shift the parts from document to document, so that the larger ones go to all ranks.
         for rank in range(size):
             place = (rank + number) % size
             for piece in (place, 2 * size - 1 - place):
@@ -58,7 +57,7 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def striped(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Every P-th token: even for anything, but no two tokens of a rank are neighbours."""
+    """Rank r gets every P-th token: even for any documents, but its tokens are never neighbours."""
     return [torch.arange(starts[-1])[rank::size] for rank in range(size)]
 
 
@@ -68,26 +67,24 @@ CUTS: dict[str, Cut] = {
     "zigzag_document": zigzag_document,
     "striped": striped,
 }
+"""{name, as in `training.sequence.cut`: split}"""
 
 CANDIDATES = ("contiguous", "zigzag", "zigzag_document")
-"""What `choose` considers, simplest first: contiguous needs the fewest messages where documents are
-short.
-"""
+"""Splits that `auto` chooses from; contiguous first, which needs fewest messages for short
+documents."""
 
 TIE = 1.005
-"""A later candidate must be better than an earlier one by more than this."""
+"""A later candidate is chosen only if the earlier one's imbalance is larger by this factor."""
 
 
 def causal_pairs(starts: list[int], index: torch.Tensor) -> int:
-    """Attention work of the tokens at `index`: the number of (query, key) pairs that causal
-    attention computes.
-    """
+    """Number of (query, key) pairs that causal attention computes for the queries at `index`."""
     edges = torch.tensor(starts)
     return int((index - edges[torch.searchsorted(edges, index, right=True) - 1] + 1).sum())
 
 
 def imbalance(starts: list[int], indices: Sequence[torch.Tensor], *, linear: bool = True) -> float:
-    """Work of the busiest rank over the mean, 1.0 at best; without `linear`, of attention alone."""
+    """Work of the busiest rank over the mean, at best 1.0; without `linear` of attention alone."""
     work = [
         causal_pairs(starts, index) / ATTENTION_TOKENS + (len(index) if linear else 0)
         for index in indices
@@ -96,8 +93,9 @@ def imbalance(starts: list[int], indices: Sequence[torch.Tensor], *, linear: boo
 
 
 def cut(starts: Sequence[int] | torch.Tensor, size: int, how: str = "auto") -> list[torch.Tensor]:
-    """Each rank's positions [L_r] int64 in the order in which it holds them; `auto` takes the most
-    even of `CANDIDATES`.
+    """Each rank's positions [L_r] int64 in the order in which it keeps them.
+
+    `how` is a name in `CUTS`, or "auto" for the candidate with the most even work.
     """
     edges = [int(edge) for edge in starts]
     if how != "auto":

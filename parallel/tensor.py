@@ -1,15 +1,12 @@
-"""Tensor parallelism: one layer's weight cut over the ranks of an axis, as modules that take the
-place of whole ones.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): modules that replace whole layers.
 
-    column   weight [N / t, K]: each rank makes its outputs of the same input       (queries, keys,
-    values, gate, up)
-    row      weight [N, K / t]: each rank adds its part to the same output          (attention
-    output, down)
-    words    embedding [V / t, K]: each rank looks up its own words                 (uneven shares
-    where t does not divide V)
+    column   weight [N / t, K]: each rank computes its outputs from the same input (q, k, v, gate,
+        up)
+    row      weight [N, K / t]: each rank computes a part of the sum (attention output, down)
+    vocab    embedding [V / t, K]: each rank looks up its own tokens; shares may be uneven
 
-The modules hold parameters under the names that whole ones have. `multiply` is
-`torch.nn.functional.linear` or one like it.
+Parameters have the same names as in the whole layers. `multiply` is `torch.nn.functional.linear` or
+a function like it.
 """
 
 from __future__ import annotations
@@ -28,68 +25,65 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a whole tensor that rank r of an axis holds: `[edges[r], edges[r + 1])` of
-    dimension `dim`.
-    """
+    """How the ranks of an axis split a tensor: rank r has [edges[r], edges[r + 1]) of dimension
+    `dim`."""
 
     dim: int
     edges: tuple[int, ...]
 
     @staticmethod
     def even(dim: int, whole: int, parts: int) -> Shard:
-        """As even as whole rows allow; the first ranks hold one more."""
+        """Split `whole` indices over `parts` ranks as evenly as possible; the first ranks get one
+        more."""
         base, extra = divmod(whole, parts)
         return Shard(dim, tuple(base * part + min(part, extra) for part in range(parts + 1)))
 
     @property
     def whole(self) -> int:
-        """Length of the whole tensor along `dim`."""
+        """Size of the whole tensor in dimension `dim`."""
         return self.edges[-1]
 
     @property
     def lengths(self) -> list[int]:
-        """Each rank's share of `whole`."""
+        """Each rank's size in dimension `dim`."""
         return [b - a for a, b in zip(self.edges[:-1], self.edges[1:], strict=True)]
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Rank `rank`'s part, in memory of its own."""
+        """A copy of rank `rank`'s part of the whole tensor."""
         return whole.narrow(self.dim, self.edges[rank], self.lengths[rank]).clone(
             memory_format=torch.contiguous_format
         )
 
     def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The whole tensor from every rank's part; all ranks of the axis call it."""
+        """The whole tensor, on all ranks of the axis, from their parts."""
         return all_gather_parts(part, axis, self.dim, self.lengths)
 
     def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """The whole tensor's shape, from that of a part."""
+        """Shape of the whole tensor, from the shape of a part."""
         return tuple(self.whole if dim == self.dim else length for dim, length in enumerate(part))
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """`part` as a parameter of a tensor-parallel layer; the mark makes DeepSpeed count it on every
-    rank in gradient norms.
-    """
+    """`part` as a parameter that DeepSpeed counts on every tensor-parallel rank in gradient
+    norms."""
     made = nn.Parameter(part, requires_grad=like.requires_grad)
     made.tensor_model_parallel = True  # type: ignore[attr-defined]
     return made
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Have the gradient of a parameter that all ranks hold whole, but use in part, summed over the
-    axis.
-    """
+    """Sum a parameter's gradient over the axis: for one that all ranks have whole but use in
+    part."""
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
     )
 
 
 def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
-    """Have the gradient of what enters `module` (its first argument, or `hidden_states`) summed
-    over the axis.
+    """Sum the gradient of `module`'s input over the axis.
 
-    Once for all column-parallel layers in it, which see the same input: each makes a part of what
-    comes of it.
+    The input is the first argument or `hidden_states`. One sum serves all column-parallel layers in
+    the module, which have the same input and each compute a part of its gradient.
     """
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -101,8 +95,9 @@ def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [..., K] -> this rank's columns [..., N / t]. The gradient of x is this rank's part (see
-    `sum_gradient_on_entry`).
+    """x [..., K] -> this rank's outputs [..., N / t].
+
+    The gradient of x is this rank's part; `sum_gradient_on_entry` sums the parts.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiply: Multiply) -> None:
@@ -114,10 +109,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class SharedColumnLinear(nn.Module):
-    """Some columns of a weight that every rank holds whole: key or value heads, where there are
-    fewer than ranks.
+    """Outputs [first, first + count) of a layer that every rank has whole: x [..., K] -> [...,
+    count].
 
-    x [..., K] -> columns [first, first + count). The gradient of the whole weight is summed over
+    For key and value projections with fewer heads than ranks. The weight's gradient is summed over
     the axis.
     """
 
@@ -145,9 +140,7 @@ class SharedColumnLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's columns of an input [..., K / t] -> the sum over ranks [..., N]; the bias is
-    added once.
-    """
+    """This rank's inputs [..., K / t] -> the sum over ranks [..., N]; the bias is added once."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, multiply: Multiply
@@ -162,10 +155,10 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Word ids [...] -> [..., K]: each rank looks up the words it holds, the sum puts them
-    together.
+    """Token ids [...] -> embeddings [..., K]; each rank looks up its own tokens, results are
+    summed.
 
-    The word `padding`, where there is one, gets no gradient here, as in `torch.nn.Embedding`.
+    Token id `padding`, if given, gets no gradient, as in `torch.nn.Embedding`.
     """
 
     def __init__(self, weight: nn.Parameter, first: int, padding: int | None, axis: Axis) -> None:
@@ -174,17 +167,15 @@ class VocabularyParallelEmbedding(nn.Module):
         holds_padding = padding is not None and first <= padding < first + weight.shape[0]
         self.padding = padding - first if padding is not None and holds_padding else None
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        mine = words - self.first
-        others = (mine < 0) | (mine >= self.weight.shape[0])
-        found = nn.functional.embedding(mine.masked_fill(others, 0), self.weight, self.padding)
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        local = token_ids - self.first
+        others = (local < 0) | (local >= self.weight.shape[0])
+        found = nn.functional.embedding(local.masked_fill(others, 0), self.weight, self.padding)
         return sum_values(found.masked_fill(others[..., None], 0.0), self.axis)
 
 
 def whole_shapes(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, ...]]:
-    """{parameter name: shape of the whole parameter}, whatever this rank and its ZeRO stage hold of
-    it.
-    """
+    """{parameter name: shape of the whole parameter}, whatever part this rank has of it."""
     shapes = {}
     for name, owned in model.named_parameters():
         shape = torch.Size(getattr(owned, "ds_shape", owned.shape))

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.sequence import cut
@@ -305,9 +305,9 @@ def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[flo
 
 
 def block_runs(
-    name: str, queries: Places, keys: Places, tensors: list[torch.Tensor]
+    name: str, queries: Positions, keys: Positions, tensors: list[torch.Tensor]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Forward and backward of the Triton block over one pair of places."""
+    """Forward and backward of the Triton block over one pair of positions."""
     block, (q, k, v, upstream) = BLOCKS["triton"](), tensors
     scale, work = q.shape[2] ** -0.5, None
     work = block.prepare(queries, keys, q.device)
@@ -361,23 +361,27 @@ def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, A
     one, packed = documents(tokens, 1), documents(tokens, args.packed)
     whole, two = torch.arange(tokens), torch.tensor([0, 2 * tokens])
     pair = cut(two, 2, "zigzag")[0]
-    places = {
-        "triton, causal": (Places.of(whole, one), Places.of(whole, one), causal_pairs(one)),
+    positions = {
+        "triton, causal": (Positions.of(whole, one), Positions.of(whole, one), causal_pairs(one)),
         "triton, all visible": (
-            Places.of(whole + tokens, two),
-            Places.of(whole, two),
+            Positions.of(whole + tokens, two),
+            Positions.of(whole, two),
             tokens * tokens,
         ),
-        "triton, zigzag piece": (Places.of(pair, two), Places.of(pair, two), causal_pairs(one)),
+        "triton, zigzag piece": (
+            Positions.of(pair, two),
+            Positions.of(pair, two),
+            causal_pairs(one),
+        ),
         f"triton, {args.packed} documents": (
-            Places.of(whole, packed),
-            Places.of(whole, packed),
+            Positions.of(whole, packed),
+            Positions.of(whole, packed),
             causal_pairs(packed),
         ),
     }
     runs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
     pairs, missing = {}, {}
-    for name, (queries, keys, count) in places.items():
+    for name, (queries, keys, count) in positions.items():
         runs[name], pairs[name] = block_runs(name, queries, keys, tensors), count
     for name, backend in (
         ("torch flash", SDPBackend.FLASH_ATTENTION),

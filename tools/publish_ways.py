@@ -303,8 +303,8 @@ class Reader:
             receiver = RECEIVERS[info["transport"]](
                 route, self.engine, self.part, info["init_info"]
             )
-            self.ends[mib] = receiver, receive.Intake(route, receiver, image)
-        receiver, intake = self.ends[mib]
+            self.ends[mib] = receiver, receive.BucketReceiver(route, receiver, image)
+        _, intake = self.ends[mib]
         digests, seconds = (
             [0] * len(intake.route.tensors),
             {"wait": 0.0, "digest": 0.0, "install": 0.0},
@@ -313,9 +313,7 @@ class Reader:
             broadcast_object(0, self.case.wire),
             receive.deadline_watch(self.case.task["deadline"]),
         )
-        receiver.begin(version)
-        for bucket in intake.route.buckets:
-            buffers = intake.take(bucket, watch, seconds)
+        for bucket, buffers in intake.buckets(version, watch, seconds):
             intake.digest(bucket, buffers, digests, seconds)
             started_at = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())
@@ -323,7 +321,6 @@ class Reader:
                 start = bucket.starts[name]
                 self.buffers[name][start : start + len(buffer)] = buffer
             seconds["install"] += time.perf_counter() - started_at
-            receiver.release(bucket)
         owned = {
             "version": version,
             "digests": [signed(value) for value in digests],

@@ -1,1 +1,1 @@
-"""Checks before a run starts, and of the machine it starts on."""
+"""Checks before a run: `preflight` of the recipe, `doctor` of the machine."""

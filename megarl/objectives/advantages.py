@@ -1,16 +1,15 @@
 """From the rewards of a whole step to one advantage per sample.
 
-To add one: write a function of (rewards_N, groups_N, tokens_N), add a line to `ADVANTAGES`, add its
-name to `AdvantageName` in `config.py` and its closed form to `tests/unit/test_algorithms.py`.
+To add one, write a function of (rewards_N, groups_N, tokens_N), add a line to `ADVANTAGES`, its
+name to `AdvantageName` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
-The reward is an outcome and gamma is 1, so every token of a sample gets the sample's advantage and
-there is no per-token return to compute. N counts every sample of the step, on every rank: the
-functions are pure, all ranks call them with the same numbers, and no statistic can depend on the
-layout or on the micro-batches. Groups may have any size, any labels and any order. A sample without
-response tokens still counts in its group (its reward is the outcome of an attempt), but has weight
-0 in statistics over tokens.
+The reward belongs to the whole response and the discount is 1, so every token of a sample has the
+sample's advantage. N counts all samples of the step on all ranks: every rank computes the same
+advantages from the same numbers, whatever the layout and the micro-batches. Groups may have any
+size, label and order. A sample without response tokens counts in its group, since its reward is the
+outcome of an attempt, but has weight 0 in statistics over tokens.
 
-A KL penalty in the reward belongs to whole samples too: see `kl.py`.
+For a KL penalty in the reward see `kl.py`.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
-"""Added to a standard deviation. Small beside any reward difference that means something, large
-beside rounding.
-"""
+"""Added to a standard deviation before dividing; far below any meaningful reward difference."""
 
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64."""
+"""(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64.
+
+tokens_N are the response tokens of each sample.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """What the group baselines share."""
+    """Rewards relative to their groups."""
 
     centred_N: Tensor
-    """[N] float64, reward - mean of its group; exactly 0 in a group of one or of equal rewards."""
+    """[N] float64, reward minus the mean of its group; exactly 0 where all rewards of it are
+    equal."""
     index_N: Tensor
-    """[N] int64, number of the group, 0 .. number of groups - 1."""
+    """[N] int64, number of each sample's group, from 0."""
     sizes_N: Tensor
-    """[N] int64, samples in the group."""
+    """[N] int64, samples in each sample's group."""
     num_groups: int
 
 
 def _check(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for shapes that differ, rewards that are not finite or negative token
-    counts.
-    """
+    """Raise `ValueError` for unequal shapes, non-finite rewards or negative token counts."""
     if (
         rewards_N.dim() != 1
         or rewards_N.shape != groups_N.shape
@@ -85,11 +84,10 @@ def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
 
 
 def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(x - mean) / (std + EPSILON) with mean and population std over all response tokens of the
+    """(x - mean) / (std + EPSILON), with mean and population std over all response tokens of the
     step.
 
-    Samples without tokens get 0: they have nothing to train, and dividing by a std that they are no
-    part of could make their value huge.
+    Samples without response tokens get 0.
     """
     trained_N = tokens_N > 0
     if not bool(trained_N.any()):
@@ -103,12 +101,11 @@ def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(r - mean) / (std + EPSILON) in each group: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+    """(r - mean) / (std + EPSILON) within each group: GRPO, DeepSeekMath, arXiv:2402.03300, 4.1.2.
 
-    The std is the population's (divided by n, not n - 1). Then the mean square of a group's
-    advantages is 1 whatever its size, so groups that lost samples weigh like full ones, and n = 1
-    needs no special case. The paper does not say; implementations that divide by n - 1 get values
-    smaller by sqrt((n - 1) / n), 3 % at n = 16. A group of one or of equal rewards gets exactly 0.
+    The std is the population's (n, not n - 1), so that the mean square of a group's advantages is 1
+    whatever its size. The paper leaves this open; with n - 1 the advantages are smaller by sqrt((n
+    - 1) / n), 3 % at n = 16. A group of one sample or of equal rewards gets exactly 0.
     """
     _check(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -120,19 +117,16 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r - mean in each group: Dr.GRPO, arXiv:2503.20783, section 3.2. Its loss goes with
-    `aggregation: constant`.
-    """
+    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2; use with `aggregation:
+    constant`."""
     _check(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
 
 
 def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r_i - mean of the others in its group: leave-one-out, Kool et al. 2019; arXiv:2402.14740 for
-    language models.
+    """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019).
 
-    Equal to n / (n - 1) x (r_i - mean). A group of one has no others, hence no baseline, and gets
-    0.
+    Equal to n / (n - 1) x (r_i - mean). A group of one sample has no baseline and gets 0.
     """
     _check(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -143,21 +137,19 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
     """(r - mean) / (std + EPSILON) over all response tokens of the step: REINFORCE++,
     arXiv:2501.03262.
 
-    No group baseline, so one sample per prompt is enough. The statistics are over tokens, so a
-    sample of T tokens counts T times: the advantages that the loss sees have mean 0 and variance 1
-    over the step.
+    There is no group baseline, so one sample per prompt is enough. A sample of T tokens counts T
+    times in the statistics: over tokens, advantages have mean 0 and variance 1.
     """
     _check(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r - mean of its group, then normalised over all response tokens of the step:
-    arXiv:2501.03262, "w/ Baseline".
+    """r minus its group's mean, then normalised over all response tokens: arXiv:2501.03262 w/
+    Baseline.
 
-    The second mean is over tokens, the first over samples, so where right and wrong answers differ
-    in length it is not 0, and a group of equal rewards then gets a small value other than 0. A step
-    of such groups only gets 0.
+    The second mean is over tokens, the first over samples. Where right and wrong answers differ in
+    length it is not 0, and a group of equal rewards gets a small value other than 0.
     """
     _check(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
@@ -170,3 +162,4 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
+"""{name: function}"""

@@ -1,6 +1,4 @@
-"""The learning rule: advantages, loss, divergence from the reference, correction of the sampler's
-mismatch.
-"""
+"""Configuration of the learning algorithm: advantages, loss, KL penalty, off-policy correction."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ CorrectionName = Literal["none", "tis", "icepop"]
 
 @config
 class KLConfig:
-    """Divergence from a frozen reference policy."""
+    """Penalty on the KL divergence from a frozen reference policy."""
 
     coefficient: float = 0.0
-    """0 turns it off, and no reference model is loaded."""
+    """Weight of the penalty; 0 turns it off, and no reference model is loaded."""
     where: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or subtracted from the reward before advantages."""
+    """Add the penalty to the loss, or subtract it from the rewards before advantages."""
     estimator: KLName = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = log-prob - reference log-prob."""
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log-prob - reference log-prob."""
 
     def __post_init__(self) -> None:
         require_range("algorithm.kl.coefficient", self.coefficient, 0.0)
@@ -46,14 +44,14 @@ class KLConfig:
 
 @config
 class CorrectionConfig:
-    """Per-token weight w = exp(trainer log-prob - engine log-prob) against the mismatch of trainer
-    and engine.
-    """
+    """Per-token weight w = exp(trainer log-prob - engine log-prob), because the engine sampled."""
 
     kind: CorrectionName = "none"
     """`tis` uses min(w, high); `icepop` uses w inside [low, high] and 0 outside."""
     low: float = 0.5
+    """Lower bound of `icepop`."""
     high: float = 2.0
+    """Upper bound of `tis` and `icepop`."""
 
     def __post_init__(self) -> None:
         require_range("algorithm.correction.low", self.low, 0.0, 1.0)
@@ -62,36 +60,33 @@ class CorrectionConfig:
 
 @config
 class AlgorithmConfig:
-    """DAPO by default (arXiv:2503.14476)."""
+    """The policy-gradient algorithm; by default DAPO's loss (arXiv:2503.14476) with GRPO's
+    advantages."""
 
     advantage: AdvantageName = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
     `TOKEN_ADVANTAGES` (one a token) of megarl.objectives.
     """
     loss: LossName = "ppo_clip"
-    """How advantages become a loss: a name in megarl.objectives.losses.LOSSES."""
+    """The policy loss: a name in megarl.objectives.losses.LOSSES."""
     aggregation: AggregationName = "token"
-    """Mean over the step's tokens; mean over sequences of their token means; or token sum /
-    (sequences x constant_tokens).
-    """
+    """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
+    token means. `constant`: sum over tokens / (sequences x constant_tokens)."""
     constant_tokens: int = 0
-    """Divisor of a sequence under `aggregation: constant` (Dr.GRPO uses the token limit)."""
+    """Divisor of a sequence under `aggregation: constant` (Dr.GRPO: the token limit)."""
     clip_low: float = 0.2
-    """The ratio's lower bound is 1 - clip_low. GSPO's ratio is a mean over the sequence and wants
-    about 3e-4.
-    """
+    """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
     clip_high: float = 0.28
-    """Its upper bound is 1 + clip_high. GSPO: about 4e-4."""
+    """The ratio's upper bound is 1 + clip_high; gspo needs about 4e-4."""
     dual_clip: float = 3.0
-    """`dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
+    """Loss `dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
     entropy_coefficient: float = 0.0
-    """Entropy bonus."""
+    """Weight of the entropy bonus."""
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Denominator of the ratio: recomputed by the trainer when the step begins, or as reported by
-    the engine that sampled.
-    """
+    """Denominator of the ratio: recomputed by the trainer before the step's first update, or
+    reported by the engine that sampled."""
 
     def __post_init__(self) -> None:
         require_range("algorithm.clip_low", self.clip_low, 0.0, 1.0)

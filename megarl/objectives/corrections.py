@@ -1,15 +1,12 @@
-"""Engine and trainer disagree on log-probs: weights that correct it, sums that measure it.
+"""Off-policy correction: trainer and engine give different log-probs to the same sampled tokens.
 
-To add a correction: write a function of (trainer_logp_T, engine_logp_T, config) that returns
-detached weights, add a line to `CORRECTIONS`, add its name to `CorrectionName` in `config.py` and
-its closed form to `tests/unit/test_algorithms.py`.
+To add a correction, write a function of (trainer_logp_T, engine_logp_T, config) that returns
+detached weights, add a line to `CORRECTIONS`, its name to `CorrectionName` in `config.py`, and its
+closed form to `tests/unit/test_algorithms.py`.
 
-Both log-probs are of the same sampled tokens, the trainer's from before the step's first update;
-without staleness and mismatch w = 1. The weights multiply `LossTerms.per_token`; the normalisers
-stay what they are, so a token of weight 0 still counts.
-
-`mismatch` gives numbers to be reduced over micro-batches and ranks (`merge` says how), `summarise`
-what they mean.
+The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
+Weights multiply `LossTerms.per_token` and do not change the normalisers: a token of weight 0 still
+counts. `mismatch`, `merge` and `summarise` measure the difference over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -24,59 +21,52 @@ from megarl.objectives.config import CorrectionConfig
 from megarl.objectives.kl import k3
 
 LOG_WEIGHT_LIMIT = 20.0
-"""Log-weights are clamped to +-20 before exp, so that weights are finite whatever untrained
-positions hold.
-"""
+"""Bound of |log w|, which keeps weights finite at untrained positions too."""
 
 OUTSIDE_RATIO = 1.25
-"""A ratio counts as outside when it is not in [1 / 1.25, 1.25] = [0.8, 1.25]."""
+"""A ratio is counted as outside if it is not in [1 / 1.25, 1.25] = [0.8, 1.25]."""
 
 MAXIMA = frozenset({"max_abs"})
-"""Keys of `mismatch` that are reduced with MAX; all others with SUM."""
+"""Keys of `mismatch` to be reduced with maximum; all others with sum."""
 
 CorrectionFunction = Callable[[Tensor, Tensor, CorrectionConfig], Tensor]
 """(trainer_logp_T, engine_logp_T, config) -> weights_T, detached."""
 
 
 def _weights(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> Tensor:
-    """[T] w = trainer's probability / engine's probability, detached."""
+    """[T] w = the trainer's probability / the engine's probability, detached."""
     log_w_T = trainer_logp_T.detach() - engine_logp_T.detach()
     return log_w_T.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
 
 
 def none(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] ones."""
+    """No correction: [T] ones."""
     return torch.ones_like(trainer_logp_T, requires_grad=False)
 
 
 def tis(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] min(w, high): truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
-    In [0, high].
-    """
+    """Truncated importance sampling: [T] min(w, high). https://fengyao.notion.site/off-policy-rl"""
     return _weights(trainer_logp_T, engine_logp_T).clamp(max=config.high)
 
 
 def icepop(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] w where low <= w <= high, else 0: IcePop, arXiv:2510.18855. Tokens in doubt are left out,
-    not truncated.
-    """
+    """IcePop, arXiv:2510.18855: [T] w where low <= w <= high, else 0."""
     weights_T = _weights(trainer_logp_T, engine_logp_T)
     return torch.where((weights_T >= config.low) & (weights_T <= config.high), weights_T, 0.0)
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {"none": none, "tis": tis, "icepop": icepop}
+"""{name: function}"""
 
 
 @torch.no_grad()
 def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-    """What `summarise` needs, from this rank's tokens: float64 scalars, to be reduced as `merge`
-    does.
+    """Sums over this rank's tokens of differences between trainer and engine, as float64 scalars.
 
     Args:
-        trainer_T: [T] log-probs under the trainer.
-        engine_T: [T] log-probs as the engine reported them.
-        mask_T: [T] bool; other positions may hold anything, NaN included. May be all False, or
-        empty.
+        trainer_T: [T] log-probs by the trainer.
+        engine_T: [T] log-probs reported by the engine.
+        mask_T: [T] bool, tokens to count; other positions may have any value, NaN included.
     """
     # Selected before any arithmetic: 0 x NaN is NaN. A difference of 0 adds nothing to any of the
     # sums.
@@ -92,7 +82,7 @@ def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, T
 
 
 def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Two results of `mismatch` as one: the maxima's maximum, everything else's sum."""
+    """Combine two results of `mismatch`: maximum for `MAXIMA`, sum for all others."""
     return {
         key: torch.maximum(value, second[key]) if key in MAXIMA else value + second[key]
         for key, value in first.items()
@@ -100,10 +90,10 @@ def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tens
 
 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
-    """The reduced numbers of `mismatch` as metrics; all 0 when there was no token.
+    """Metrics from the merged sums of `mismatch`; all 0 without tokens.
 
-    `k1` and `k3` estimate KL(engine || trainer), since the engine sampled: d = engine - trainer
-    (see `kl.py`). `outside` is the share of tokens whose ratio is not in [0.8, 1.25].
+    `k1` and `k3` estimate KL(engine || trainer), see `kl.py`; `outside` is the share of tokens
+    whose ratio is not in [0.8, 1.25].
     """
     num_tokens = max(float(sums["count"]), 1.0)
     return {

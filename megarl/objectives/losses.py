@@ -1,21 +1,17 @@
-"""From log-probs and advantages to a loss per token, and the weight of every token in the step's
-loss.
+"""Policy losses per token, and the weight of every token in the loss of a mini-batch.
 
-To add a loss: write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
-`LossTerms`, add a line to `LOSSES`, add its name to `LossName` in `config.py` and its closed form
-to `tests/unit/test_algorithms.py`. To add an aggregation: the same with a function of (tokens_N,
-config), `AGGREGATIONS` and `AggregationName`.
+To add a loss, write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
+`LossTerms`, add a line to `LOSSES`, its name to `LossName` in `config.py`, and its closed form to
+`tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
+`AGGREGATIONS` and `AggregationName`.
 
-The loss of a mini-batch is one sum over its tokens, whichever micro-batch and rank they are on:
+The loss of a mini-batch is one sum over its tokens, in whatever micro-batch and on whatever rank:
 
-    loss = sum over response tokens of weights_N[row of the token] * per_token
+    loss = sum over response tokens of weights_N[sample of the token] * per_token
 
-The weights are computed once from the token counts of the whole mini-batch over all ranks, so
-micro-batching and layout cannot change the loss. Every other term (KL, entropy) takes the same
-weights, so coefficients mean the same everywhere.
-
-Positions whose target is not trained may hold any finite number; the caller leaves them out of the
-sum.
+Weights follow from the token counts of the whole mini-batch over all ranks, so that micro-batches
+and layout do not change the loss. KL and entropy terms get the same weights. Positions that are not
+trained may have any finite value; the caller leaves them out of the sum.
 """
 
 from __future__ import annotations
@@ -29,53 +25,51 @@ from torch import Tensor
 from megarl.objectives.config import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before exp: ratios and their sums are finite in float32.
+"""Bound of |log ratio|, which keeps ratios and their sums finite in float32.
 
-A ratio of e^20 is no longer a number to learn from: `ppo_clip` and `dual_clip` give such a token no
-gradient.
+`ppo_clip` and `dual_clip` give a token at the bound no gradient.
 """
 
 SequenceMean = Callable[[Tensor], Tensor]
-"""[T] -> [T]: at every token, the mean over the response tokens of its sample, wherever they are.
-Differentiable.
+"""[T] -> [T]: each token's value becomes the mean over the response tokens of its sample.
+
+The sample's tokens may be on several ranks. Differentiable.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A loss before aggregation."""
+    """A policy loss before the sum over tokens."""
 
     per_token: Tensor
-    """[T] to be minimised. Carries the gradient."""
+    """[T] loss of each token, with gradient."""
     clipped: Tensor
     """[T] bool, True where clipping changed the token's loss."""
     ratio: Tensor
-    """[T] importance ratio before clipping, detached: of the token, or of its sequence in gspo."""
+    """[T] importance ratio before clipping, detached; the sequence's ratio in gspo."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, SequenceMean, AlgorithmConfig], LossTerms]
-"""(logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; the gradient flows through
-logp_T alone.
-"""
+"""(logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; differentiable in logp_T
+only."""
 
 AggregationFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
-"""(tokens_N int64, config) -> weights_N float64."""
+"""(response tokens of each sample [N] int64, config) -> weights [N] float64."""
 
 
 def _log_ratio(logp_T: Tensor, old_T: Tensor) -> Tensor:
-    """[T] log(new / old probability), within +-LOG_RATIO_LIMIT."""
+    """[T] log(new probability / old probability), within +-LOG_RATIO_LIMIT."""
     return (logp_T - old_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _clip_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """The clipped objective as a loss [T], -min(r A, clip(r, 1 - low, 1 + high) A), and where the
-    clip decided [T].
-    """
-    free_T = -ratio_T * advantages_T
-    owned_T = -ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
-    return torch.maximum(free_T, owned_T), (owned_T > free_T).detach()
+    """Clipped objective as a loss: [T] -min(r A, clip(r, 1 - low, 1 + high) A), and where it
+    clipped."""
+    unclipped_T = -ratio_T * advantages_T
+    bounded_T = -ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
+    return torch.maximum(unclipped_T, bounded_T), (bounded_T > unclipped_T).detach()
 
 
 def ppo_clip(
@@ -85,10 +79,9 @@ def ppo_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logp - old).
+    """PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old).
 
-    PPO, arXiv:1707.06347, eq. 7; two clip widths ("clip-higher") from DAPO, arXiv:2503.14476,
-    section 3.1.
+    arXiv:1707.06347, eq. 7. The two clip widths ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     per_token_T, clipped_T = _clip_surrogate(ratio_T, advantages_T.detach(), config)
@@ -102,11 +95,9 @@ def dual_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """`ppo_clip`, and for A < 0 the objective is max(min(r A, clip(r) A), c A), c =
-    config.dual_clip > 1.
+    """Dual-clip PPO, arXiv:1912.09729: `ppo_clip`, and for A < 0 at most dual_clip x |A|.
 
-    As a loss: min(ppo_clip, c |A|). It bounds what one token with a large ratio and a negative
-    advantage, which the ordinary clip lets through, can do. Dual-clip PPO, arXiv:1912.09729.
+    The bound limits tokens with a negative advantage and a large ratio, which PPO does not clip.
     """
     terms = ppo_clip(logp_T, old_T, advantages_T, sequence_mean, config)
     bound_T = -config.dual_clip * advantages_T.detach()
@@ -123,18 +114,14 @@ def gspo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """`ppo_clip` with the ratio of the sequence, s = exp(mean over tokens of (logp - old)):
-    arXiv:2507.18071, eq. 5, 7.
+    """GSPO: `ppo_clip` with the sequence's ratio s = exp(mean over its tokens of (logp - old)).
 
-    In the token form (eq. 13 and 14): every token's ratio is sg[s] x exp(logp - sg[logp]), which
-    has the value s and the gradient of that token's own log-prob. Summed with a weight that is
-    constant in a sample, it has the gradient of the sequence form: T x weight x s x mean of
-    gradients = weight x s x sum of gradients. So it is right under each aggregation (the paper's is
-    `sequence`), it stays right where weights differ between tokens (corrections), and no gradient
-    has to travel through `sequence_mean` to other ranks.
-
-    s stays much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4, so set clip_low
-    and clip_high.
+    arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 13 and 14: every token's ratio is sg[s]
+    x exp(logp - sg[logp]), where sg stops the gradient. Its value is s, its gradient that of the
+    token's own log-prob. With weights that are constant in a sample the sum has the gradient of the
+    sequence form; it also holds for weights that differ between tokens, and no gradient flows
+    through `sequence_mean` to other ranks. s is much closer to 1 than a token's ratio: the paper
+    clips at 3e-4 and 4e-4, so set clip_low and clip_high.
     """
     with torch.no_grad():
         sequence_T = sequence_mean(_log_ratio(logp_T, old_T)).exp()
@@ -151,11 +138,10 @@ def cispo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp: MiniMax-M1, arXiv:2506.13585, section
-    3.1.
+    """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp, where sg stops the gradient.
 
-    Clipping bounds a token's weight and never silences it. The paper has no lower bound: set
-    clip_low to 1.
+    MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a token's weight but keeps its gradient. The
+    paper has no lower bound: set clip_low to 1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     weight_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -164,11 +150,7 @@ def cispo(
 
 
 def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
-    """[N] float64, 1 / divisor where the sample has response tokens and 0 where it has none.
-
-    Samples without response tokens are not sequences: they add nothing to a sum, so they must not
-    enlarge its divisor.
-    """
+    """[N] float64: 1 / divisor for samples with response tokens, else 0."""
     weights_N = torch.zeros(tokens_N.shape, dtype=torch.float64, device=tokens_N.device)
     trained_N = tokens_N > 0
     weights_N[trained_N] = 1.0 / divisors_N[trained_N].to(torch.float64)
@@ -176,24 +158,20 @@ def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
 
 
 def token(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """1 / (response tokens of the mini-batch): the mean over tokens, DAPO, arXiv:2503.14476,
-    section 3.3.
-    """
+    """Mean over tokens: 1 / (response tokens of the mini-batch). DAPO, arXiv:2503.14476, 3.3."""
     return _where_trained(tokens_N, tokens_N.sum().expand_as(tokens_N))
 
 
 def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """1 / (sequences x T_i): the mean over sequences of their means over tokens, GRPO,
-    arXiv:2402.03300, eq. 3.
-    """
+    """Mean over sequences of their token means: 1 / (sequences x T_i). GRPO, arXiv:2402.03300, eq.
+    3."""
     return _where_trained(tokens_N, (tokens_N > 0).sum() * tokens_N)
 
 
 def constant(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """1 / (sequences x config.constant_tokens): Dr.GRPO, arXiv:2503.20783, section 3.2.
+    """1 / (sequences x config.constant_tokens): Dr.GRPO, arXiv:2503.20783, 3.2.
 
-    A token weighs the same in a short and in a long response, and in a step of short and of long
-    ones.
+    A token has the same weight in short and in long responses.
     """
     return _where_trained(
         tokens_N, ((tokens_N > 0).sum() * config.constant_tokens).expand_as(tokens_N)
@@ -206,9 +184,11 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "cispo": cispo,
 }
+"""{name: loss}"""
 
 AGGREGATIONS: dict[str, AggregationFunction] = {
     "token": token,
     "sequence": sequence,
     "constant": constant,
 }
+"""{name: aggregation}"""

@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, TensorBoard, transcripts, report."""
+"""Observation of a run: metrics, transcripts, progress, and the report page."""

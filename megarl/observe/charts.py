@@ -1,8 +1,8 @@
-"""Charts as HTML around inline SVG: drawn here, sized by the browser, readable without any script.
+"""Charts as inline SVG with HTML text, readable without JavaScript.
 
-The shapes live in an SVG that stretches with its box (strokes do not scale), the numbers and words
-in HTML over it, so type keeps its size from a phone to a wide screen. A small JSON beside each
-chart feeds the tooltip (`megarl.observe.page`).
+Lines and bars are an SVG that stretches with its box (stroke widths stay). Numbers and labels are
+HTML over it, so that text has the same size on a phone and on a wide screen. JSON beside each chart
+has the data of the tooltip, whose script is in `megarl.observe.page`.
 """
 
 from __future__ import annotations
@@ -13,161 +13,29 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
 import numpy as np
 
-DRAWN_POINTS = 400
-"""A line is thinned to about so many points; more cannot be told apart on a screen."""
-DRAWN_BARS = 100
+from megarl.observe.number_format import compact, power, ticks
+from megarl.observe.series import Series, gather, thinned
+
 _UNIT = 1000.0
-"""Width and height of the drawing, in its own units."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line, row of bars, or set of points."""
-
-    label: str
-    steps: np.ndarray
-    """[n] ascending"""
-    values: np.ndarray
-    """[n] NaN where unknown"""
-    colour: int
-    """1 .. 5, a colour of the page's palette."""
-    kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line"
-    """faint: raw values under a smoothed line; points and rings: single measurements, joined
-    thinly; bars are stacked.
-    """
-    each: int = 1
-    """Steps that a value stands for, `steps` being their middle."""
-
-
-def percent(value: float) -> str:
-    """0.174 -> 17.4%"""
-    return compact(100 * value) + "%"
-
-
-def compact(value: float) -> str:
-    """20345 -> 20.3k; three significant digits, a power of ten where the number is tiny."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    for bound, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= bound * 0.9995:
-            return f"{value / bound:.3g}{letter}"
-    if size < 1e-3:
-        return power(value)
-    return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
-
-
-def power(value: float) -> str:
-    """3.1e-05 -> 3.1×10⁻⁵"""
-    if value == 0:
-        return "0"
-    digits, exponent = f"{value:.1e}".split("e")
-    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    digits = digits.removesuffix(".0")
-    return (
-        ("" if digits == "1" else digits.replace("-", "\N{MINUS SIGN}") + "\N{MULTIPLICATION SIGN}")
-        + "10"
-        + raised
-    )
-
-
-def duration(seconds: float) -> str:
-    """3 -> 3 s, 84 -> 1 min 24 s, 7500 -> 2 h 5 min"""
-    if seconds < 10:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """[n] mean over the `window` (odd) values around each, fewer at the ends; NaN are not
-    counted.
-    """
-    known = np.isfinite(values)
-    ones = np.ones(window)
-    total = np.convolve(np.where(known, values, 0.0), ones, mode="full")
-    count = np.convolve(known.astype(float), ones, mode="full")
-    half = window // 2
-    total, count = total[half : half + len(values)], count[half : half + len(values)]
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def thin(
-    steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS
-) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `limit` of the points: the least and the greatest of each stretch, so that no
-    spike is lost.
-    """
-    if len(steps) <= limit:
-        return steps, values
-    chosen: list[int] = [0]
-    for stretch in np.array_split(np.arange(len(steps)), limit // 2):
-        if np.isfinite(values[stretch]).any():
-            chosen += sorted(
-                {stretch[np.nanargmin(values[stretch])], stretch[np.nanargmax(values[stretch])]}
-            )
-        else:
-            chosen.append(stretch[0])
-    index = np.unique([*chosen, len(steps) - 1])
-    return steps[index], values[index]
-
-
-def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Series:
-    """At most `limit` points, each the mean (or the largest) of as many steps; for what would
-    otherwise be a solid band.
-    """
-    size = -(-len(one.steps) // limit)
-    if size <= 1:
-        return one
-    cuts = np.arange(0, len(one.steps), size)
-    known = np.isfinite(one.values)
-    count = np.add.reduceat(known.astype(int), cuts)
-    if largest:
-        values = np.maximum.reduceat(np.where(known, one.values, -np.inf), cuts)
-    else:
-        values = np.add.reduceat(np.where(known, one.values, 0.0), cuts) / np.maximum(count, 1)
-    values = np.where(count > 0, values, np.nan)
-    return dataclasses.replace(
-        one, steps=one.steps[cuts] + (size - 1) / 2, values=values, each=size
-    )
-
-
-def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Round (or whole) numbers from at most `low` to at least `high`: about `count` intervals of 1,
-    2 or 5 times 10^n.
-    """
-    if not high > low:
-        low, high = (
-            (low - 0.5, high + 0.5) if low == 0 else (low - abs(low) / 2, high + abs(low) / 2)
-        )
-    rough = max((high - low) / count, 1.0 if whole else 0.0)
-    size = 10.0 ** math.floor(math.log10(rough))
-    stride = next(m * size for m in (1, 2, 5, 10) if m * size >= rough * 0.999)
-    first, last = math.floor(low / stride + 1e-9), math.ceil(high / stride - 1e-9)
-    last = max(last, first + 1)
-    return [i * stride for i in range(first, last + 1)]
+"""Width and height of the SVG in its own units."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Values to heights: 0 at the bottom, 1 at the top."""
+    """Vertical axis: values to heights, 0 at the bottom and 1 at the top."""
 
     low: float
+    """Value at the bottom; its log10 on a logarithmic axis."""
     high: float
     log: bool
     marks: list[tuple[float, str]]
-    """(height, label)"""
+    """(height, label) of each mark."""
 
     def height(self, values: np.ndarray) -> np.ndarray:
-        """[n] heights; NaN where a logarithmic scale has no place for the value."""
+        """[n] heights of [n] values; NaN for values that a logarithmic axis cannot show."""
         if self.log:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.where(values > 0, np.log10(np.maximum(values, 1e-300)), np.nan)
@@ -179,8 +47,9 @@ def _y_scale(
     span: tuple[float, float] | None,
     log: bool,
     whole: bool,
-    words: Callable[[float], str],
+    as_text: Callable[[float], str],
 ) -> _Scale:
+    """The vertical axis for `values`, or for `span` (lowest, highest) where given."""
     values = values[np.isfinite(values)]
     if log:
         logs = np.log10(values[values > 0])
@@ -192,7 +61,7 @@ def _y_scale(
     low, high = span or (float(values.min()), float(values.max()))
     at = ticks(low, high, 5, whole=whole)
     low, high = at[0], at[-1]
-    labels = [words(round(tick, 12)) for tick in at]
+    labels = [as_text(round(tick, 12)) for tick in at]
     if len(set(labels)) < len(labels):  # three digits do not tell these apart
         labels = [f"{tick:.6g}" for tick in at]
     return _Scale(
@@ -208,7 +77,7 @@ def chart(
     note: str,
     series: Sequence[Series],
     *,
-    words: Callable[[float], str] = compact,
+    as_text: Callable[[float], str] = compact,
     span: tuple[float, float] | None = None,
     zero: bool = False,
     log: bool = False,
@@ -222,7 +91,7 @@ def chart(
         title: what is shown.
         note: unit of the vertical axis, and how to read it.
         series: what to draw; bars are stacked in this order.
-        words: a value as text, on the axis and in the tooltip.
+        as_text: a value as text, on the axis and in the tooltip.
         span: bounds of the vertical axis; by default those of the values.
         zero: the vertical axis begins at 0.
         log: logarithmic vertical axis; values of 0 are not drawn.
@@ -234,79 +103,104 @@ def chart(
     if not series:
         return ""
     stacked = any(one.kind == "bars" for one in series)
-    drawn = [gather(one) if stacked else _thinned(one) for one in series]
-    stack = [one for one in drawn if one.kind == "bars"]
-    tops = (
-        np.cumsum([np.nan_to_num(one.values) for one in stack], axis=0)
-        if stack
-        else np.zeros((0, 0))
-    )
-    first, last = x_span or (
-        min(float(one.steps.min()) - (one.each - 1) / 2 for one in drawn),
-        max(float(one.steps.max()) + (one.each - 1) / 2 for one in drawn),
-    )
-    bar = float(np.diff(stack[0].steps).min()) if stack and len(stack[0].steps) > 1 else 1.0
-    margin = 0.5 if stack or first == last else 0.0
-    first, last = first - margin, last + margin
-    everything = np.concatenate(
-        [tops.ravel(), *(one.values for one in drawn if one.kind != "bars")]
-    )
-    known = everything[np.isfinite(everything)]
+    drawn = [gather(one) if stacked else thinned(one) for one in series]
+    tops = _stacked_tops(drawn)
+    axis = _x_axis(drawn, x_span)
+    values = np.concatenate([tops.ravel(), *(one.values for one in drawn if one.kind != "bars")])
+    known = values[np.isfinite(values)]
     if log and not (known > 0).any():
         note += "; every one of these is exactly 0"
     if zero and span is None:
         span = (min(0.0, float(known.min())), float(known.max()) if known.max() > 0 else 1.0)
-    scale = _y_scale(everything, span, log, whole, words)
-
-    def across(at: np.ndarray) -> np.ndarray:
-        return (at - first) / (last - first)
-
-    shapes, rows, bottom = [], [], np.zeros(tops.shape[1] if stack else 0)
-    number = 0
-    for one in drawn:
-        if one.kind == "bars":
-            top = tops[number]
-            number += 1
-            width = bar / (last - first) * (0.78 if len(one.steps) <= 60 else 1.0)
-            shapes.append(
-                _bars(one, across(one.steps), scale.height(bottom), scale.height(top), width)
-            )
-            heights, bottom = scale.height(top), top
-        else:
-            heights = scale.height(one.values)
-            shapes.append(_line(one, across(one.steps), heights, over_bars=bool(stack)))
-        rows.append(_tooltip_row(one, across(one.steps), heights, words))
-    x_marks = [
-        (float(across(np.array(tick))), f"{tick:,.0f}")
-        for tick in _x_ticks(first + margin, last - margin)
-    ]
+    scale = _y_scale(values, span, log, whole, as_text)
+    shapes, rows = _draw(drawn, tops, axis, scale, as_text)
     names = ", ".join(one.label for one in series)
     return _figure(
         title,
         note,
         series,
-        "".join(shapes),
+        shapes,
         scale.marks,
-        x_marks,
+        axis.marks,
         rows,
         f"{title}: {names}, by step",
         wide,
     )
 
 
-def _thinned(one: Series) -> Series:
-    steps, values = thin(one.steps, one.values)
-    return dataclasses.replace(one, steps=steps, values=values)
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Horizontal axis: steps to positions, 0 at the left edge and 1 at the right edge."""
+
+    first: float
+    last: float
+    bar_width: float
+    """Distance of neighbouring bars, in steps."""
+    marks: list[tuple[float, str]]
+    """(position, label)"""
+
+    def across(self, steps: np.ndarray) -> np.ndarray:
+        """[n] positions of [n] steps."""
+        return (steps - self.first) / (self.last - self.first)
+
+
+def _stacked_tops(drawn: Sequence[Series]) -> np.ndarray:
+    """[series of bars, steps] upper end of each bar: the running sum over the series below."""
+    stack = [one for one in drawn if one.kind == "bars"]
+    if not stack:
+        return np.zeros((0, 0))
+    return np.cumsum([np.nan_to_num(one.values) for one in stack], axis=0)
+
+
+def _x_axis(drawn: Sequence[Series], x_span: tuple[float, float] | None) -> _Axis:
+    """The horizontal axis over `x_span`, by default over the steps of all series."""
+    stack = [one for one in drawn if one.kind == "bars"]
+    first, last = x_span or (
+        min(float(one.steps.min()) - (one.each - 1) / 2 for one in drawn),
+        max(float(one.steps.max()) + (one.each - 1) / 2 for one in drawn),
+    )
+    bar = float(np.diff(stack[0].steps).min()) if stack and len(stack[0].steps) > 1 else 1.0
+    margin = 0.5 if stack or first == last else 0.0
+    axis = _Axis(first - margin, last + margin, bar, [])
+    marks = [(float(axis.across(np.array(tick))), f"{tick:,.0f}") for tick in _x_ticks(first, last)]
+    return dataclasses.replace(axis, marks=marks)
+
+
+def _draw(
+    drawn: Sequence[Series],
+    tops: np.ndarray,
+    axis: _Axis,
+    scale: _Scale,
+    as_text: Callable[[float], str],
+) -> tuple[str, list[dict[str, object]]]:
+    """(SVG shapes, tooltip data) of every series; `tops` are the upper ends of stacked bars."""
+    shapes, rows, bottom, number = [], [], np.zeros(tops.shape[1]), 0
+    for one in drawn:
+        x = axis.across(one.steps)
+        if one.kind == "bars":
+            top = tops[number]
+            number += 1
+            width = axis.bar_width / (axis.last - axis.first)
+            width *= 0.78 if len(one.steps) <= 60 else 1.0
+            heights = scale.height(top)
+            shapes.append(_bars(one, x, scale.height(bottom), heights, width))
+            bottom = top
+        else:
+            heights = scale.height(one.values)
+            shapes.append(_line(one, x, heights, over_bars=len(tops) > 0))
+        rows.append(_tooltip_row(one, x, heights, as_text))
+    return "".join(shapes), rows
 
 
 def _x_ticks(first: float, last: float) -> list[float]:
-    """Whole steps inside the axis."""
+    """Round step numbers from `first` to `last`."""
     if last - first < 5:
         return [float(step) for step in range(math.ceil(first), math.floor(last) + 1)]
     return [tick for tick in ticks(first, last, 6, whole=True) if first <= tick <= last]
 
 
 def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
+    """An SVG path that is drawn as a line, `width` pixels wide."""
     return (
         f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"'
         f' vector-effect="non-scaling-stroke"{extra}/>'
@@ -314,8 +208,9 @@ def _stroke(path: str, colour: str, width: float, extra: str = "") -> str:
 
 
 def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
-    """A polyline broken at NaN; points are zero-length strokes with round ends, which no stretching
-    makes oval.
+    """SVG of a line series, interrupted at NaN, from positions x and heights y [n].
+
+    Points are strokes of length 0 with round ends, which stay round when the SVG is stretched.
     """
     places = [
         (f"{_UNIT * a:.1f} {_UNIT * (1 - b):.1f}" if np.isfinite(b) else "")
@@ -345,6 +240,7 @@ def _line(one: Series, x: np.ndarray, y: np.ndarray, *, over_bars: bool) -> str:
 
 
 def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: float) -> str:
+    """SVG of a row of bars from heights `low` to `high` [n], at positions x [n]."""
     path = "".join(
         f"M{_UNIT * (a - width / 2):.1f}"
         f" {_UNIT * (1 - b):.1f}h{_UNIT * width:.1f}V{_UNIT * (1 - t):.1f}h{-_UNIT * width:.1f}z"
@@ -356,6 +252,7 @@ def _bars(one: Series, x: np.ndarray, low: np.ndarray, high: np.ndarray, width: 
 
 
 def _named(step: float, each: int) -> str:
+    """The steps of a value as text: "step 3" or "steps 1-5"."""
     half = (each - 1) / 2
     return (
         f"step {step:,.0f}"
@@ -365,17 +262,16 @@ def _named(step: float, each: int) -> str:
 
 
 def _tooltip_row(
-    one: Series, x: np.ndarray, y: np.ndarray, words: Callable[[float], str]
+    one: Series, x: np.ndarray, y: np.ndarray, as_text: Callable[[float], str]
 ) -> dict[str, object]:
-    """What the page's script needs of a series: [place across, place up or null, steps in words,
-    value in words].
-    """
+    """The tooltip's data of a series: [position, height or null, steps as text, value as text] per
+    point."""
     points = [
         [
             round(float(a), 4),
             round(float(b), 4) if np.isfinite(b) else None,
             _named(float(step), one.each),
-            words(float(value)),
+            as_text(float(value)),
         ]
         for a, b, step, value in zip(x, y, one.steps, one.values, strict=True)
         if np.isfinite(value)
@@ -394,6 +290,7 @@ def _figure(
     name: str,
     wide: bool,
 ) -> str:
+    """The HTML of a chart from its parts."""
     grid = "".join(f"M0 {_UNIT * (1 - at):.1f}H{_UNIT:g}" for at, _ in y_marks)
     legend = "".join(
         f'<li><i class="key {one.kind}"'

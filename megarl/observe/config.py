@@ -1,4 +1,4 @@
-"""What a run writes down."""
+"""Configuration of metrics, transcripts and progress."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from megarl.schema import config, require_range
 
 @config
 class ObserveConfig:
-    """Sinks of metrics and transcripts; `metrics.jsonl` is always written."""
+    """Where metrics and transcripts of a run go; `metrics.jsonl` is always written."""
 
     tensorboard: bool = True
+    """Also write metrics for TensorBoard."""
     wandb_project: str = ""
-    """Where set, metrics also go to this Weights & Biases project (the key comes from the
-    environment).
-    """
+    """Weights & Biases project that also gets the metrics, if set; the API key comes from the
+    environment."""
     transcripts_per_step: int = 2
-    """Groups whose rollouts are written out at every step."""
+    """Groups per step whose rollouts are written to `transcripts.jsonl`."""
     progress: bool = True
-    """Progress bars on standard error."""
+    """Show progress on standard error."""
 
     def __post_init__(self) -> None:
         require_range("observe.transcripts_per_step", self.transcripts_per_step, 0)

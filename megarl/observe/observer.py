@@ -1,8 +1,8 @@
-"""One place that a run reports to: files, sinks and a line or a bar for whoever watches.
+"""Where a run reports: files in the run folder, viewers, and progress on the terminal.
 
-Written into the run folder: `metrics.jsonl` (a line a step), `evaluations.jsonl` (numbers and
-transcripts of each evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`.
-Only one process of a run may hold an `Observer`.
+Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and transcripts of each
+evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`. Only one process of
+a run may have an `Observer`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "trans
 """Names of the files in the run folder."""
 
 LINE_INTERVAL_S = 5.0
-"""Without a terminal, at least this long between two lines of progress."""
+"""Without a terminal, seconds between two lines of progress, at least."""
 
 
 class Observer:
-    """Where a run's numbers go.
+    """Writes a run's metrics and transcripts and shows its progress.
 
     Args:
-        config: which sinks.
-        folder: the run folder; created where missing.
+        config: which viewers and how many transcripts.
+        folder: the run folder; created if missing.
         total_steps: steps of the whole run.
-        first_step: steps already done. What the files hold of later steps, from a process that went
-        further than its last
-            checkpoint, is dropped. With 0 the files start empty.
-        resolved: the recipe as plain data, for sinks that show it.
+        first_step: steps already done. Records of later steps, from a process that went beyond its
+            last checkpoint, are dropped. With 0 the files start empty.
+        resolved: the recipe as plain data, for viewers that show it.
 
     Raises:
-        ValueError: a sink that `config` asks for is not installed.
+        ValueError: the package of a viewer that `config` asks for is not installed.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Observer:
         self._progress = Progress(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
-        """Write the numbers of one step and show the main ones."""
+        """Write the metrics of one step and show the main ones."""
         self._metrics.write(report.step, report.metrics)
         self._sink(report.step, report.metrics)
         if self._progress is not None:
@@ -82,13 +81,12 @@ class Observer:
     def evaluation(
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
     ) -> None:
-        """Write the numbers and transcripts of an evaluation of the weights after `step` steps.
+        """Write metrics and transcripts of an evaluation of the weights after `step` steps.
 
         Args:
             step: steps done; 0 is before training.
-            metrics: named `eval/...`, `eval_sampled/...`; several calls with one `step` complete
-            each other. transcripts: a problem each: prompt, answer, response, correct, reward,
-            tokens.
+            metrics: named `eval/...` or `eval_<kind>/...`; calls with the same step add up.
+            transcripts: one for each problem: prompt, answer, response, correct, reward, tokens.
 
         Raises:
             ValueError: a metric's name does not begin with `eval`.
@@ -105,14 +103,15 @@ class Observer:
             self._progress.evaluation(step, metrics)
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Append the first `observe.transcripts_per_step` of `groups` (ordinal, prompt, answer,
-        rollouts) to their file.
+        """Write the first `observe.transcripts_per_step` of `groups`.
+
+        A group is a dict of ordinal, prompt, answer and rollouts.
         """
         for group in groups[: self._config.transcripts_per_step]:
             self._transcripts.write(step, group)
 
     def close(self) -> None:
-        """Close every file and sink; a second call does nothing."""
+        """Close all files and viewers; a second call does nothing."""
         if self._progress is not None:
             self._progress.close()
         for sink in (self._metrics, self._evaluations, self._transcripts, *self._sinks):
@@ -131,16 +130,14 @@ class Observer:
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give the finite numbers to every viewer; the others are in the files as null."""
+        """Send finite metrics to every viewer; others are null in the files only."""
         numbers = {name: value for name, value in finite(metrics).items() if value is not None}
         for sink in self._sinks:
             sink.write(step, numbers)
 
 
 class Progress:
-    """A bar on a terminal; elsewhere (a log file, CI) a short line now and then, always for the
-    first and the last step.
-    """
+    """Progress of a run: a bar on a terminal, else an occasional line."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total = total_steps
@@ -170,18 +167,19 @@ class Progress:
             )
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation; these are rare, so each gets a line."""
-        words = "  ".join(
+        """Print an evaluation's metrics on a line."""
+        numbers = "  ".join(
             f"{name} {value:.4g}" for name, value in metrics.items() if value is not None
         )
-        self._line(f"evaluation after {step} steps  {words}")
+        self._line(f"evaluation after {step} steps  {numbers}")
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar, which stays visible."""
         if self._bar is not None:
             self._bar.close()
 
     def _line(self, text: str) -> None:
+        """Print a line without disturbing the bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
@@ -196,19 +194,18 @@ _SHOWN = (
     ("tokens/generated_per_s", "{:,.0f} tokens/s"),
     ("tokens/trained_per_s", "{:,.0f} tokens/s"),
 )
+"""(metric, format) of the main metrics."""
 
 
 def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
-    """The main numbers of a step in words; those a run does not have (SFT has no reward) are left
-    out.
-    """
+    """The main metrics of a step as text; a run shows those that it has."""
     hidden = set()
     if "reward/mean" in metrics:
         hidden.add("loss")  # a policy gradient's loss says nothing about progress
     if "tokens/generated_per_s" in metrics:
         hidden.add("tokens/trained_per_s")
     return separator.join(
-        words.format(metrics[name])
-        for name, words in _SHOWN
+        template.format(metrics[name])
+        for name, template in _SHOWN
         if name not in hidden and metrics.get(name) is not None
     )

@@ -1,8 +1,7 @@
-"""The frame of the report: style and script, both inline, so that the page is one file and asks the
-network for nothing.
+"""The HTML page of the report with inline style and script: one file that loads nothing.
 
-A content security policy allows this very script (by its digest) and nothing else: even if text of
-a model slipped through the escaping, it could neither run nor load anything.
+A content security policy allows only this script, by its SHA-256 digest. Model output that slipped
+through the escaping could neither run as a script nor load anything.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ footer{margin-top:40px;font-size:13px;color:var(--soft)}
 .y{width:44px}}
 @media print{body{background:none}.chart,.problem,.tile{break-inside:avoid}}
 """
+"""Style sheet of the page."""
 
 SCRIPT = """
 "use strict";
@@ -137,24 +137,24 @@ for (const figure of charts) {
 }
 document.documentElement.dataset.charts = charts.length;
 """
+"""Script of the page: tooltips of the charts."""
 
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-"""Control characters, which HTML forbids, to their pictures: they stay visible."""
+"""Control characters, which HTML forbids, mapped to visible symbols."""
 
 
-def words(text: object) -> str:
-    """Any text, a model's too, as harmless HTML: escaped, control characters made visible,
-    direction overrides closed.
-    """
+def safe_html(text: object) -> str:
+    """Untrusted text as safe HTML: escaped, control characters visible, text direction isolated."""
     return "<bdi>" + _escaped(text) + "</bdi>"
 
 
 def _escaped(text: object) -> str:
+    """Text as safe HTML without isolating its direction."""
     return escape(str(text).replace("\r\n", "\n").translate(_CONTROLS))
 
 
 def page(title: str, body: str) -> str:
-    """The whole document around `body`."""
+    """The whole HTML document around `body`."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri"

@@ -1,8 +1,7 @@
-"""`report.html`: a run on one page that opens from disk, with nothing to install and nothing
-loaded.
+"""`report.html`: a run on one page that opens from disk and loads nothing.
 
-To add a chart: a line in `_learning`, `_systems` or `_optimisation`; one whose metrics a run does
-not have is left out.
+To add a chart, add a line to `_learning`, `_systems` or `_optimisation`. A chart is left out if the
+run lacks its metrics.
 """
 
 from __future__ import annotations
@@ -13,35 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from megarl.observe.charts import (
-    DRAWN_BARS,
-    Series,
-    chart,
-    compact,
-    duration,
-    gather,
-    percent,
-    smooth,
-)
-from megarl.observe.page import page, words
+from megarl.observe.charts import chart
+from megarl.observe.number_format import compact, duration, percent
+from megarl.observe.page import page, safe_html
+from megarl.observe.series import DRAWN_BARS, Series, gather, smooth
 from megarl.observe.summary import Evaluation, Run, read_run, summarise
 
 EXAMPLES = 8
-"""Problems shown before and after."""
+"""Number of problems whose responses before and after training are shown."""
 SHOWN_CHARACTERS = 12_000
-"""Of one text; longer ones say how much is missing."""
+"""Longest text shown in full; longer ones are cut and say how many characters are missing."""
 _NONE = "\N{EN DASH}"
 
 
 def write_report(folder: Path, *, title: str) -> Path:
-    """Write `report.html` into a run folder, in one atomic rename.
+    """Write `report.html` into a run folder, in one atomic rename; returns its path.
 
     Args:
-        folder: holds `metrics.jsonl`, and `evaluations.jsonl`, `transcripts.jsonl`, `recipe.yaml`
-        where the run wrote them. title: heading of the page.
-
-    Returns:
-        The file.
+        folder: run folder with `metrics.jsonl` and, if there, the other files of the run.
+        title: heading of the page.
 
     Raises:
         ValueError: the folder is not one of a run, or a file is damaged before its last line.
@@ -69,6 +58,7 @@ def write_report(folder: Path, *, title: str) -> Path:
 
 
 def _section(title: str, note: str, body: str) -> str:
+    """HTML of a section with heading and note; empty if `body` is."""
     if not body:
         return ""
     return (
@@ -80,6 +70,7 @@ def _section(title: str, note: str, body: str) -> str:
 
 
 def _charts(drawn: list[str]) -> str:
+    """HTML of charts in two columns; a last one without neighbour takes the whole width."""
     drawn = [one for one in drawn if one]
     if not drawn:
         return ""
@@ -90,52 +81,53 @@ def _charts(drawn: list[str]) -> str:
 
 
 def _header(run: Run, title: str) -> str:
-    told = summarise(run)
-    greedy = told["measured_on"] == "evaluation"
+    """HTML of the title and the tiles with the main numbers."""
+    found = summarise(run)
+    greedy = found["measured_on"] == "evaluation"
     kind = "held-out problems, greedy" if greedy else "rollouts of the first and last steps"
     tiles = []
-    if told["accuracy_before"] is not None or told["accuracy_after"] is not None:
-        change = _change(told["accuracy_before"], told["accuracy_after"], "{:.1%}".format)
+    if found["accuracy_before"] is not None or found["accuracy_after"] is not None:
+        change = _change(found["accuracy_before"], found["accuracy_after"], "{:.1%}".format)
         tiles.append(_tile("Accuracy", change, kind, main=True))
-    if told["length_before"] is not None or told["length_after"] is not None:
-        change = _change(told["length_before"], told["length_after"], "{:,.1f}".format)
+    if found["length_before"] is not None or found["length_after"] is not None:
+        change = _change(found["length_before"], found["length_after"], "{:,.1f}".format)
         tiles.append(_tile("Response length", f"{change} <small>tokens</small>", kind, main=True))
-    tiles.append(_tile("Steps", f"{told['steps']:,}"))
-    if told["seconds"] is not None:
-        tiles.append(_tile("Time of the steps", duration(told["seconds"])))
+    tiles.append(_tile("Steps", f"{found['steps']:,}"))
+    if found["seconds"] is not None:
+        tiles.append(_tile("Time of the steps", duration(found["seconds"])))
     for name, label in (
         ("generated_tokens_per_s", "Generation"),
         ("trained_tokens_per_s", "Training"),
     ):
-        if told[name] is not None:
-            tiles.append(_tile(label, f"{compact(told[name])} <small>tokens/s</small>"))
-    return f'<header><h1>{words(title)}</h1></header><dl class="tiles">{"".join(tiles)}</dl>'
+        if found[name] is not None:
+            tiles.append(_tile(label, f"{compact(found[name])} <small>tokens/s</small>"))
+    return f'<header><h1>{safe_html(title)}</h1></header><dl class="tiles">{"".join(tiles)}</dl>'
 
 
 def _tile(label: str, value: str, note: str = "", *, main: bool = False) -> str:
+    """HTML of a tile: label, value and a note below."""
     small = f'<dd class="note">{note}</dd>' if note else ""
     return (
         f'<div class="tile{" main" if main else ""}"><dt>{label}</dt><dd>{value}</dd>{small}</div>'
     )
 
 
-def _change(before: float | None, after: float | None, told: Any) -> str:
-    first = _NONE if before is None else told(before)
-    last = _NONE if after is None else told(after)
+def _change(before: float | None, after: float | None, as_text: Any) -> str:
+    """HTML of a value before and after training."""
+    first = _NONE if before is None else as_text(before)
+    last = _NONE if after is None else as_text(after)
     return f'<span class="from">{first} \N{RIGHTWARDS ARROW}</span> {last}'
 
 
 def _window(count: int) -> int:
-    """Steps a smoothed line averages over: odd, about a twentieth of the run; 1 (no smoothing)
-    where there are few.
-    """
+    """Steps that a smoothed line averages over: odd, about a twentieth of the run; 1 for short
+    runs."""
     return (count // 20) | 1
 
 
 def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
-    """A metric of the steps: raw and faint under its moving mean, or as it is where the run is
-    short.
-    """
+    """A metric of the steps as series: its moving mean over the raw values, or only these if
+    short."""
     steps, values = run.series(name)
     window = _window(len(steps))
     if window == 1:
@@ -147,7 +139,7 @@ def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
 
 
 def _evaluated(run: Run, name: str) -> list[Series]:
-    """A metric of the evaluations, greedy and sampled."""
+    """A metric of the evaluations as series, sampled and greedy."""
     return [
         Series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
         Series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
@@ -155,6 +147,7 @@ def _evaluated(run: Run, name: str) -> list[Series]:
 
 
 def _learning(run: Run) -> list[str]:
+    """Charts of what the model learns: accuracy, reward, length."""
     steps = [record["step"] for record in run.metrics] + [one.step for one in run.evaluations]
     span = (float(min(steps)), float(max(steps))) if steps else None
 
@@ -168,7 +161,7 @@ def _learning(run: Run) -> list[str]:
             "Accuracy",
             "share of responses judged right",
             "accuracy",
-            words=percent,
+            as_text=percent,
             span=(0.0, 1.0),
             wide=True,
         ),
@@ -183,6 +176,8 @@ def _learning(run: Run) -> list[str]:
 
 
 def _systems(run: Run) -> list[str]:
+    """Charts of the system: time, throughput, agreement of trainer and engine."""
+
     def line(name: str, label: str, colour: int, kind: Any = "line", **how: Any) -> Series:
         return gather(Series(label, *run.series(name), colour, kind), 2 * DRAWN_BARS, **how)
 
@@ -215,9 +210,7 @@ def _systems(run: Run) -> list[str]:
 
 
 def _time(run: Run) -> str:
-    """Seconds of a step by what the trainer did; rollouts run beside it, so their time is a line,
-    not a layer.
-    """
+    """Chart of a step's seconds by phase of the trainer; rollouts run in parallel, as a line."""
     steps = np.array([record["step"] for record in run.metrics], dtype=float)
 
     def seconds(name: str) -> np.ndarray:
@@ -247,6 +240,7 @@ def _time(run: Run) -> str:
 
 
 def _optimisation(run: Run) -> list[str]:
+    """Charts of the optimizer: loss, entropy, gradient norm and so on."""
     known: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
         ("entropy", "Entropy", "nats a token", {"zero": True}),
@@ -255,13 +249,13 @@ def _optimisation(run: Run) -> list[str]:
             "clip_share",
             "Clipped",
             "share of tokens outside the clip range",
-            {"zero": True, "words": percent},
+            {"zero": True, "as_text": percent},
         ),
         (
             "length/truncated_share",
             "Cut off",
             "share of responses at the token limit",
-            {"zero": True, "words": percent},
+            {"zero": True, "as_text": percent},
         ),
         (
             "groups/rejected",
@@ -274,7 +268,7 @@ def _optimisation(run: Run) -> list[str]:
     supervised = not len(run.series("reward/mean")[0])
 
     def drawn(name: str, label: str) -> list[Series]:
-        if name == "learning_rate":  # a schedule has no noise to smooth
+        if name == "learning_rate":  # noise-free
             return [Series(label, *run.series(name), 1)]
         return _smoothed(run, name, label, 1)
 
@@ -286,13 +280,14 @@ def _optimisation(run: Run) -> list[str]:
 
 
 def _examples(run: Run) -> tuple[str, str]:
-    """(note, HTML) of the same problems at the first and the last evaluation, or of the first and
-    last groups trained on.
+    """(note, HTML) of responses to the same problems at the first and the last evaluation.
+
+    Without evaluations: rollouts of the first and the last step.
     """
-    told = [one for one in run.evaluations if one.transcripts]
-    if not told:
+    written = [one for one in run.evaluations if one.transcripts]
+    if not written:
         return _groups(run)
-    first, last = told[0], told[-1]
+    first, last = written[0], written[-1]
     if first is last:
         shown = "".join(
             _problem(one, [(_after(first), one)]) for one in first.transcripts[:EXAMPLES]
@@ -314,6 +309,7 @@ def _examples(run: Run) -> tuple[str, str]:
 
 
 def _after(one: Evaluation) -> str:
+    """When an evaluation took place, as text."""
     return (
         "before training"
         if one.step == 0
@@ -324,7 +320,7 @@ def _after(one: Evaluation) -> str:
 def _pairs(
     first: list[dict[str, Any]], last: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Transcripts of the same prompt; a prompt that comes twice is matched in order."""
+    """Transcripts of the same prompt in two evaluations; repeated prompts are matched in order."""
     waiting: dict[str, list[dict[str, Any]]] = {}
     for one in last:
         waiting.setdefault(one["prompt"], []).append(one)
@@ -332,7 +328,7 @@ def _pairs(
 
 
 def _moves(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """How many problems went from wrong to right and back."""
+    """Table: how many problems went from wrong to right and from right to wrong."""
     if not pairs:
         return ""
 
@@ -348,6 +344,7 @@ def _moves(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 def _groups(run: Run) -> tuple[str, str]:
+    """(note, HTML) of rollouts at the first and the last step."""
     shown = [
         _problem(group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]])
         for group in run.groups
@@ -359,6 +356,7 @@ def _groups(run: Run) -> tuple[str, str]:
 
 
 def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -> str:
+    """HTML of a problem with its responses, each given as (when, transcript)."""
     return (
         f'<article class="problem"><header><pre>{_text(problem["prompt"])}</pre>'
         f'<span class="soft">answer {_text(problem["answer"])}</span></header><div class="pair">'
@@ -368,6 +366,7 @@ def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -
 
 
 def _side(when: str, one: dict[str, Any]) -> str:
+    """HTML of one response."""
     mark = ("right", "\N{CHECK MARK} right") if one["correct"] else ("wrong", "\N{BALLOT X} wrong")
     about = [when]
     if one.get("tokens") is not None:
@@ -382,16 +381,18 @@ def _side(when: str, one: dict[str, Any]) -> str:
 
 
 def _text(text: object) -> str:
+    """Untrusted text as safe HTML, shortened to `SHOWN_CHARACTERS`."""
     plain = str(text)
     missing = len(plain) - SHOWN_CHARACTERS
     if missing <= 0:
-        return words(plain)
+        return safe_html(plain)
     return (
-        words(plain[:SHOWN_CHARACTERS])
+        safe_html(plain[:SHOWN_CHARACTERS])
         + f'<span class="soft"> \N{HORIZONTAL ELLIPSIS} {missing:,} more characters</span>'
     )
 
 
 def _recipe(text: str) -> str:
-    body = f"<details><summary>recipe.yaml</summary><pre>{words(text)}</pre></details>"
+    """HTML of the recipe's text."""
+    body = f"<details><summary>recipe.yaml</summary><pre>{safe_html(text)}</pre></details>"
     return _section("Recipe", "Every setting of the run, defaults included.", body)

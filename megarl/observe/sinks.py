@@ -1,7 +1,6 @@
-"""Where numbers are written. To add a sink: a class with `write(step, metrics)` and `close()`, and
-a line in `SINKS`.
+"""Where metrics are written. `metrics.jsonl` is always written; viewers get copies.
 
-`metrics.jsonl` is always written and is the truth; the sinks in `SINKS` are copies for a viewer.
+To add a viewer, write a class with `write(step, metrics)` and `close()` and add a line to `SINKS`.
 """
 
 from __future__ import annotations
@@ -18,17 +17,20 @@ from megarl.observe.config import ObserveConfig
 
 
 class Sink(Protocol):
-    """Takes the numbers of one step."""
+    """A destination of metrics."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of step `step`."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish writing."""
+        ...
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that JSON cannot hold (NaN, infinities) as None, at any depth, and
-    numpy scalars as Python's.
-    """
+    """`value` as JSON data: NaN and infinite floats become None, numpy and torch numbers
+    Python's."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -41,12 +43,10 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file, none where the file does not exist.
+    """The records of a JSON-lines file; none where the file does not exist.
 
-    Raises:
-        ValueError: a line is not a JSON object with a step. A last line without its newline, which
-        a killed process leaves,
-            is passed over.
+    A last line without newline, which a killed process leaves, is skipped. Raises `ValueError` for
+    any other line that is not a JSON object with an integer `step`.
     """
     if not path.exists():
         return
@@ -68,16 +68,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class MetricsFile:
-    """A JSON-lines file with one object a step, appended to and flushed at each.
+    """A JSON-lines file with one object per step, flushed after each.
 
     Args:
-        path: the file; created with its folder where missing.
-        keep_until_step: on resume, lines of later steps are dropped (in one atomic rename), since
-        they will be written again.
-            None keeps every whole line.
+        path: the file; created with its folder if missing.
+        keep_until_step: records of later steps are dropped, in one atomic rename, because a
+            resumed run writes them again. None keeps all complete lines.
 
     Raises:
-        ValueError: the existing file is not made of JSON objects with a `step`.
+        ValueError: the existing file is not JSON objects with a `step`.
     """
 
     def __init__(self, path: Path, *, keep_until_step: int | None = None) -> None:
@@ -100,7 +99,7 @@ class MetricsFile:
 
 
 def _keep(path: Path, until_step: int | None) -> None:
-    """Rewrite `path` without records later than `until_step` and without a torn last line."""
+    """Rewrite `path` without records after `until_step` and without an incomplete last line."""
     kept = path.with_name(path.name + ".kept")
     with kept.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for record in read_records(path):
@@ -112,12 +111,11 @@ def _keep(path: Path, until_step: int | None) -> None:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard under `folder`.
+    """Writes metrics for TensorBoard.
 
     Args:
-        folder: the log folder.
-        first_step: on resume, what an earlier process logged from this step on is hidden by
-        TensorBoard.
+        folder: log folder.
+        first_step: TensorBoard hides what an earlier process logged from this step on.
 
     Raises:
         ValueError: the package tensorboard is not installed.
@@ -134,7 +132,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log every number of `metrics` at `step`; None is left out."""
+        """Log every metric at `step`; None is left out."""
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, float(value), step)
@@ -145,12 +143,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Scalars for Weights & Biases; the key comes from the environment.
+    """Sends metrics to Weights & Biases; the API key comes from the environment.
 
     Args:
         project: name of the project.
         config: the resolved recipe, shown beside the run.
-        name: display name of the run; empty for one of wandb's own.
+        name: display name of the run; empty for a generated one.
 
     Raises:
         ValueError: the package wandb is not installed.
@@ -167,7 +165,7 @@ class WandbSink:
         self._run = wandb.init(project=project, config=dict(config), name=name or None)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log `metrics` at `step`; steps must not go down."""
+        """Log `metrics` at `step`; steps must not decrease."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -185,17 +183,14 @@ SINKS: dict[str, Callable[[ObserveConfig, Path, int, Mapping[str, Any]], Sink | 
         WandbSink(config.wandb_project, recipe, name=folder.name) if config.wandb_project else None
     ),
 }
-"""Name -> (config, run folder, first step, resolved recipe) -> the sink, or None where the config
-does not ask for it.
-"""
+"""{name: function of (config, run folder, first step, resolved recipe)} that makes a viewer's sink,
+or None where the config does not ask for it."""
 
 
 def open_sinks(
     config: ObserveConfig, folder: Path, first_step: int, recipe: Mapping[str, Any]
 ) -> list[Sink]:
-    """Every sink that `config` asks for; if one cannot be opened, those already open are closed and
-    its error goes on.
-    """
+    """Every sink that `config` asks for; if one fails, those already open are closed."""
     with contextlib.ExitStack() as opened:
         sinks: list[Sink] = []
         for make in SINKS.values():

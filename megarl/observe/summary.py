@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: the series of its numbers and the few that sum it up."""
+"""Reading a run folder: metrics over steps, evaluations, and a summary in a few numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.sinks import read_records
 
 ENDS = 5
-"""Without evaluations, before and after are means over this many steps at either end."""
+"""Without evaluations, "before" and "after" are means over this many first and last steps."""
 
 
 @dataclass(slots=True)
@@ -26,19 +26,17 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Run:
-    """The files of a run folder."""
+    """The content of a run folder."""
 
     metrics: list[dict[str, Any]]
-    """A record a step, in order."""
+    """One record per step, in order."""
     evaluations: list[Evaluation]
-    """In order of steps; only the first and the last that have transcripts still hold them."""
+    """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]
-    """Transcripts of the first and of the last step that has some."""
+    """Transcripts of the first and the last step that has any."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite. Empty
-        where no step has it.
-        """
+        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite."""
         return _series(
             [(record["step"], record[name]) for record in self.metrics if name in record]
         )
@@ -51,15 +49,16 @@ class Run:
 
 
 def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarray]:
+    """([n] steps, [n] values) as arrays, None as NaN."""
     steps = np.array([step for step, _ in pairs], dtype=float)
     return steps, np.array([np.nan if value is None else value for _, value in pairs], dtype=float)
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; a record that was written twice counts once, as it was last.
+    """Read a run folder; of records with the same step the last one counts.
 
-    Raises:
-        ValueError: the folder has no `metrics.jsonl`, or a file is damaged before its last line.
+    Raises `ValueError` where the folder has no `metrics.jsonl`, or a file is damaged before its
+    last line.
     """
     folder = Path(folder)
     if not (folder / METRICS).exists():
@@ -73,9 +72,8 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:
-    """Evaluations by step; greedy transcripts go before those of another kind. Keeps few
-    transcripts in memory.
-    """
+    """Evaluations by step, with the greedy evaluation's transcripts where there are several
+    kinds."""
     found: dict[int, Evaluation] = {}
     greedy: set[int] = set()
     for record in read_records(path):
@@ -87,13 +85,14 @@ def _read_evaluations(path: Path) -> list[Evaluation]:
         if transcripts and (is_greedy or step not in greedy):
             one.transcripts = transcripts
             greedy |= {step} if is_greedy else set()
-        with_words = sorted(step for step, kept in found.items() if kept.transcripts)
-        for between in with_words[1:-1]:
+        with_transcripts = sorted(step for step, kept in found.items() if kept.transcripts)
+        for between in with_transcripts[1:-1]:
             found[between].transcripts = []
     return [found[step] for step in sorted(found)]
 
 
 def _read_groups(path: Path) -> list[dict[str, Any]]:
+    """Transcripts of the first and the last step in the file."""
     first: list[dict[str, Any]] = []
     last: list[dict[str, Any]] = []
     for record in read_records(path):
@@ -105,13 +104,15 @@ def _read_groups(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The run in a few numbers; None where the files do not say.
+    """A run in a few numbers, None where unknown.
 
     Returns:
         accuracy_before, accuracy_after, length_before, length_after (tokens): from the greedy
-        evaluations (`measured_on` is "evaluation"), or, in a run that was never evaluated, means
-        over the first and last steps' rollouts ("rollouts"); steps; seconds (sum of `time/step_s`);
-        generated_tokens_per_s and trained_tokens_per_s (means over time).
+            evaluations (`measured_on` "evaluation"), or else means over the rollouts of the first
+            and last steps ("rollouts")
+        steps, seconds: number of steps, and sum of `time/step_s`
+        generated_tokens_per_s, trained_tokens_per_s: means over time
+        step_over_longer_part: see `_overlap`
 
     Raises:
         ValueError: the folder is not one of a run.
@@ -120,7 +121,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """`summary` of files already read."""
+    """`summary` of a run that has been read."""
     evaluated = any(
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations
@@ -143,8 +144,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def _overlap(run: Run) -> float | None:
-    """Time of all steps but the first five over that of their longer part, rollout or training: 1
-    is perfect overlap.
+    """Time of the steps over the time of the longer of rollout and training; 1 is perfect overlap.
+
+    Leaves out the first five steps.
     """
     parts = {
         name: dict(zip(*map(np.ndarray.tolist, run.series(f"time/{name}_s")), strict=True))
@@ -156,8 +158,9 @@ def _overlap(run: Run) -> float | None:
 
 
 def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """First and last evaluation; a single one is the state before training only if no step had been
-    done.
+    """A metric at the first and the last evaluation.
+
+    A single evaluation counts as "before" at step 0, else as "after".
     """
     steps, values = run.evaluated("eval/" + name)
     if len(values) == 0:
@@ -168,7 +171,7 @@ def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """Means over the first and last steps, which do not overlap; a single step is no change."""
+    """A metric's means over the first and the last steps; these do not overlap."""
     _, values = run.series(name)
     values = values[np.isfinite(values)]
     count = min(ENDS, len(values) // 2)
@@ -178,9 +181,7 @@ def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def _rate(run: Run, name: str, weight: str) -> float | None:
-    """Mean of a rate, each step weighted by the seconds of its phase where the run has them: tokens
-    over seconds.
-    """
+    """Mean of a rate over time: each step is weighted by the seconds in metric `weight`."""
     records = [record for record in run.metrics if record.get(name) is not None]
     if not records:
         return None
@@ -194,4 +195,5 @@ def _rate(run: Run, name: str, weight: str) -> float | None:
 
 
 def _number(value: float) -> float | None:
+    """A rounded number, or None if it is not finite."""
     return round(float(value), 6) if np.isfinite(value) else None

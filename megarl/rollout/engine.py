@@ -22,7 +22,7 @@ from megarl.types import Segment
 BACKEND = "megarl"
 """vLLM weight-transfer backend through which weights arrive."""
 
-WORKER_EXTENSION = "megarl.weight_sync.receiver.EngineEnd"
+WORKER_EXTENSION = "megarl.weight_sync.receiver.WeightSyncWorker"
 """Class that vLLM's workers load, by name; its module registers the backend."""
 
 
@@ -147,11 +147,11 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-        self._refuse_problem(await self._llm.collective_rpc("megarl_owned"))
+        self._refuse_problem(await self._llm.collective_rpc("megarl_weight_status"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
         """Take in a version under running generation; what each rank holds then
-        (`megarl.weight_sync.receiver.EngineEnd`).
+        (`megarl.weight_sync.receiver.WeightSyncWorker`).
 
         Requests under way are kept: their cache is computed again with the new weights, and each
         token's version recorded. After a failure the weights are a mix, and generation stays paused
@@ -164,7 +164,7 @@ class Engine:
         await self._llm.update_weights(
             WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
         )
-        owned = await self._llm.collective_rpc("megarl_owned")
+        owned = await self._llm.collective_rpc("megarl_weight_status")
         is_whole = not any(rank["problem"] for rank in owned)
         await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
         self._refuse_problem(owned)

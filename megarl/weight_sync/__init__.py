@@ -1,4 +1,5 @@
-"""Weight synchronisation: trainer ranks send weights to inference engines.
+"""Weight synchronisation: send the trainer's weights to the inference engines after each step.
 
-To add a transport, see `transports/base.py`.
+`publisher.py` is the trainer's side, `receiver.py` the engine's (vLLM). `transports/base.py` says
+how to add a transport, `families.py` how to add a model type.
 """

@@ -1,6 +1,4 @@
-"""What an engine rank does with a version whatever it runs on: receive bucket after bucket, zero
-padding, digest what arrived.
-"""
+"""The part of receiving weights that does not depend on vLLM: buckets, padding, digests."""
 
 from __future__ import annotations
 
@@ -16,81 +14,92 @@ from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.route import Route
+from megarl.weight_sync.transports.base import Receiver, Watch
 
 
 @dataclass
 class InitInfo:
-    """What an engine must know before the first version."""
+    """What an engine needs to know once, before its first weight update."""
 
     transport: str
+    """Name in `megarl.weight_sync.transports.registry`."""
     spec: dict[str, Any]
-    """A `RouteSpec`, plain."""
+    """The fields of a `RouteSpec`."""
     engine: int
-    """This engine's number."""
+    """This engine's number, from 0."""
     init_info: dict[str, Any]
-    """The sender's."""
+    """What the transport's sender returned from `init_info`."""
 
 
 @dataclass
 class UpdateInfo:
-    """One version."""
+    """A request to receive one weight version."""
 
     version: int
     timeout_s: float
+    """Seconds until the engine gives up."""
 
 
-class Intake:
-    """One engine rank's share of a route: receives, digests, and hands over the buffers of each
-    bucket.
-    """
+class BucketReceiver:
+    """Receives one engine rank's buckets through a transport and digests what was stored."""
 
-    def __init__(self, route: Route, receiver: Any, image: int) -> None:
+    def __init__(self, route: Route, receiver: Receiver, image: int) -> None:
+        """`image`: this rank's number among the destinations of the route's plan."""
         self.route, self.receiver, self.owned = route, receiver, route.owned(image)
-        self._number = {name: number for number, name in enumerate(route.tensors)}
+        self._tensor_index = {name: index for index, name in enumerate(route.tensors)}
         self._copies: list[list[Copy]] = [
-            [c for c in copies if c.destination == image] for copies in route.copies
+            [copy for copy in copies if copy.destination == image] for copies in route.copies
         ]
         self._padding = [route.padding(bucket, image) for bucket in route.buckets]
 
-    def take(
-        self, bucket: Bucket, watch: Any, seconds: dict[str, float]
-    ) -> dict[str, torch.Tensor]:
-        """The bucket's flat buffers, complete, with padding zeroed; valid until the receiver
-        releases the bucket.
+    def buckets(
+        self, version: int, watch: Watch, seconds: dict[str, float]
+    ) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
+        """Each bucket of a version with its flat buffers, vocabulary padding zeroed.
+
+        The buffers are valid until the next bucket is asked for. Adds the seconds spent waiting to
+        `seconds["wait"]`.
         """
-        started_at = time.perf_counter()
-        image = self.receiver.wait(bucket, watch)
-        seconds["wait"] += time.perf_counter() - started_at
-        buffers = bucket.buffers(image, self.route.dtype)
-        for piece in self._padding[bucket.number]:
-            piece.view(buffers[piece.buffer]).zero_()
-        return buffers
+        received = self.receiver.receive(version, watch)
+        while True:
+            started_at = time.perf_counter()
+            bucket, image = next(received, (None, None))
+            seconds["wait"] += time.perf_counter() - started_at
+            if bucket is None or image is None:
+                return
+            buffers = bucket.buffers(image, self.route.dtype)
+            for piece in self._padding[bucket.number]:
+                piece.view(buffers[piece.buffer]).zero_()
+            yield bucket, buffers
 
     def digest(
         self,
         bucket: Bucket,
-        owned: Mapping[str, torch.Tensor],
+        stored: Mapping[str, torch.Tensor],
         digests: list[int],
         seconds: dict[str, float],
     ) -> None:
-        """Add the digests of what is stored of a bucket's buffers to those of their tensors."""
+        """Add the digests of a bucket's regions to `digests`, one number for each tensor.
+
+        `stored`: the bucket's flat buffers as the engine stored them. Adds to `seconds["digest"]`.
+        """
         started_at = time.perf_counter()
         for copy in self._copies[bucket.number]:
-            digests[self._number[copy.tensor]] += digest(
-                copy.put.view(owned[copy.put.buffer]), copy.put.box
+            digests[self._tensor_index[copy.tensor]] += digest(
+                copy.put.view(stored[copy.put.buffer]), copy.put.box
             )
         seconds["digest"] += time.perf_counter() - started_at
 
 
 class Modules:
-    """Puts parts of buffers together until a module has all of its own: an engine rebuilds whole
-    modules.
+    """Collects parameters until all those of one module are there: engines rebuild whole modules.
 
-    Only what is larger than a bucket is copied, and let go when its module is complete.
+    Only a parameter that spans several buckets is copied; the copy is freed once its module is
+    complete.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: elements of each buffer (`layer.weight`)."""
+        """`sizes`: {parameter name, for example "layers.0.mlp.weight": number of elements}."""
         self._sizes, self._parts, self._filled = sizes, {}, defaultdict(int)
         self._members: dict[str, list[str]] = defaultdict(list)
         for name in sizes:
@@ -99,20 +108,21 @@ class Modules:
     def complete(
         self, buffers: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """(module, its flat parameters by their own names) of each that a bucket completes; valid
-        until the next bucket.
+        """(module path, {parameter name in it: flat tensor}) of each module that is now complete.
+
+        `buffers` are the bucket's; the results are valid until the next bucket.
         """
         for path in dict.fromkeys(name.rpartition(".")[0] for name in buffers):
-            members, here = self._members[path], {}
+            members, ready = self._members[path], {}
             if all(name in buffers and len(buffers[name]) == self._sizes[name] for name in members):
-                here = {name: buffers[name] for name in members}
+                ready = {name: buffers[name] for name in members}
             else:
                 for name in members:
                     self._keep(name, buffers, bucket)
                 if all(self._filled[name] == self._sizes[name] for name in members):
-                    here = {name: self._parts.pop(name) for name in members}
-            if here:
-                yield path, {name.rpartition(".")[2]: flat for name, flat in here.items()}
+                    ready = {name: self._parts.pop(name) for name in members}
+            if ready:
+                yield path, {name.rpartition(".")[2]: flat for name, flat in ready.items()}
 
     def _keep(self, name: str, buffers: Mapping[str, torch.Tensor], bucket: Bucket) -> None:
         if name in buffers:
@@ -122,8 +132,8 @@ class Modules:
             self._filled[name] += len(flat)
 
 
-def deadline_watch(timeout_s: float) -> Any:
-    """A watch that raises `RuntimeError` once `timeout_s` have passed."""
+def deadline_watch(timeout_s: float) -> Watch:
+    """A `Watch` that raises `RuntimeError` once `timeout_s` seconds have passed from now."""
     deadline = time.monotonic() + timeout_s
 
     def watch() -> None:

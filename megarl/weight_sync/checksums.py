@@ -1,10 +1,9 @@
-"""Content digests that tell whether bytes arrived where they should; made for speed and accidents,
-not against an adversary.
+"""Digests that detect lost or misplaced bytes; fast, and not secure against deliberate changes.
 
-A region's digest is seeded with its place in the whole tensor, and digests of regions add up
-(modulo 2^64): the sum over a tensor's regions can be made in any order, on any number of ranks, and
-still changes where two regions are swapped. On the CPU it is XXH3 (about twice the speed of a
-copy); on a GPU a weighted sum of 64-bit words, in tensor operations.
+A region's digest is seeded with its position in the whole tensor, and digests add up modulo 2^64.
+So the digests of a tensor's regions can be summed in any order and over any number of ranks, and
+the sum still changes where two regions are swapped. On the CPU the digest is XXH3, about twice as
+fast as a copy; on a GPU it is a weighted sum of 64-bit integers in tensor operations.
 """
 
 from __future__ import annotations
@@ -18,18 +17,21 @@ import xxhash
 from megarl.parallel.reshard.boxes import Box
 
 CHUNK_BYTES = 2**18
-"""Copied and digested together, so that the digest reads from the processor's cache."""
+"""Bytes that are copied and digested together, so that the digest reads them from the CPU's
+cache."""
 
 DEVICE_CHUNK_BYTES = 2**26
-"""The same from a GPU to the CPU, where each copy costs a wait."""
+"""Bytes of a chunk copied from a GPU, where each copy waits for the device."""
 
-WORDS = 2**22
-"""64-bit words that a GPU digests at once."""
+NUM_WORDS = 2**22
+"""64-bit integers that a GPU digests at once; bounds the temporary memory."""
 
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
-    """Copy `source` [rows, columns] to `target` in the target's dtype; the digest of what was
-    copied, as an int64.
+    """Copy a region and digest the copied bytes; returns the digest as a signed 64-bit integer.
+
+    `source` and `target` are [rows, columns]; the copy has the dtype and device of `target`. `box`
+    is the region's place in the whole tensor.
     """
     if target.device.type != "cpu":
         target.copy_(source)
@@ -43,64 +45,69 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
             target[first:last].copy_(part)
             hasher.update(_bytes_of(part))
         return signed(hasher.intdigest())
-    # By numpy: a call of torch costs as much as copying 100 KB.
-    taken, put = _bytes_of(source), _bytes_of(target)
+    # In numpy: one torch call costs as much as copying 100 KB.
+    read, written = _bytes_of(source), _bytes_of(target)
     if source.is_contiguous() and target.is_contiguous():
-        taken, put = taken.reshape(-1, 1), put.reshape(-1, 1)
-    rows = max(1, CHUNK_BYTES // taken.shape[1])
-    for top in range(0, len(taken), rows):
-        part = np.ascontiguousarray(taken[top : top + rows])
-        put[top : top + rows] = part
+        read, written = read.reshape(-1, 1), written.reshape(-1, 1)
+    rows = max(1, CHUNK_BYTES // read.shape[1])
+    for top in range(0, len(read), rows):
+        part = np.ascontiguousarray(read[top : top + rows])
+        written[top : top + rows] = part
         hasher.update(part)  # pyright: ignore[reportArgumentType]
     return signed(hasher.intdigest())
 
 
-def digest(owned: torch.Tensor, box: Box) -> int:
-    """The digest of a region [rows, columns] where it lies."""
-    if owned.device.type != "cpu":
-        return _on_device(owned, _seed(box))
+def digest(stored: torch.Tensor, box: Box) -> int:
+    """Digest of a region `stored` [rows, columns] as a signed 64-bit integer; `box` is its
+    place."""
+    if stored.device.type != "cpu":
+        return _on_device(stored, _seed(box))
     hasher = xxhash.xxh3_64(seed=_seed(box))
-    for first, last in [(0, len(owned))] if owned.is_contiguous() else _chunks(owned):
-        hasher.update(_bytes_of(owned[first:last].contiguous()))
+    for first, last in [(0, len(stored))] if stored.is_contiguous() else _chunks(stored):
+        hasher.update(_bytes_of(stored[first:last].contiguous()))
     return signed(hasher.intdigest())
 
 
 def _chunks(view: torch.Tensor, num_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
+    """(first row, last row + 1) of pieces of at most `num_bytes`, at least one row each."""
     rows = max(1, num_bytes // (view.shape[1] * view.dtype.itemsize))
     return [(first, min(first + rows, view.shape[0])) for first in range(0, view.shape[0], rows)]
 
 
 def _bytes_of(region: torch.Tensor) -> Any:
-    """A CPU region's bytes [rows, columns x itemsize], uncopied, as a numpy array."""
+    """The bytes of a CPU tensor [rows, columns] as numpy uint8 [rows, columns x itemsize], not
+    copied."""
     return region.detach().view(torch.uint8).numpy()
 
 
 def _seed(box: Box) -> int:
+    """Seed of the digest of the region `box`."""
     return xxhash.xxh3_64_intdigest(",".join(map(str, box)).encode())
 
 
 def signed(value: int) -> int:
-    """`value` modulo 2^64 as a signed number: what sums of digests come to."""
+    """`value` modulo 2^64 as a signed 64-bit integer."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def _on_device(view: torch.Tensor, seed: int) -> int:
-    """Sum over 64-bit words of word x odd weight, whose weights are a mix of the word's number and
-    the seed.
+    """Digest of a tensor on a GPU: the sum of its 64-bit integers times odd pseudo-random weights.
+
+    A weight depends on the integer's index and on `seed`.
     """
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     total, rest = signed(seed), flat.numel() % 8
-    if rest or flat.storage_offset() % 8:  # words begin where memory does
+    if rest or flat.storage_offset() % 8:  # int64 views need alignment
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
-    words = flat.view(torch.int64)
-    for first in range(0, len(words), WORDS):
-        part = words[first : first + WORDS]
-        place = torch.arange(
+    integers = flat.view(torch.int64)
+    for first in range(0, len(integers), NUM_WORDS):
+        part = integers[first : first + NUM_WORDS]
+        weight = torch.arange(
             first, first + len(part), dtype=torch.int64, device=part.device
         ) + signed(seed)
         # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); shifts of negative numbers keep
         # the sign, which does no harm.
-        place = (place ^ (place >> 30)) * signed(0xBF58476D1CE4E5B9)
-        place = (place ^ (place >> 27)) * signed(0x94D049BB133111EB)
-        total += int((part * ((place ^ (place >> 31)) | 1)).sum())
+        weight = (weight ^ (weight >> 30)) * signed(0xBF58476D1CE4E5B9)
+        weight = (weight ^ (weight >> 27)) * signed(0x94D049BB133111EB)
+        total += int((part * ((weight ^ (weight >> 31)) | 1)).sum())
     return signed(total)

@@ -1,4 +1,5 @@
-"""How new weights reach the engines, and how that is checked."""
+"""Configuration of weight synchronisation: how new weights reach the engines and how that is
+checked."""
 
 from __future__ import annotations
 
@@ -9,32 +10,29 @@ from megarl.schema import config, require_range
 
 @config
 class WeightSyncConfig:
-    """The wire from the trainer to the engines."""
+    """How the trainer sends its weights to the inference engines."""
 
     transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
-    """How bytes travel, one of `megarl.weight_sync.transports.registry`: through memory of one
-    host, messages between hosts, memory of shared GPUs, or a folder that all can reach."""
+    """A name in `megarl.weight_sync.transports.registry`: host memory shared on one host, messages
+    between hosts, memory of shared GPUs (CUDA IPC), or files in a shared folder."""
     folder: str = ""
-    """Transport `disk` only: where versions are written, a folder that trainer and engines see
-    under the same name.
-    """
+    """Transport `disk` only: folder for the weights, under the same path for trainer and
+    engines."""
     bucket_mib: int = 8
-    """Weights travel in buckets of this size, of which two take memory beside the weights. Small
-    ones stay in a CPU's cache; on a network of high latency, larger ones are faster."""
+    """MiB of weights that are sent at once. Trainer and engine each need memory for two buckets.
+    Small buckets stay in a CPU's cache; large ones are faster on networks of high latency."""
     probe_every: int = 1
-    """Versions between log-prob probes (a fixed text scored by trainer and engines); 0 turns them
-    off.
-    """
+    """Versions between two probes (trainer and engines score one fixed text); 0 turns the probe
+    off."""
     probe_tolerance: float = 0.0
-    """Largest log-prob difference a probe may show before the run stops; 0 means 1e-3 in float32
-    and 0.5 in bfloat16.
-    """
+    """Largest log-prob difference in a probe; a larger one ends the run. 0 means 1e-3 in float32,
+    0.1 in float16 and 0.5 in bfloat16."""
     timeout_s: float = 120.0
-    """A publish that takes longer ends the run with an error that names the engine."""
+    """Seconds that one weight update may take; then the run ends with an error naming the late
+    engine."""
     replacements: int = 1
-    """A version in which engines were lost is sent again, with others in their places, this many
-    times; then the run ends.
-    """
+    """How often an update is sent again after an engine died in it and was replaced; then the run
+    ends."""
 
     @property
     def bucket_bytes(self) -> int:

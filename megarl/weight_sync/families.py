@@ -1,12 +1,11 @@
-"""Parameter tables of model types: from a `config.json` to every tensor's name, shape and place in
-vLLM's own model.
+"""Parameter tables by model type: from a `config.json` to every tensor's name, shape and engine
+slot.
 
-To add a model type, add an entry to `FAMILIES`: what its configuration class in transformers
-supplies where config.json is silent, which layers have biases, whether heads are normalised,
-whether it has experts. Then name a small model of it in
-tests/unit/test_families.py, which compares tables with checkpoints, and in
-tests/system/test_engine_table.py, which compares every element of every engine rank with what
-vLLM's own loaders put there.
+To add a model type, add an entry to `FAMILIES`: the defaults of its configuration class in
+transformers, which layers have biases, whether heads are normalised, whether it has experts. Then
+add a small model of it to tests/unit/test_families.py, which compares tables with checkpoints, and
+to tests/system/test_engine_table.py, which compares every element of every engine rank with what
+vLLM's own weight loaders put there.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.weight_sync.parameters import WORDS_MULTIPLE, Cut, ParameterSpec
+from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec
 
 Switch = bool | str
-"""Yes or no, or the setting in config.json that says it."""
+"""True, False, or the name of the setting in config.json that decides."""
 
 
-def _differs_in_nothing(settings: Mapping[str, Any]) -> str:
+def _no_difference(settings: Mapping[str, Any]) -> str:
+    """No known difference between vLLM and transformers."""
     return ""
 
 
-def _differs_in_head_width(settings: Mapping[str, Any]) -> str:
+def _head_width_difference(settings: Mapping[str, Any]) -> str:
+    """How vLLM's head width differs from config.json's `head_dim`, or an empty string."""
     if settings["head_dim"] * settings["num_attention_heads"] == settings["hidden_size"]:
         return ""
     return (
@@ -35,8 +36,10 @@ def _differs_in_head_width(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _differs_in_output_bias(settings: Mapping[str, Any]) -> str:
-    # Its loader ignores biases it has no place for, so that nothing else would tell.
+def _output_bias_difference(settings: Mapping[str, Any]) -> str:
+    # vLLM's loader ignores surplus biases, so this is the only check.
+    """How vLLM's treatment of an attention output bias differs from transformers', or an empty
+    string."""
     return (
         "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
         if settings["attention_bias"]
@@ -46,21 +49,24 @@ def _differs_in_output_bias(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a model type apart from others."""
+    """How a model type differs from the common decoder-only transformer."""
 
     defaults: Mapping[str, Any]
-    """Settings that the configuration class in transformers supplies; `head_dim` None is
-    hidden_size / num_attention_heads.
-    """
+    """Settings that transformers' configuration class adds where config.json lacks them; `head_dim`
+    None means hidden_size / num_attention_heads."""
     qkv_bias: Switch = False
+    """Whether query, key and value projections have a bias."""
     output_bias: Switch = False
+    """Whether the attention output projection has a bias."""
     mlp_bias: Switch = False
+    """Whether the MLP's projections have a bias."""
     head_norms: bool = False
     """Whether queries and keys are normalised, head by head."""
     experts: bool = False
     """Whether layers may be mixtures of experts."""
-    differs: Callable[[Mapping[str, Any]], str] = _differs_in_nothing
-    """What vLLM computes otherwise than transformers under these settings, or nothing."""
+    differs: Callable[[Mapping[str, Any]], str] = _no_difference
+    """Function of the settings: what vLLM computes differently from transformers, or an empty
+    string."""
 
 
 _COMMON = {
@@ -85,11 +91,11 @@ _SPARSE = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_QWEN, qkv_bias=True, differs=_differs_in_head_width),
+    "qwen2": Family(_QWEN, qkv_bias=True, differs=_head_width_difference),
     "qwen3": Family(
         _QWEN | {"head_dim": 128, "attention_bias": False},
         head_norms=True,
-        differs=_differs_in_output_bias,
+        differs=_output_bias_difference,
     ),
     "llama": Family(
         _LLAMA | {"attention_bias": False, "mlp_bias": False},
@@ -99,25 +105,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8}),
     "qwen3_moe": Family(
-        _QWEN | _SPARSE, head_norms=True, experts=True, differs=_differs_in_output_bias
+        _QWEN | _SPARSE, head_norms=True, experts=True, differs=_output_bias_difference
     ),
 }
-"""model_type of config.json -> what is particular to it."""
+"""{model_type of config.json: its family}"""
 
 _OTHER_NAMES = {"num_local_experts": "num_experts"}
-"""Names under which newer versions of transformers write a setting."""
+"""{name that newer versions of transformers write: name in `Family.defaults`}"""
 
 
 def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
-    """Every tensor of a model's checkpoint, in the order of vLLM's model; `config` is its
-    config.json.
+    """Every tensor of a model's checkpoint, in the order of vLLM's model.
 
-    Raises `ValueError` where the model type is unknown, the weights are quantised, or vLLM would
-    compute something else.
+    `config` is the content of config.json. Raises `ValueError` for an unknown model type, quantised
+    weights, or settings under which vLLM computes something else than transformers.
     """
     family, settings = _read(config)
-    hidden, words = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
-    table = [_alone("model.embed_tokens.weight", words, "vocab")]
+    hidden, embedding = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
+    table = [_unstacked("model.embed_tokens.weight", embedding, "vocab")]
     for layer in range(settings["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         table += _attention(f"{prefix}.self_attn", family, settings)
@@ -125,21 +130,22 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
             f"{prefix}.mlp", family, settings
         )
         table += [
-            _alone(f"{prefix}.{name}.weight", (hidden,))
+            _unstacked(f"{prefix}.{name}.weight", (hidden,))
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
-    table.append(_alone("model.norm.weight", (hidden,)))
+    table.append(_unstacked("model.norm.weight", (hidden,)))
     if not settings["tie_word_embeddings"]:
-        table.append(_alone("lm_head.weight", words, "vocab"))
-    repeated = [name for name, count in Counter(row.name for row in table).items() if count > 1]
+        table.append(_unstacked("lm_head.weight", embedding, "vocab"))
+    repeated = [
+        name for name, count in Counter(parameter.name for parameter in table).items() if count > 1
+    ]
     assert not repeated, f"the table names {repeated[0]} twice"
     return table
 
 
 def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
-    """Raise `ValueError` where vLLM cannot cut a model over `tensor` ranks, with what to set
-    instead.
-    """
+    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks; says what to
+    set."""
     family, settings = _read(config)
     sparse = {_is_sparse(layer, family, settings) for layer in range(settings["num_hidden_layers"])}
     sizes = {"num_attention_heads": settings["num_attention_heads"]}
@@ -147,8 +153,8 @@ def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
         sizes["intermediate_size"] = settings["intermediate_size"]
     if True in sparse:
         sizes["moe_intermediate_size"] = settings["moe_intermediate_size"]
-    sizes[f"vocab_size padded to a multiple of {WORDS_MULTIPLE}"] = (
-        -(-settings["vocab_size"] // WORDS_MULTIPLE) * WORDS_MULTIPLE
+    sizes[f"vocab_size padded to a multiple of {VOCAB_PADDING}"] = (
+        -(-settings["vocab_size"] // VOCAB_PADDING) * VOCAB_PADDING
     )
     for name, size in sizes.items():
         if size % tensor:
@@ -170,8 +176,9 @@ def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family of a config.json and its settings, with transformers' defaults where it is
-    silent.
+    """(family, settings) of a config.json, with transformers' defaults for missing settings.
+
+    Raises `ValueError` as `parameter_table` does.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
@@ -204,7 +211,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 
 def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
-    """Whether a layer is a mixture of experts."""
+    """Whether layer number `layer` is a mixture of experts."""
     if (
         not family.experts
         or settings["num_experts"] == 0
@@ -215,19 +222,22 @@ def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_on(switch: Switch, settings: Mapping[str, Any]) -> bool:
+    """The switch's value under these settings."""
     return switch if isinstance(switch, bool) else bool(settings[switch])
 
 
-def _alone(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> ParameterSpec:
-    """A tensor that is a parameter of the engine by itself, under its own name."""
+def _unstacked(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> ParameterSpec:
+    """A tensor that is a parameter of the engine by itself, under the same name."""
     return ParameterSpec(name, shape, cut, name)
 
 
-def _columns(
+def _column_parallel(
     prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
 ) -> list[ParameterSpec]:
-    """Layers cut by outputs that are one of the engine's: {name: (outputs, cut, key heads)}, in the
-    order they are stacked.
+    """Linear layers split by outputs that the engine stacks into one, `stack`, in the order of
+    `parts`.
+
+    `parts`: {layer name: (outputs, cut, KV heads)}; `inputs`: their common number of inputs.
     """
     weights = [
         ParameterSpec(
@@ -242,14 +252,15 @@ def _columns(
     return weights + (biases if bias else [])
 
 
-def _rows(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
-    """A layer cut by inputs; its bias is added once, so that every rank has the whole."""
-    return [_alone(f"{name}.weight", (outputs, inputs), "inputs")] + (
-        [_alone(f"{name}.bias", (outputs,))] if bias else []
+def _row_parallel(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
+    """A linear layer split by inputs; its bias is added once, so every rank has all of it."""
+    return [_unstacked(f"{name}.weight", (outputs, inputs), "inputs")] + (
+        [_unstacked(f"{name}.bias", (outputs,))] if bias else []
     )
 
 
 def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
+    """The tensors of an attention layer."""
     hidden, width = settings["hidden_size"], settings["head_dim"]
     queries, heads = settings["num_attention_heads"] * width, settings["num_key_value_heads"]
     parts: dict[str, tuple[int, Cut, int]] = {
@@ -257,13 +268,18 @@ def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list
         "k_proj": (heads * width, "kv_heads", heads),
         "v_proj": (heads * width, "kv_heads", heads),
     }
-    made = _columns(prefix, "qkv_proj", parts, hidden, bias=_is_on(family.qkv_bias, settings))
-    made += _rows(f"{prefix}.o_proj", hidden, queries, bias=_is_on(family.output_bias, settings))
+    made = _column_parallel(
+        prefix, "qkv_proj", parts, hidden, bias=_is_on(family.qkv_bias, settings)
+    )
+    made += _row_parallel(
+        f"{prefix}.o_proj", hidden, queries, bias=_is_on(family.output_bias, settings)
+    )
     norms = ("q_norm", "k_norm") if family.head_norms else ()
-    return made + [_alone(f"{prefix}.{name}.weight", (width,)) for name in norms]
+    return made + [_unstacked(f"{prefix}.{name}.weight", (width,)) for name in norms]
 
 
 def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
+    """The tensors of a gated MLP."""
     hidden, inner, bias = (
         settings["hidden_size"],
         settings["intermediate_size"],
@@ -273,14 +289,16 @@ def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[Par
         "gate_proj": (inner, "outputs", 0),
         "up_proj": (inner, "outputs", 0),
     }
-    return _columns(prefix, "gate_up_proj", parts, hidden, bias=bias) + _rows(
+    return _column_parallel(prefix, "gate_up_proj", parts, hidden, bias=bias) + _row_parallel(
         f"{prefix}.down_proj", hidden, inner, bias=bias
     )
 
 
 def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The router, then w13 [experts, gate and up, hidden] and w2 [experts, hidden, inner], whose
-    rows are expert after expert.
+    """The tensors of a mixture of experts: router, then the weights of each expert.
+
+    The engine stacks them expert by expert: gate and up in w13 [experts, 2 x inner, hidden], down
+    in w2 [experts, hidden, inner].
     """
     hidden, inner, experts = (
         settings["hidden_size"],
@@ -288,7 +306,7 @@ def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[P
         range(settings["num_experts"]),
     )
     engine = f"{prefix}.experts.routed_experts"
-    made = [_alone(f"{prefix}.gate.weight", (len(experts), hidden))]
+    made = [_unstacked(f"{prefix}.gate.weight", (len(experts), hidden))]
     for expert in experts:
         for name in ("gate_proj", "up_proj"):
             made.append(

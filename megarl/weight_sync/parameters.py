@@ -1,106 +1,128 @@
-"""A model's parameter table: each tensor's name, shape, how tensor ranks share it, and which engine
-parameter it is part of.
+"""A model's parameter table: one `ParameterSpec` for each tensor of its checkpoint.
 
-A table is data, made from a model's `config.json` (`megarl.weight_sync.families`). From it follows
-what every rank of a training layout, of an engine, or of no layout at all (a Hugging Face
-checkpoint) holds.
+The table is made from a model's `config.json` (`megarl.weight_sync.families`). It determines which
+part of each tensor every rank owns: of a training layout, of an inference engine, or of a whole
+Hugging Face checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.parallel.reshard.boxes import ZEROS, Owned, matrix
+from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, matrix
 from megarl.parallel.tensor import Shard
 
 Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab"]
-"""How tensor ranks share a tensor:
+"""How tensor-parallel ranks split a weight [outputs, inputs]:
 
-* whole: each has all of it
-* outputs: rows, evenly (queries, gate, up; one expert's too)
-* inputs: columns, evenly (attention output, down)
-* keys: rows of key or value heads; where heads are fewer than ranks, neighbours have the same one
-* words: rows of a vocabulary, even or not
+* whole: not split, every rank has all of it
+* outputs: rows, evenly (query, gate and up projections, also of an expert)
+* inputs: columns, evenly (attention output and down projections)
+* kv_heads: rows by KV head; with fewer heads than ranks, neighbouring ranks share a head
+* vocab: rows by token id, evenly or not
 """
 
-WORDS_MULTIPLE = 64
-"""Engines pad a vocabulary to a multiple of this before they cut it (vLLM:
-DEFAULT_VOCAB_PADDING_SIZE).
-"""
+VOCAB_PADDING = 64
+"""vLLM pads a vocabulary to a multiple of this before splitting it (DEFAULT_VOCAB_PADDING_SIZE)."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One tensor of a model, as a checkpoint names it."""
+    """One tensor of a model's checkpoint, and where an engine stores it."""
 
     name: str
+    """Name in the checkpoint."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     cut: Cut
+    """How tensor-parallel ranks split it."""
     engine: str
-    """The engine's parameter; tensors that share one are stacked in the table's order."""
+    """The engine's parameter; tensors with the same one are stacked in the table's order."""
     heads: int = 0
-    """Key-value heads that `keys` are of."""
+    """Number of KV heads where `cut` is "kv_heads", else 0."""
 
 
 def training_shards(table: Sequence[ParameterSpec], tensor: int) -> dict[str, Shard]:
-    """How `tensor` training ranks cut each tensor; those not named they hold whole, key heads fewer
-    than ranks among them.
+    """{tensor name: how `tensor` training ranks split it}; unsplit tensors are left out.
+
+    KV heads that do not divide over the ranks are unsplit: every rank has all of them.
     """
-    made = {}
-    for row in table:
-        if tensor == 1 or row.cut == "whole" or (row.cut == "kv_heads" and row.heads % tensor):
+    shards = {}
+    for parameter in table:
+        is_shared = parameter.cut == "kv_heads" and parameter.heads % tensor
+        if tensor == 1 or parameter.cut == "whole" or is_shared:
             continue
-        dim = 1 if row.cut == "inputs" else 0
-        made[row.name] = Shard.even(dim, row.shape[dim], tensor)
-    return made
+        dim = 1 if parameter.cut == "inputs" else 0
+        shards[parameter.name] = Shard.even(dim, parameter.shape[dim], tensor)
+    return shards
 
 
 def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
-    """What each of an engine's `tensor` ranks holds, one buffer a parameter of the engine.
+    """What each of an engine's `tensor` ranks owns, one buffer for each parameter of the engine.
 
-    Raises `ValueError` where `tensor` does not divide what it has to.
+    Raises `ValueError` where a tensor cannot be split over `tensor` ranks.
     """
-    made = []
+    ranks = []
     for rank in range(tensor):
         owned = Owned()
-        for row in table:
-            box = matrix(row.shape)
-            if row.cut == "vocab":
-                padded = -(-row.shape[0] // WORDS_MULTIPLE) * WORDS_MULTIPLE
-                if padded % tensor:
-                    raise ValueError(
-                        f"rollout.engine.tensor is {tensor}, which does not divide the {padded}"
-                        f" padded words of {row.name}; set it to a divisor"
-                    )
-                share = padded // tensor
-                first = min(rank * share, box.bottom)
-                real = box._replace(top=first, bottom=min(first + share, box.bottom))
-                owned.add(row.name, real, row.engine)
-                owned.add(ZEROS, real._replace(top=0, bottom=share - real.rows), row.engine)
-                continue
-            if row.cut != "whole":
-                size, parts, index = (
-                    (box.columns if row.cut == "inputs" else box.rows),
-                    tensor,
-                    rank,
-                )
-                if row.cut == "kv_heads" and row.heads < tensor:
-                    parts, index = row.heads, rank * row.heads // tensor
-                if size % parts or (
-                    row.cut == "kv_heads" and row.heads % tensor and tensor % row.heads
-                ):
-                    raise ValueError(
-                        f"rollout.engine.tensor is {tensor}, which does not divide {row.name}"
-                        f" {row.shape}; set it to a divisor"
-                    )
-                start, stop = index * size // parts, (index + 1) * size // parts
-                box = (
-                    box._replace(left=start, right=stop)
-                    if row.cut == "inputs"
-                    else box._replace(top=start, bottom=stop)
-                )
-            owned.add(row.name, box, row.engine)
-        made.append(owned)
-    return made
+        for parameter in table:
+            if parameter.cut == "vocab":
+                real, padding = _vocab_part(parameter, rank, tensor)
+                owned.add(parameter.name, real, parameter.engine)
+                owned.add(ZEROS, padding, parameter.engine)
+            else:
+                owned.add(parameter.name, _part(parameter, rank, tensor), parameter.engine)
+        ranks.append(owned)
+    return ranks
+
+
+def _vocab_part(parameter: ParameterSpec, rank: int, tensor: int) -> tuple[Box, Box]:
+    """Rank `rank`'s rows of a vocabulary, and the zero rows that pad it to the common size."""
+    box = matrix(parameter.shape)
+    padded = -(-parameter.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
+    if padded % tensor:
+        raise ValueError(
+            f"rollout.engine.tensor is {tensor}, which does not divide the {padded} padded"
+            f" vocabulary rows of {parameter.name}; set it to a divisor"
+        )
+    share = padded // tensor
+    first = min(rank * share, box.bottom)
+    real = box._replace(top=first, bottom=min(first + share, box.bottom))
+    return real, real._replace(top=0, bottom=share - real.rows)
+
+
+def _part(parameter: ParameterSpec, rank: int, tensor: int) -> Box:
+    """Rank `rank`'s part of a tensor that is not a vocabulary."""
+    box = matrix(parameter.shape)
+    if parameter.cut == "whole":
+        return box
+    size = box.columns if parameter.cut == "inputs" else box.rows
+    heads = parameter.heads if parameter.cut == "kv_heads" else 0
+    parts, index = tensor, rank
+    if heads and heads < tensor:
+        parts, index = heads, rank * heads // tensor
+    if size % parts or (heads and heads % tensor and tensor % heads):
+        raise ValueError(
+            f"rollout.engine.tensor is {tensor}, which does not divide {parameter.name}"
+            f" {parameter.shape}; set it to a divisor"
+        )
+    start, stop = index * size // parts, (index + 1) * size // parts
+    if parameter.cut == "inputs":
+        return box._replace(left=start, right=stop)
+    return box._replace(top=start, bottom=stop)
+
+
+def refuse_other_model(
+    table: Sequence[ParameterSpec], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise `ValueError` with the first tensor in which a table and a model's `shapes` differ."""
+    in_table = {parameter.name: parameter.shape for parameter in table}
+    for name in sorted(in_table.keys() | shapes.keys()):
+        if in_table.get(name) != shapes.get(name):
+            raise ValueError(
+                f"the model and its parameter table differ at {name}: {shapes.get(name)} in the"
+                f" model, {in_table.get(name)} in the table; correct the family's entry in"
+                " megarl/weight_sync/families.py"
+            )

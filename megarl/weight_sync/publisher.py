@@ -1,95 +1,41 @@
-"""One version of the weights, from the trainer's ranks to every engine rank, with proof that it
-arrived.
+"""Publish one weight version from the trainer's ranks to every engine rank, and verify it.
 
-every rank: its own parts --transport--> each engine rank: its own shard;  digests are compared, and
-a fixed text is scored
+    trainer rank: the parts it owns --transport--> engine rank: its own tensor-parallel shard
+
+After each publish two checks compare trainer and engines: digests of every tensor (the bytes
+arrived), and the log-probs of a fixed text, the probe (the engines compute with them).
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
-from megarl.parallel.tensor import Shard
-from megarl.types import Samples
 from megarl.weight_sync.checksums import carry
 from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weight_sync.contracts import Engines, SendsWeights, Update
+from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
+from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 from megarl.weight_sync.transports.base import Aborted, Watch
 from megarl.weight_sync.transports.registry import SENDERS
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Largest log-prob difference of a probe by engine dtype: rounding, not an error.
-
-On random words a trained model amplifies rounding: in float32 transformers' own differs from its
-float64 by up to 1.1e-4 on the quick start's models (docs/results.md), the trainer from it by 2e-6,
-and another machine's kernels by as much as float64. That the weights arrived is what digests prove,
-to the bit; the probe finds engines that compute with them in another way.
-"""
-
-PROBE_TOKENS = 48
-
 POLL_S = 0.05
-"""Between two looks at whether the engines are still there."""
+"""Seconds between two checks that the engines are still alive."""
 
 SETTLE_S = 8.0
-"""Patience with engines that were told to give a version up."""
-
-
-class SendsWeights(Protocol):
-    """What publishing asks of the policy."""
-
-    @property
-    def zero_stage(self) -> int: ...
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    @property
-    def shards(self) -> dict[str, Shard]: ...
-
-    def owned(self) -> dict[str, torch.Tensor]: ...
-
-    def logprobs(self, samples: Samples) -> torch.Tensor: ...
-
-
-class Answer(Protocol):
-    """The engines' answers to one update, on their way."""
-
-    def poll(self) -> None: ...
-
-    def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]: ...
-
-    def settle(self, *, timeout_s: float) -> list[int]: ...
-
-
-class Engines(Protocol):
-    """What publishing asks of the engines, from rank 0. Calls raise within `timeout_s`,
-    `EngineLost` where one is lost.
-    """
-
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None: ...
-
-    def update(self, version: int, *, timeout_s: float) -> Answer: ...
-
-    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]: ...
-
-    def replace(self, numbers: Sequence[int]) -> None: ...
-
-    def admit(self) -> None: ...
+"""Seconds that engines get to abandon a version after it was aborted."""
 
 
 class Publisher:
-    """The trainer's end on every rank; `engines` on rank 0 only."""
+    """Publishes weight versions; every trainer rank has one, only rank 0's calls the engines."""
 
     def __init__(
         self,
@@ -107,11 +53,26 @@ class Publisher:
         max_tokens: int,
         seed: int,
     ) -> None:
-        """All ranks make theirs together. `dtype` is the engines', `precision` the trainer's; the
-        probe stays below the engines' limit of `max_tokens`. Raises `ValueError` where the table is
-        not of the policy's model."""
+        """Plan the transfer and open the transport. Collective: every trainer rank calls it.
+
+        Args:
+            config: transport, bucket size, probe and deadlines.
+            table: the model's parameter table.
+            policy: the trained model, whose weights are sent.
+            engines: the inference engines on rank 0, None on the other ranks.
+            num_engines: number of engines.
+            engine_tensor: tensor-parallel ranks of one engine.
+            mesh: the trainer's process groups.
+            dtype: dtype of the engines' weights, for example "bfloat16".
+            precision: dtype of the trainer's forward pass.
+            vocabulary: vocabulary size; the probe's tokens are drawn from it.
+            max_tokens: longest sequence that the engines accept.
+            seed: seed of the probe's tokens.
+
+        Raises:
+            ValueError: the parameter table does not describe the policy's model.
+        """
         refuse_other_model(table, policy.shapes)
-        self._tolerance = config.probe_tolerance or max(TOLERANCES[dtype], TOLERANCES[precision])
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         transport = SENDERS[config.transport]
         layout = mesh.layout
@@ -130,48 +91,52 @@ class Publisher:
             local=transport.LOCAL,
         )
         self.route = Route.of(spec, table)
-        self._place = {name: place for place, name in enumerate(self.route.tensors)}
+        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
         self._sender = transport(self.route, mesh.world, config.folder)
         self._connected = False
         self._unsettled: list[int] = []
-        """Engines that had failed, or were still at a version, some time after it was given up."""
-        draw = torch.Generator().manual_seed(seed)
-        length = min(PROBE_TOKENS, max_tokens - 1)
-        tokens = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
-        self._probe = Samples.one(0, tokens)
+        """Engines that had not abandoned the last failed version within `SETTLE_S`."""
+        self._probe = Probe.random(
+            dtypes=(dtype, precision),
+            vocab_size=vocabulary,
+            max_tokens=max_tokens,
+            seed=seed,
+            tolerance=config.probe_tolerance,
+        )
 
     def publish(self, version: int) -> dict[str, float]:
-        """Bring version `version` to every engine; all ranks call it. Returns metrics.
+        """Bring weight version `version` to every engine. Collective; returns metrics.
 
-        Engines that are lost on the way are replaced, and the version sent again. Raises
-        `RuntimeError`, on every rank, where an engine does not answer in time, holds other bytes
-        than were sent, or scores the probe differently.
+        Engines lost during the transfer are replaced and the version is sent again, up to
+        `weight_sync.replacements` times.
+
+        Raises:
+            RuntimeError: on every rank, where an engine does not answer in time, has other bytes
+                than were sent, or scores the probe differently from the trainer.
         """
         started_at, replaced = time.monotonic(), 0
         while True:
-            failure, lost, found = self._attempt(version)
+            failure, lost, metrics = self._attempt(version)
             if not lost or replaced == self.config.replacements:
                 break
             replaced += 1
             failure = self._replace(lost, failure)
             if failure:
                 break
-        failure = failure or self._check_probe(version, found)
+        failure = failure or self._check_probe(version, metrics)
         failure = failure or self._on_main(
-            "telling of fresh engines", lambda engines: engines.admit()
+            "admitting replaced engines", lambda engines: engines.admit()
         )
         if failure:
             raise RuntimeError(failure)
-        found |= {
+        metrics |= {
             "time/publish_s": time.monotonic() - started_at,
             "publish/replaced": float(replaced),
         }
-        return broadcast_object(found, self.mesh.world)
+        return broadcast_object(metrics, self.mesh.world)
 
     def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
-        """Have rank 0 do something with the engines; what goes wrong there is returned on every
-        rank, or nothing.
-        """
+        """Run `work` on rank 0. Returns on every rank its error message, empty on success."""
 
         def with_engines() -> None:
             assert self.engines is not None
@@ -181,93 +146,95 @@ class Publisher:
         return f"{doing} failed: {failure}" if failure else ""
 
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
-        """(what went wrong, engines lost by it, metrics), the same on all ranks but for the
-        metrics.
+        """Send a version once: (error message or "", engines lost, metrics).
+
+        Message and engines are the same on all ranks; only rank 0 has metrics.
         """
-        world, route, found = self.mesh.world, self.route, {}
+        world, route, metrics = self.mesh.world, self.route, {}
         digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
         problem, lost, answers = "", [], []
         try:
             answers = self._send(version, digests)
         except Aborted:
-            pass  # whoever gave up says why
+            pass  # the rank that aborted reports the reason
         except EngineLost as error:
             problem, lost = (
                 self._describe(error, version),
                 sorted({*error.engines, *self._unsettled}),
             )
-        except Exception as error:  # told to every rank below, so that none waits for this one
+        except Exception as error:  # gathered below, so that no rank waits for this one
             problem, lost = f"publishing version {version} failed on rank {world.rank}: {error}", []
-        told = gather_objects((problem, lost), world)
-        # What went wrong on a rank comes first: engines that gave up with it are not lost.
-        for said, engines in sorted(told, key=lambda one: bool(one[1])):
-            if said:
-                return said, engines, {}
+        reports = gather_objects((problem, lost), world)
+        # A trainer rank's own error comes first: engines that aborted because of it are not lost.
+        for message, engines in sorted(reports, key=lambda report: bool(report[1])):
+            if message:
+                return message, engines, {}
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         sums = all_reduce(digests.to(device), world).cpu()
 
         def compare(engines: Engines) -> None:
             self._compare(version, sums, answers)
-            kinds = [rank["seconds"] for engine in answers for rank in engine]
-            found.update(
+            seconds = [rank["seconds"] for engine in answers for rank in engine]
+            metrics.update(
                 {
-                    f"publish/{kind}_s": max(seconds[kind] for seconds in kinds)
+                    f"publish/{kind}_s": max(found[kind] for found in seconds)
                     for kind in ("wait", "digest", "install")
                 }
             )
-            found["publish/bytes"] = float(route.written)
+            metrics["publish/bytes"] = float(route.written)
 
-        return self._on_main(f"publishing version {version}", compare), [], found
+        return self._on_main(f"publishing version {version}", compare), [], metrics
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
-        """This rank's parts of every bucket; on rank 0, also what the engines say they hold."""
+        """Send this rank's parts and add their digests to `digests` [images, tensors] int64.
+
+        Returns on rank 0 the status of every engine rank, [engine][rank]; elsewhere an empty list.
+        """
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
-        answer: Answer | None = None
+        update: Update | None = None
         self._unsettled = []
         sender.begin(version)
         try:
             sources = self.policy.owned()
             if self.engines is not None:
                 self._connect()
-                answer = self.engines.update(version, timeout_s=timeout_s)
+                update = self.engines.update(version, timeout_s=timeout_s)
             deadline = time.monotonic() + timeout_s
-            watch = self._watch(deadline, answer)
+            watch = self._watch(deadline, update)
             for bucket in route.buckets:
                 for copy, target in sender.reserve(bucket, watch):
                     source = copy.taken.view(sources[copy.taken.buffer])
-                    digests[copy.destination, self._place[copy.tensor]] += carry(
+                    digests[copy.destination, self._tensor_index[copy.tensor]] += carry(
                         source, target, copy.taken.box
                     )
                 sender.commit(bucket, watch)
-            sender.end(watch)
             return (
-                answer.result(timeout_s=max(0.0, deadline - time.monotonic()))
-                if answer is not None
+                update.result(timeout_s=max(0.0, deadline - time.monotonic()))
+                if update is not None
                 else []
             )
         except Exception:
             sender.abort()
-            if answer is not None:
-                self._unsettled = answer.settle(timeout_s=SETTLE_S)
+            if update is not None:
+                self._unsettled = update.settle(timeout_s=SETTLE_S)
             raise
 
-    def _watch(self, deadline: float, answer: Answer | None) -> Watch:
-        """Raises when `deadline` has passed, and, where this rank hears from the engines, when some
-        of them fail.
+    def _watch(self, deadline: float, update: Update | None) -> Watch:
+        """A function to call in every wait: raises once `deadline` has passed or an engine failed.
 
-        Other ranks wait longer, for rank 0 knows which engine is late, and may have had to connect
-        them first.
+        Only rank 0 sees the engines' answers and can name the late one, so the other ranks wait
+        longer.
         """
         timeout_s = self.config.timeout_s
-        next_look = time.monotonic()
+        next_poll = time.monotonic()
 
         def watch() -> None:
-            nonlocal next_look
+            nonlocal next_poll
             now = time.monotonic()
-            if answer is None:
+            if update is None:
                 if now > deadline + timeout_s + 2 * SETTLE_S:
                     raise RuntimeError(
-                        f"the engines did not take it in within {timeout_s:g} s; raise"
+                        f"the engines did not receive it within {timeout_s:g} s; raise"
                         " weight_sync.timeout_s"
                     )
                 return
@@ -279,50 +246,48 @@ class Publisher:
                     engine for engine, number in enumerate(reached) if number == min(reached)
                 )
                 raise EngineLost(
-                    f"it was not done within {timeout_s:g} s; raise weight_sync.timeout_s if it"
-                    " only was slow",
+                    f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"
+                    " was only slow",
                     late,
                 )
-            if now >= next_look:
-                answer.poll()
-                next_look = time.monotonic() + POLL_S
+            if now >= next_poll:
+                update.poll()
+                next_poll = time.monotonic() + POLL_S
 
         return watch
 
     def _connect(self) -> None:
-        """Tell engines where their weights come from, once, and again after one was replaced."""
+        """Send engines the transport's address; again after one of them was replaced."""
         if self._connected:
             return
         assert self.engines is not None
-        told = {
+        info = {
             "transport": self.config.transport,
             "spec": self.route.spec.plain(),
             "init_info": self._sender.init_info(),
         }
         self.engines.connect(
-            lambda number: told | {"engine": number}, timeout_s=self.config.timeout_s
+            lambda number: info | {"engine": number}, timeout_s=self.config.timeout_s
         )
         self._connected = True
 
     def _describe(self, lost: EngineLost, version: int) -> str:
-        """What is known of engines that were lost on the way."""
-        said = []
+        """Error message for lost engines: which, and at which bucket of the version."""
+        parts = []
         for engine in lost.engines:
             number = min(self._sender.progress(engine), len(self.route.buckets) - 1)
-            said.append(
-                f"engine {engine} was lost while it took in version {version}, in bucket"
+            parts.append(
+                f"engine {engine} was lost while it received version {version}, in bucket"
                 f" {number + 1} of {len(self.route.buckets)}, which begins with"
                 f" {self.route.first_tensor(number)}"
             )
-        return f"{'; '.join(said)}: {lost}"
+        return f"{'; '.join(parts)}: {lost}"
 
     def _replace(self, lost: Sequence[int], failure: str) -> str:
-        """Fresh engines in the place of lost ones, on rank 0; returns what else went wrong, on all
-        ranks.
-        """
+        """Start new engines for the lost ones. Returns on all ranks an error message or ""."""
 
         def replace(engines: Engines) -> None:
-            print(f"megarl: {failure}; starting anew", file=sys.stderr, flush=True)
+            print(f"megarl: {failure}; replacing lost engines", file=sys.stderr, flush=True)
             self._connected = False
             engines.replace(lost)
 
@@ -331,77 +296,49 @@ class Publisher:
     def _compare(
         self, version: int, sent: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]
     ) -> None:
-        """Raise `RuntimeError` where an engine rank holds other than what was sent to it."""
+        """Raise `RuntimeError` where an engine rank's version or digests differ from what was sent.
+
+        `sent` [images, tensors] int64: the trainer's digests; `answers`: status by [engine][rank].
+        """
         for engine, ranks in enumerate(answers):
-            for rank, owned in enumerate(ranks):
-                if owned["version"] != version:
+            for rank, status in enumerate(ranks):
+                if status["version"] != version:
                     raise RuntimeError(
-                        f"engine {engine}, rank {rank} holds version {owned['version']}"
+                        f"engine {engine}, rank {rank} has version {status['version']} instead of"
+                        f" {version}"
                     )
-                wanted = sent[self.route.spec.image(engine, rank)]
+                expected = sent[self.route.spec.image(engine, rank)]
                 differing = (
-                    (wanted != torch.tensor(owned["digests"], dtype=torch.int64))
+                    (expected != torch.tensor(status["digests"], dtype=torch.int64))
                     .nonzero()
                     .flatten()
                     .tolist()
                 )
                 if differing:
                     raise RuntimeError(
-                        f"engine {engine}, rank {rank} holds another"
-                        f" {self.route.tensors[differing[0]]} than the trainer ({len(differing)} of"
-                        f" {len(wanted)} tensors differ; {self.route.spec})"
+                        f"engine {engine}, rank {rank} has received a wrong"
+                        f" {self.route.tensors[differing[0]]} ({len(differing)} of"
+                        f" {len(expected)} tensors differ from the trainer's; {self.route.spec})"
                     )
 
-    def _check_probe(self, version: int, found: dict[str, float]) -> str:
-        """Score a fixed text on both sides, if this version is to be probed; what is wrong, on all
-        ranks, or nothing.
+    def _check_probe(self, version: int, metrics: dict[str, float]) -> str:
+        """Compare the probe's log-probs, if this version is to be probed.
+
+        Adds the largest difference to `metrics`. Returns on all ranks an error message or "".
         """
         every = self.config.probe_every
         if not every or version % every:
             return ""
-        mine = self.policy.logprobs(self._probe).float().tolist()
+        own = self.policy.logprobs(self._probe.samples).float().tolist()
 
         def score(engines: Engines) -> None:
-            found["probe/max_abs"] = self._score(engines, mine, version)
+            scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
+            metrics["probe/max_abs"] = self._probe.compare(
+                own, scores, version=version, layouts=str(self.route.spec)
+            )
 
         return self._on_main(f"the probe of version {version}", score)
-
-    def _score(self, engines: Engines, mine: list[float], version: int) -> float:
-        """Largest difference of the probe's log-probs between trainer and engines; raises where it
-        is too large.
-        """
-        worst = 0.0
-        for number, theirs in enumerate(
-            engines.score(self._probe.token_ids.tolist(), timeout_s=self.config.timeout_s)
-        ):
-            gaps = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
-            gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
-            worst = max(worst, gap)
-            if gap > self._tolerance:
-                raise RuntimeError(
-                    f"engine {number} scores the probe text differently from the trainer at version"
-                    f" {version}: log-probs differ by up to {gap:.2e}, more than"
-                    f" {self._tolerance:.0e}; the weights it computes with are not those published"
-                    f" ({self.route.spec}; raise weight_sync.probe_tolerance only if you know why)"
-                )
-        return worst
 
     def close(self) -> None:
         """Release the transport."""
         self._sender.close()
-
-
-def refuse_other_model(
-    table: Sequence[ParameterSpec], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise `ValueError`, with the name, where the parameter table and the policy's model
-    differ.
-    """
-    there = {row.name: row.shape for row in table}
-    for name in sorted(there.keys() | shapes.keys()):
-        if there.get(name) != shapes.get(name):
-            raise ValueError(
-                f"the model and its parameter table differ at {name}: {shapes.get(name)} in the"
-                f" model, {there.get(name)} in the table; correct the family's entry in"
-                " megarl/weight_sync/families.py"
-            )

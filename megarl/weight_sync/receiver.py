@@ -1,8 +1,9 @@
-"""The engine's end of the wire: a vLLM weight-transfer engine that rebuilds vLLM's model one module
-at a time.
+"""The engine's side of weight synchronisation: a vLLM weight-transfer engine.
 
-vLLM imports this module in its workers, as the home of `worker_extension_cls`, and thereby
-registers the engine. The trainer never imports it: vLLM's CPU worker patches torch.
+Parameters that vLLM runs as they are stored in checkpoints are overwritten in place. Modules whose
+weights vLLM repacks are rebuilt one at a time. vLLM imports this file in its workers through
+`worker_extension_cls`, which registers the engine. The trainer never imports it, because vLLM's CPU
+worker patches torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 from megarl.parallel.reshard.buckets import Bucket
-from megarl.weight_sync.bucket_receiver import InitInfo, Intake, Modules, UpdateInfo, deadline_watch
+from megarl.weight_sync.bucket_receiver import (
+    BucketReceiver,
+    InitInfo,
+    Modules,
+    UpdateInfo,
+    deadline_watch,
+)
 from megarl.weight_sync.checksums import signed
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.route import Route, RouteSpec
@@ -27,31 +34,32 @@ from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 from megarl.weight_sync.transports.registry import RECEIVERS
 
 NAME = "megarl"
-"""The vLLM weight-transfer backend that this file registers."""
+"""Name of the vLLM weight-transfer backend that this file registers."""
 
 
-def nothing(problem: str) -> dict[str, Any]:
-    """What a worker answers that holds no version: why, if it should."""
+def not_loaded(problem: str) -> dict[str, Any]:
+    """Status of an engine rank without a complete weight version; `problem` is the reason or
+    empty."""
     return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
 
 
-class EngineEnd:
-    """Mixed into vLLM's worker (`worker_extension_cls`): what a trainer asks a worker about its
-    weights.
-    """
+class WeightSyncWorker:
+    """Methods added to vLLM's worker (`worker_extension_cls`), which the trainer calls by RPC."""
 
     weight_transfer_engine: Any
-    """The worker's own."""
+    """The worker's `ReshardEngine`."""
 
-    def megarl_owned(self) -> dict[str, Any]:
-        """{version, digests: of each tensor, seconds: of each kind of work, problem} of what this
-        worker was told to do last.
-        """
-        return self.weight_transfer_engine.owned
+    def megarl_weight_status(self) -> dict[str, Any]:
+        """Outcome of this rank's last weight update, a dict:
+        version: weight version that is loaded, -1 if none is complete
+        digests: one signed 64-bit integer for each tensor of the parameter table
+        seconds: {"wait": s, "digest": s, "install": s}
+        problem: error message, empty on success"""
+        return self.weight_transfer_engine.status
 
 
 class ReshardEngine(WeightTransferEngine):
-    """Takes in one rank's own shard."""
+    """Receives one engine rank's shard of the weights and installs it in the running model."""
 
     init_info_cls = InitInfo  # pyright: ignore[reportAssignmentType]
     update_info_cls = UpdateInfo  # pyright: ignore[reportAssignmentType]
@@ -59,22 +67,24 @@ class ReshardEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.owned = nothing("")
+        self.status = not_loaded("")
         self._receiver: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Make the route, compare it with the model that is there, and connect. What goes wrong is
-        in `owned`.
+        """Compute the route, check it against the running model, and connect to the trainer.
+
+        Errors are not raised but put in `status`.
         """
-        # Nothing is raised here and below: vLLM's executor would leave the other ranks' answers for
-        # the next call.
+        # After an exception vLLM's executor would read the other ranks' answers as those of the
+        # next call, so errors go into `status`.
         try:
             self._connect(init_info)
-            self.owned = nothing("")
+            self.status = not_loaded("")
         except Exception as error:
-            self.owned = nothing(str(error))
+            self.status = not_loaded(str(error))
 
     def _connect(self, init_info: InitInfo) -> None:
+        """Do the work of `init_transfer_engine`; raises `ValueError` or `RuntimeError`."""
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
@@ -82,90 +92,92 @@ class ReshardEngine(WeightTransferEngine):
         self._receiver = RECEIVERS[init_info.transport](
             route, init_info.engine, rank, init_info.init_info
         )
-        self._intake = Intake(route, self._receiver, spec.image(init_info.engine, rank))
+        self._buckets = BucketReceiver(route, self._receiver, spec.image(init_info.engine, rank))
         self._route = route
         self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
-        """The table describes exactly this model's parameters; raises `ValueError` with the first
-        that differs.
+        """Raise `ValueError` with the first parameter whose size differs between model and route.
+
+        `sizes`: {parameter name: number of elements} according to the parameter table.
         """
-        there = {}
+        in_model = {}
         for path, layer in self.model.named_modules():
             if path != "lm_head" or not self._is_tied():
-                there |= {
-                    f"{path}.{leaf}": owned.numel() for leaf, owned in self._raw(layer).items()
+                in_model |= {
+                    f"{path}.{leaf}": value.numel() for leaf, value in self._raw(layer).items()
                 }
-        for name in sorted(there.keys() | sizes.keys()):
-            if there.get(name) != sizes.get(name):
+        for name in sorted(in_model.keys() | sizes.keys()):
+            if in_model.get(name) != sizes.get(name):
                 raise ValueError(
                     f"the engine's model and its parameter table differ at {name}:"
-                    f" {there.get(name)} numbers there, {sizes.get(name)} in the table; correct the"
-                    " family's entry in megarl/weight_sync/families.py"
+                    f" {in_model.get(name)} elements in the model, {sizes.get(name)} in the table;"
+                    " correct the family's entry in megarl/weight_sync/families.py"
                 )
 
     def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """A layer's parameters as they were before the engine repacked them."""
-        now = {name: owned for name, owned in layer._parameters.items() if owned is not None}
+        """{name: parameter} of a layer, with shapes and dtypes from before vLLM repacked the
+        weights."""
+        now = {name: value for name, value in layer._parameters.items() if value is not None}
         return now | {
-            name: owned
-            for name, owned in get_layerwise_info(layer).restore_metadata[0].items()
+            name: value
+            for name, value in get_layerwise_info(layer).restore_metadata[0].items()
             if name in now
         }
 
     def start_weight_update(self) -> None:
+        """Called by vLLM before each update; raises `RuntimeError` where no transport is
+        connected."""
         if self._receiver is None:
             raise RuntimeError(
-                "the engine was not told where its weights come from (init_weight_transfer_engine)"
+                "the engine has no transport to receive weights through; call"
+                " init_weight_transfer_engine first"
             )
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take in a version; what goes wrong is in `owned`."""
-        self.owned = nothing("the version was not taken in to the end")
+        """Receive and install one weight version. Errors are not raised but put in `status`."""
+        self.status = not_loaded("the version was not received completely")
         try:
             self._receive(update_info)
         except Aborted:
-            self.owned = nothing(GIVEN_UP)
+            self.status = not_loaded(GIVEN_UP)
         except Exception as error:
-            self.owned = nothing(f"{type(error).__name__}: {error}")
+            self.status = not_loaded(f"{type(error).__name__}: {error}")
 
     def _receive(self, update_info: UpdateInfo) -> None:
+        """Do the work of `receive_weights`."""
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
-        self._receiver.begin(update_info.version)
-        modules = Modules(self._intake.owned.sizes)
-        for bucket in route.buckets:
-            buffers = self._intake.take(bucket, watch, seconds)
+        modules = Modules(self._buckets.owned.sizes)
+        for bucket, buffers in self._buckets.buckets(update_info.version, watch, seconds):
             started_at = time.perf_counter()
             for path, values in modules.complete(self._write(buffers, bucket), bucket):
                 self._install(self.model.get_submodule(path), values)
             seconds["install"] += time.perf_counter() - started_at
-            self._intake.digest(bucket, self._written(buffers, bucket), digests, seconds)
-            self._receiver.release(bucket)
+            self._buckets.digest(bucket, self._written(buffers, bucket), digests, seconds)
         started_at = time.perf_counter()
         for path in dict.fromkeys(name.rpartition(".")[0] for name in self._plain):
             self._repack(self.model.get_submodule(path))
         seconds["install"] += time.perf_counter() - started_at
-        self.owned = nothing("") | {
+        self.status = not_loaded("") | {
             "version": update_info.version,
             "digests": [signed(value) for value in digests],
             "seconds": seconds,
         }
 
     def _write(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Copy what runs as it is received into what runs; returns the rest."""
+        """Copy the bucket's parameters that vLLM runs unchanged; returns the other buffers."""
         for name, flat in buffers.items():
             if name in self._plain:
                 self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)] = flat
         return {name: flat for name, flat in buffers.items() if name not in self._plain}
 
     def _written(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """What the engine holds of a bucket: the running parameters; what it received, where they
-        cannot be compared with that.
+        """The bucket's buffers as the engine stores them, to be digested.
 
-        They cannot where a layer runs repacked, or on another kind of device: digests are made
-        where the transport's bytes are.
+        Running parameters where possible; the received bytes where a layer is repacked or on
+        another kind of device than the transport.
         """
         found = dict(buffers)
         for name, flat in buffers.items():
@@ -175,28 +187,30 @@ class ReshardEngine(WeightTransferEngine):
         return found
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
-        """Parameters that run as they are received, flat: those of modules of which none is
-        repacked.
-        """
+        """{name: flat parameter} of all modules whose parameters vLLM runs as they are in the
+        checkpoint."""
         found = {}
         for path, layer in self.model.named_modules():
             raw, running = (
                 self._raw(layer),
-                {name: owned for name, owned in layer._parameters.items() if owned is not None},
+                {name: value for name, value in layer._parameters.items() if value is not None},
             )
             alike = all(
-                owned.shape == raw[name].shape
-                and owned.dtype == self._route.dtype
-                and owned.is_contiguous()
-                for name, owned in running.items()
+                value.shape == raw[name].shape
+                and value.dtype == self._route.dtype
+                and value.is_contiguous()
+                for name, value in running.items()
             )
             if alike and (path != "lm_head" or not self._is_tied()):
-                found |= {f"{path}.{name}": owned.data.view(-1) for name, owned in running.items()}
+                found |= {f"{path}.{name}": value.data.view(-1) for name, value in running.items()}
         return found
 
     def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-        """Rebuild one module that runs repacked from its raw parameters, which are only read: what
-        runs keeps its addresses.
+        """Rebuild a module that vLLM repacks from its checkpoint parameters {name: flat tensor}.
+
+        The repacked weights are copied into the running ones, whose addresses stay the same:
+        compiled graphs refer to them. Restoring, repacking and copying follow vLLM's layer-wise
+        reload.
         """
         raw = self._raw(layer)
         running: Any = get_layer_params_buffers(layer)
@@ -204,7 +218,7 @@ class ReshardEngine(WeightTransferEngine):
         restore_layer_on_meta(layer, get_layerwise_info(layer))
         for name, flat in values.items():
             value = flat.view(raw[name].shape).to(self.device)
-            if layer._parameters[name] is running[0].get(name):  # a bias: it is never taken away
+            if layer._parameters[name] is running[0].get(name):  # a bias, which is never replaced
                 running[0][name].data.copy_(value)
                 continue
             made: Any = value.detach()
@@ -224,21 +238,25 @@ class ReshardEngine(WeightTransferEngine):
             layer.register_buffer(name, old, persistent=name not in transient)
 
     def _repack(self, layer: torch.nn.Module) -> None:
+        """Let vLLM transform a layer's weights, as it does after loading a checkpoint."""
         method = getattr(layer, "quant_method", None)
         if method is not None and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
+        """Called by vLLM after each update."""
         if self._is_tied():
             # The tied head shares the embedding's storage but, on CPU, multiplies with its own
             # packed copy of it.
             self._repack(self.model.lm_head)  # pyright: ignore[reportArgumentType]
 
     def _is_tied(self) -> bool:
+        """Whether the output head shares the embedding's weight."""
         hf = self.model_config.hf_text_config
         return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
+        """Close the transport."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -1,8 +1,7 @@
-"""What both ends of the wire know before a byte travels: the plan, its buckets, and who takes part
-in which.
+"""The route of the weights: plan, buckets and destinations, the same for trainer and engines.
 
-A `RouteSpec` is small and plain, and travels; each end makes the same `Route` of it and of its own
-parameter table.
+Only a `RouteSpec` of a few numbers is sent; trainer and engines each compute the same `Route` from
+it and from their own model's parameter table.
 """
 
 from __future__ import annotations
@@ -27,48 +26,58 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
+"""{name: torch dtype} of the dtypes that engines may store."""
 
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Everything a plan depends on besides the model."""
+    """Everything that the transfer plan depends on, besides the model's parameter table."""
 
     data: int
+    """Data-parallel degree of the trainer."""
     sequence: int
+    """Context-parallel degree of the trainer."""
     tensor: int
+    """Tensor-parallel degree of the trainer."""
     zero_stage: int
+    """The trainer's ZeRO stage, 0 to 3."""
     shards: dict[str, list[int]]
-    """How the training's tensor ranks cut each tensor: [dim, edges...]; whole ones are left out."""
+    """{tensor name: [dimension, first index of each rank's part ..., length]} for tensors that the
+    trainer's tensor-parallel ranks split."""
     engines: int
+    """Number of engines."""
     engine_tensor: int
+    """Tensor-parallel degree of one engine."""
     shared: bool
-    """Whether engines read the same images, so that each is sent once, not once an engine."""
+    """Whether all engines read the same images, so that each is sent once for all of them."""
     dtype: str
+    """Dtype of the engines' weights, a key of `DTYPES`."""
     bucket_bytes: int
+    """Bytes of a bucket, at most."""
     table: str
-    """Fingerprint of the parameter table: the same on both ends, or they are of different models.
-    """
+    """Fingerprint of the trainer's parameter table; an engine with another one has another
+    model."""
     local: bool = False
-    """Whether destination n lies in the memory of trainer rank n, from which it is then filled
-    where it can be.
-    """
+    """Whether destination n lies in the memory of trainer rank n, which then fills it as far as it
+    can."""
 
     @property
     def layout(self) -> Layout:
-        """The trainer's."""
+        """The trainer's layout."""
         return Layout(self.data, self.sequence, self.tensor)
 
     @property
     def num_images(self) -> int:
-        """Destinations of the plan."""
+        """Number of destinations in the plan: one for each engine rank, or for each tensor rank if
+        shared."""
         return self.engine_tensor if self.shared else self.engines * self.engine_tensor
 
     def image(self, engine: int, rank: int) -> int:
-        """The destination that rank `rank` of engine `engine` takes in."""
+        """Number of the destination that rank `rank` of engine `engine` reads."""
         return rank if self.shared else engine * self.engine_tensor + rank
 
     def plain(self) -> dict[str, Any]:
-        """For a wire that knows numbers, texts, lists and dictionaries."""
+        """The fields as a dict of numbers, strings and lists, for JSON and RPC."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -79,26 +88,32 @@ class RouteSpec:
 
 
 def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
-    """What a parameter table says, in 16 letters."""
+    """XXH3 digest of a parameter table, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest("\n".join(map(str, table)).encode())
 
 
 @dataclass(frozen=True)
 class Route:
-    """A plan in buckets."""
+    """Which region of which tensor goes from which trainer rank to which engine rank, in
+    buckets."""
 
     spec: RouteSpec
+    """What the route was made from."""
     plan: Plan
+    """Every copy, from the trainer's parts to the engines' parts."""
     buckets: list[Bucket]
+    """The units of transfer, in the order in which they are sent."""
     copies: list[list[Copy]]
-    """By bucket."""
+    """The plan's copies, by bucket."""
     tensors: list[str]
-    """Names, in the order in which digests are listed."""
+    """Tensor names in the table's order, in which digests are listed."""
 
     @staticmethod
     def of(spec: RouteSpec, table: Sequence[ParameterSpec]) -> Route:
-        """Raises `ValueError` where `table` is of another model than `spec`, or the two layouts do
-        not fit it.
+        """Make the route of `spec` for the model of `table`.
+
+        Raises `ValueError` where `table` belongs to another model than `spec`, or a layout cannot
+        split it.
         """
         if table_fingerprint(table) != spec.table:
             raise ValueError(
@@ -107,7 +122,10 @@ class Route:
             )
         shards = {name: Shard(cut[0], tuple(cut[1:])) for name, cut in spec.shards.items()}
         sources = training_owned(
-            {row.name: row.shape for row in table}, shards, spec.layout, spec.zero_stage
+            {parameter.name: parameter.shape for parameter in table},
+            shards,
+            spec.layout,
+            spec.zero_stage,
         )
         engine = engine_owned(table, spec.engine_tensor)
         local = (
@@ -118,26 +136,32 @@ class Route:
         plan = make_plan(sources, engine if spec.shared else engine * spec.engines, local)
         buckets = make_buckets(engine[0], DTYPES[spec.dtype].itemsize, spec.bucket_bytes)
         assert all(owned.sizes == engine[0].sizes for owned in engine), (
-            "ranks of one engine hold alike"
+            "buffers of one engine's ranks differ in size"
         )
-        return Route(spec, plan, buckets, copies_of(plan, buckets), [row.name for row in table])
+        return Route(
+            spec, plan, buckets, copies_of(plan, buckets), [parameter.name for parameter in table]
+        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """What engines hold."""
+        """Dtype of the engines' weights."""
         return DTYPES[self.spec.dtype]
+
+    def is_last(self, bucket: Bucket) -> bool:
+        """Whether `bucket` is the last one of a version."""
+        return bucket.number == self.buckets[-1].number
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest bucket's image."""
+        """Bytes of the largest bucket."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
     def owned(self, image: int) -> Owned:
-        """What a destination holds."""
+        """What destination number `image` owns."""
         return self.plan.destinations[image]
 
     def padding(self, bucket: Bucket, image: int) -> list[Piece]:
-        """The pieces of a bucket's image that no tensor fills."""
+        """The parts of a bucket that no tensor fills: zero rows that pad a vocabulary."""
         zeros = [
             piece
             for piece in self.owned(image).pieces
@@ -146,12 +170,12 @@ class Route:
         return [part for piece in zeros if (part := bucket.part(piece)) is not None]
 
     def first_tensor(self, number: int) -> str:
-        """The tensor with which bucket `number` begins."""
+        """Name of the first tensor in bucket `number`, for error messages."""
         return next(
             (copies[0].tensor for copies in self.copies[number:] if copies), self.tensors[-1]
         )
 
     @cached_property
     def written(self) -> int:
-        """Bytes that trainer ranks bring into another memory for one version."""
+        """Bytes that trainer ranks write into other processes' memory for one version."""
         return self.plan.moved(self.dtype.itemsize)

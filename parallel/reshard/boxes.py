@@ -1,10 +1,9 @@
-"""Who holds which part of a model: boxes of whole tensors, and where they lie in a rank's buffers.
-Pure arithmetic.
+"""Who owns which part of a model: boxes of whole tensors and their places in flat buffers.
 
-Every tensor is seen as a matrix [rows, columns]: a vector is [n, 1], and dimensions after the first
-are one. What a rank holds of it is a box, stored row by row without gaps in a flat buffer; several
-pieces may lie one after the other in one buffer (queries, keys and values of a fused layer), and a
-buffer may be a slice of what its rank would hold (ZeRO 3).
+Every tensor is seen as a matrix [rows, columns]: a vector is [n, 1], and all dimensions after the
+first are flattened to columns. A rank owns boxes of such matrices, each stored row by row in a flat
+buffer. Several boxes may follow each other in one buffer (q, k and v of a fused layer), and a
+buffer may be a slice of a larger one (ZeRO 3).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 import torch
 
 ZEROS = ""
-"""The `tensor` of a piece that no whole tensor fills: rows that pad a vocabulary."""
+"""`Piece.tensor` of elements that no tensor fills: zero rows that pad a vocabulary."""
 
 
 class Box(NamedTuple):
-    """Rows [top, bottom) and columns [left, right) of a whole tensor's matrix."""
+    """Rows [top, bottom) and columns [left, right) of a tensor's matrix."""
 
     top: int
     bottom: int
@@ -31,10 +30,12 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return self.bottom - self.top
 
     @property
     def columns(self) -> int:
+        """Number of columns."""
         return self.right - self.left
 
     @property
@@ -43,45 +44,50 @@ class Box(NamedTuple):
         return self.rows * self.columns
 
     def meet(self, other: Box) -> Box | None:
-        """What both cover, or None."""
+        """The intersection with `other`, or None."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
 
     def bands(self, rows: int) -> list[Box]:
-        """The same box cut into pieces of at most `rows` rows."""
+        """The box split into boxes of at most `rows` rows."""
         tops = range(self.top, self.bottom, rows)
         return [Box(top, min(top + rows, self.bottom), self.left, self.right) for top in tops]
 
 
 def matrix(shape: Sequence[int]) -> Box:
-    """A whole tensor as a box."""
+    """The box of a whole tensor with this shape."""
     rows = shape[0] if shape else 1
     return Box(0, rows, 0, math.prod(shape[1:]))
 
 
 class Piece(NamedTuple):
-    """A box of a whole tensor, and where it lies: element (i, j) of the whole tensor's matrix is
-    `buffer[offset + (i - box.top) * stride + (j - box.left)]`, in elements."""
+    """A box of a tensor and its place in a buffer.
+
+    Element (i, j) of the tensor's matrix is `buffer[offset + (i - box.top) * stride + (j -
+    box.left)]`; offset and stride are in elements.
+    """
 
     tensor: str
+    """Name of the tensor, or `ZEROS`."""
     box: Box
     buffer: str
+    """Name of the buffer."""
     offset: int
     stride: int
 
     @property
     def end(self) -> int:
-        """Elements of the buffer up to the piece's last."""
+        """Index in the buffer after the piece's last element."""
         return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
 
     def part(self, box: Box) -> Piece:
-        """The piece's share that is `box`, which lies within it."""
+        """The piece of `box`, which lies within this one's box."""
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
         return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The piece in its flat `buffer`, as [rows, columns], uncopied."""
+        """The piece in its flat `buffer` as a view [rows, columns]."""
         assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
             f"{self} in a buffer {tuple(buffer.shape)}"
         )
@@ -94,24 +100,24 @@ class Piece(NamedTuple):
 
 @dataclass
 class Owned:
-    """What one rank holds: pieces that fill its flat buffers."""
+    """The parts of tensors that one rank owns, as pieces of its flat buffers."""
 
     pieces: list[Piece] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Elements of each buffer, in the rank's own order."""
+    """{buffer: number of elements}, in the rank's own order."""
 
     def add(self, tensor: str, box: Box, buffer: str) -> None:
-        """Put a box behind what `buffer` has already."""
+        """Append a box to the end of `buffer`."""
         offset = self.sizes.setdefault(buffer, 0)
         if box.area:
             self.pieces.append(Piece(tensor, box, buffer, offset, box.columns))
         self.sizes[buffer] = offset + box.area
 
     def slice(self, part: int, parts: int) -> Owned:
-        """What ZeRO 3 leaves of it on rank `part` of `parts`: ceil(size / parts) elements of every
-        buffer, in flat order.
+        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of every
+        buffer.
 
-        DeepSpeed pads the last slices; the padding is nobody's and counted nowhere.
+        DeepSpeed's padding at the end of the last slice is not included.
         """
         cut = Owned()
         for buffer, size in self.sizes.items():
@@ -130,9 +136,8 @@ class Owned:
 
 
 def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements [start, stop) of a box in row order, as at most three boxes, each with its own first
-    element's number.
-    """
+    """Elements [start, stop) of a box in row order, as at most three (box, index of first
+    element)."""
     start, stop, width = max(start, 0), min(stop, box.area), box.columns
     made = []
     while start < stop:
@@ -146,9 +151,7 @@ def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
 
 
 def tiles(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether every element of `whole` lies in exactly one of `boxes`, and nothing of them outside
-    of it.
-    """
+    """Whether `boxes` cover every element of `whole` exactly once, and nothing else."""
     found = np.array(list(boxes), dtype=np.int64).reshape(-1, 4)
     if len(found) == 0:
         return whole.area == 0
@@ -174,7 +177,7 @@ def tiles(boxes: Iterable[Box], whole: Box) -> bool:
 
 
 def fills(owned: Owned) -> str:
-    """The name of a buffer that `owned`'s pieces do not fill exactly once, or nothing."""
+    """Name of a buffer that the pieces do not fill exactly once, or an empty string."""
     reached = dict.fromkeys(owned.sizes, 0)
     for piece in sorted(owned.pieces, key=lambda piece: piece.offset):
         if piece.box.rows > 1 and piece.stride != piece.box.columns:
@@ -186,12 +189,12 @@ def fills(owned: Owned) -> str:
 
 
 def empty_buffers(owned: Owned, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Flat buffers of a rank, all zero."""
+    """{buffer: zeros [size]} of a rank."""
     return {name: torch.zeros(size, dtype=dtype) for name, size in owned.sizes.items()}
 
 
 def scatter(owned: Owned, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A rank's buffers, from whole tensors: what a plan's copies should come to."""
+    """A rank's buffers filled from whole tensors {name: tensor}."""
     dtype = next(iter(whole.values())).dtype
     buffers = empty_buffers(owned, dtype)
     for piece in owned.pieces:

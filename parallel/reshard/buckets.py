@@ -1,8 +1,7 @@
-"""Buckets: a destination's buffers in groups that travel together, each group one block of memory
-(an image).
+"""Buckets: groups of a destination's buffers that are transferred together, in one block of memory.
 
-Small buffers share a bucket; a buffer larger than a bucket is cut between rows, and has buckets of
-its own.
+That block is the bucket's image. Small buffers share a bucket; a buffer larger than a bucket is
+split between rows into buckets of its own.
 """
 
 from __future__ import annotations
@@ -18,21 +17,23 @@ from megarl.parallel.reshard.boxes import Owned, Piece
 from megarl.parallel.reshard.plan import Copy, Plan
 
 ALIGN = 64
-"""Bytes to which each buffer of an image is aligned."""
+"""Bytes to which each buffer in an image is aligned."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Buffers of a destination, or parts of them, and where each lies in the bucket's image."""
+    """Buffers of a destination, or parts of them, and their places in the bucket's image."""
 
     number: int
+    """Position in the order of transfer, from 0."""
     offsets: Mapping[str, int]
-    """Buffer -> first byte."""
+    """{buffer: first byte in the image}"""
     sizes: Mapping[str, int]
-    """Buffer -> elements of it that are here."""
+    """{buffer: number of its elements in this bucket}"""
     starts: Mapping[str, int]
-    """Buffer -> number of the first of them."""
+    """{buffer: index of the first of these elements in the whole buffer}"""
     itemsize: int
+    """Bytes of an element."""
 
     @cached_property
     def num_bytes(self) -> int:
@@ -46,16 +47,15 @@ class Bucket:
         )
 
     def buffers(self, image: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The flat buffers (or parts) in an image (bytes [num_bytes] or more), uncopied."""
+        """{buffer: flat view} into an image, uint8 [num_bytes or more]."""
         return {
             name: image[start : start + self.sizes[name] * self.itemsize].view(dtype)
             for name, start in self.offsets.items()
         }
 
     def part(self, piece: Piece) -> Piece | None:
-        """What of a piece of a whole buffer is here, placed in the part of the buffer that is; None
-        if nothing is.
-        """
+        """The part of a piece that lies in this bucket, placed relative to it; None if there is
+        none."""
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the usual: the buffer is whole, or at least the piece
@@ -69,11 +69,11 @@ class Bucket:
 
 
 def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
-    """The buffers of a destination in their order, as many to a bucket as fit into `limit_bytes`.
+    """Group a destination's buffers, in order, into buckets of at most `limit_bytes` bytes.
 
-    Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit: an engine
-    rebuilds a module at a time. A larger buffer is cut between rows, into parts that fit (of one
-    row, if need be).
+    Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit, because
+    engines rebuild whole modules. A larger buffer is split between rows, into parts of at least one
+    row.
     """
     widths = _widths(owned)
     modules: dict[str, list[str]] = {}
@@ -100,9 +100,8 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
 
 
 def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """A plan's copies, by bucket; where a buffer is cut they are too. They put to what the bucket
-    has of a buffer.
-    """
+    """A plan's copies by bucket, split where a buffer is; their targets are relative to the
+    bucket."""
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         for name in bucket.sizes:
@@ -119,9 +118,8 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
 
 
 def _widths(owned: Owned) -> dict[str, int]:
-    """Elements of a row of each buffer; 0 where it is not made of whole rows of one width (a
-    slice), and so cannot be cut.
-    """
+    """{buffer: elements of a row}; 0 for a buffer that is not made of equal whole rows (a
+    slice)."""
     found = dict.fromkeys(owned.sizes, -1)
     for piece in owned.pieces:
         fits = found[piece.buffer] in (-1, piece.stride) and piece.offset % piece.stride == 0
@@ -132,7 +130,7 @@ def _widths(owned: Owned) -> dict[str, int]:
 def _parts(
     name: str, size: int, width: int, itemsize: int, limit_bytes: int
 ) -> list[tuple[str, int, int]]:
-    """(buffer, first element, elements) of the parts of a buffer; a small one is one part."""
+    """(buffer, first element, elements) of each part of a buffer; a small one is a single part."""
     if size * itemsize <= limit_bytes or width <= 0:
         return [(name, 0, size)]
     step = max(1, limit_bytes // (width * itemsize)) * width
@@ -142,9 +140,7 @@ def _parts(
 def _bytes(
     filled: Mapping[str, tuple[int, int]], itemsize: int, more: list[tuple[str, int, int]]
 ) -> int:
-    """Bytes of a bucket with `more` in it; endless where it has another part of the same buffer
-    already.
-    """
+    """Bytes of a bucket after adding `more`; 2^63 if it has a part of the same buffer already."""
     if any(name in filled for name, _, _ in more):
         return 2**63
     sizes = [size for _, size in filled.values()] + [size for _, _, size in more]
@@ -152,6 +148,7 @@ def _bytes(
 
 
 def _bucket(number: int, parts: Mapping[str, tuple[int, int]], itemsize: int) -> Bucket:
+    """The bucket of these parts {buffer: (first element, elements)}."""
     offsets, filled = {}, 0
     for name, (_, size) in parts.items():
         offsets[name] = filled

@@ -1,6 +1,6 @@
-"""What each rank of a layout holds of a model: boxes of whole tensors, by layout and ZeRO stage.
+"""What each rank of a training layout owns of a model, by layout and ZeRO stage.
 
-shapes of whole tensors, shards of the tensor axis, layout, ZeRO stage  ->  [Owned of each rank]
+shapes of whole tensors, tensor-parallel shards, layout, ZeRO stage -> [Owned of each rank]
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def training_owned(
     layout: Layout,
     zero_stage: int,
 ) -> list[Owned]:
-    """What each rank of a training layout holds; one buffer a tensor, which ZeRO 3 slices over data
-    x sequence.
+    """What each rank of a training layout owns, one buffer for each tensor.
 
-    Raises `ValueError` where a tensor is cut along another dimension than its first or last of two.
+    Under ZeRO 3 buffers are sliced over data x sequence. Raises `ValueError` for a tensor that is
+    split along another dimension than the first, or the last of two.
     """
     whole_ranks = []
     for rank in range(layout.tensor):
@@ -54,7 +54,7 @@ def training_owned(
 
 
 def whole_owned(shapes: Mapping[str, tuple[int, ...]]) -> list[Owned]:
-    """One holder of every tensor whole: a Hugging Face checkpoint."""
+    """One rank that owns every tensor whole: a Hugging Face checkpoint."""
     owned = Owned()
     for name, shape in shapes.items():
         owned.add(name, matrix(shape), name)

@@ -1,12 +1,10 @@
-"""The plan: from what source ranks hold and what destination ranks want, the copies that bring it
-there. A pure function.
+"""The reshard plan: which copies bring the tensors that sources own to the destinations.
 
-    [Owned of each source rank], [Owned of each destination rank]  ->  [Copy ...], each element of
-    each destination once
+    [Owned of each source rank], [Owned of each destination rank] -> [Copy, ...]
 
-Where several sources hold the same piece, the work is dealt out evenly; where one of them shares
-the destination's memory, it is taken from there. Both ends of a wire make the same plan from the
-same arguments, so that no plan has to travel.
+A pure function: each element of each destination is written once, and both sides compute the same
+plan from the same arguments. Where several sources own the same box, the work is shared evenly; a
+source in the destination's own memory is preferred.
 """
 
 from __future__ import annotations
@@ -21,19 +19,24 @@ import torch
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills, tiles
 
 GRAIN = 2**20
-"""Elements below which a region is not cut up for the sake of balance."""
+"""Regions below this number of elements are not split between several sources."""
 
 
 class Copy(NamedTuple):
-    """One region of one tensor, from a source rank's buffer to a destination rank's."""
+    """A region of a tensor to be copied from a source rank's buffer to a destination rank's."""
 
     source: int
+    """Source rank."""
     taken: Piece
+    """The region in the source's buffer."""
     destination: int
+    """Destination rank."""
     put: Piece
+    """The same region in the destination's buffer."""
 
     @property
     def tensor(self) -> str:
+        """Name of the tensor."""
         return self.taken.tensor
 
     @property
@@ -44,20 +47,20 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Every copy of a resharding, in the destinations' order."""
+    """All copies of a resharding, in the order of the destinations."""
 
     copies: list[Copy]
     sources: Sequence[Owned]
     destinations: Sequence[Owned]
     local: Mapping[int, int]
-    """Destination rank -> the source rank in the same memory, where there is one."""
+    """{destination rank: source rank in the same memory}, where there is one."""
 
     def is_local(self, copy: Copy) -> bool:
-        """Whether the copy stays within one memory."""
+        """Whether source and destination are in the same memory."""
         return self.local.get(copy.destination) == copy.source
 
     def links(self, itemsize: int) -> Counter[tuple[int, int]]:
-        """Bytes over each (source rank, destination rank), without what stays local."""
+        """{(source rank, destination rank): bytes}, without local copies."""
         found: Counter[tuple[int, int]] = Counter()
         for copy in self.copies:
             if not self.is_local(copy):
@@ -65,13 +68,12 @@ class Plan:
         return found
 
     def moved(self, itemsize: int) -> int:
-        """Bytes that change memory."""
+        """Bytes copied between different memories."""
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Fewest bytes any plan can move: what each destination wants and its own memory does not
-        hold.
-        """
+        """Fewest bytes that any plan could move: what destinations need and their own memory
+        lacks."""
         wanted = 0
         for rank, owned in enumerate(self.destinations):
             here = self.local.get(rank)
@@ -86,9 +88,8 @@ class Plan:
         return wanted * itemsize
 
     def seconds(self, itemsize: int, *, bytes_per_s: float) -> float:
-        """Predicted time where every rank sends and receives at `bytes_per_s` at once: that of the
-        busiest one.
-        """
+        """Predicted time of the busiest rank, if every rank sends and receives at `bytes_per_s` at
+        once."""
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
         for (source, destination), count in self.links(itemsize).items():
@@ -102,8 +103,8 @@ def make_plan(
 ) -> Plan:
     """The copies that fill every destination from the sources, each element once.
 
-    Raises `ValueError` where a destination wants what no source holds, or sources hold overlapping
-    pieces of a tensor: with the tensor's name. Coverage is counted, not assumed.
+    `local` is `Plan.local`. Raises `ValueError` with the tensor's name where no source owns what a
+    destination needs, or where sources own overlapping boxes of a tensor.
     """
     local = local or {}
     holders, grain = _holders(sources), _grain(destinations)
@@ -130,11 +131,11 @@ def make_plan(
 
 
 _Region = tuple[Box, list[tuple[int, Piece]]]
-"""A box, and who could send it."""
+"""(box, [(source rank, its piece)] that could send it)"""
 
 
 class _Need(NamedTuple):
-    """A region wanted, and who could send it."""
+    """A region that a destination needs, and the pieces that could be its source."""
 
     destination: int
     piece: Piece
@@ -143,8 +144,9 @@ class _Need(NamedTuple):
 
 
 def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
-    """Tensor -> box -> the ranks that hold exactly this box. Raises where different boxes of a
-    tensor overlap.
+    """{tensor: {box: [(rank, piece)] that own exactly this box}}.
+
+    Raises `ValueError` where different boxes of a tensor overlap or leave gaps.
     """
     found: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
     for rank, owned in enumerate(sources):
@@ -160,7 +162,7 @@ def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Pi
         )
         if not tiles(boxes, whole):
             raise ValueError(
-                f"the sources' pieces of {tensor} overlap or leave gaps: they are not of one layout"
+                f"the sources' pieces of {tensor} overlap or leave gaps; give those of one layout"
             )
     return {tensor: dict(sorted(boxes.items())) for tensor, boxes in found.items()}
 
@@ -172,7 +174,10 @@ def _regions(
     here: int | None,
     grain: int,
 ) -> list[_Region]:
-    """The regions that make up one destination piece."""
+    """The regions that make up one destination piece; `here` is the source rank in the same memory.
+
+    Raises `ValueError` where sources do not cover the piece.
+    """
     made: list[_Region] = []
     for box, candidates in boxes.items():
         region = piece.box.meet(box)
@@ -185,21 +190,21 @@ def _regions(
         made += [(band, candidates) for band in region.bands(rows)]
     if not tiles([box for box, _ in made], piece.box):
         raise ValueError(
-            f"no source holds all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that"
-            f" rank {rank} wants"
+            f"no source owns all of {piece.tensor} rows {piece.box.top}:{piece.box.bottom} that"
+            f" rank {rank} needs"
         )
     return made
 
 
 def _grain(destinations: Sequence[Owned]) -> int:
-    """Elements that are dealt out at once: a small part of all, so that shares come out even."""
+    """Elements that are assigned to a source at once: a small part of all, so that shares are
+    even."""
     return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
 
 
 def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) -> list[Copy]:
-    """Choose a source for every need: its own memory, else the only one, else the least loaded;
-    largest needs first.
-    """
+    """Choose a source for every need: in the same memory, else the only one, else the least
+    loaded."""
     load = [0] * num_sources
     chosen: list[tuple[int, Piece] | None] = [None] * len(needs)
     open_needs = []
@@ -234,7 +239,7 @@ def apply(
     sources: Sequence[Mapping[str, torch.Tensor]],
     destinations: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Carry out a plan between flat buffers of one process."""
+    """Carry out a plan between flat buffers {name: tensor} of sources and destinations."""
     for copy in plan.copies:
         taken = copy.taken.view(sources[copy.source][copy.taken.buffer])
         copy.put.view(destinations[copy.destination][copy.put.buffer]).copy_(taken)

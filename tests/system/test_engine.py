@@ -249,7 +249,7 @@ def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(
     carry = wire.carry
     monkeypatch.setattr(wire, "carry", damaging)
     side.shake(7)
-    with pytest.raises(RuntimeError, match="holds another") as refused:
+    with pytest.raises(RuntimeError, match="has received a wrong") as refused:
         side.publish()
     assert victim in str(refused.value) and "(1 of " in str(refused.value)
     assert "data 1 x sequence 1 x tensor 1, ZeRO 0 -> 1 engine(s) of tensor 1" in str(refused.value)

@@ -63,7 +63,7 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
     assert re.search(
-        r"engine \d was lost while it took in version 2, in bucket \d+ of \d+, which begins with"
+        r"engine \d was lost while it received version 2, in bucket \d+ of \d+, which begins with"
         r" model\.",
         done.err,
     )

@@ -19,7 +19,7 @@ from test_sequence_attention import TOLERANCE, Case, assert_close, cases, dense,
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.kernels import block_cuda, pieces
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.block_cuda import CudnnOperator, FlashOperator
 from megarl.kernels.blocks import BLOCKS
 from megarl.parallel.sequence import CUTS, cut
@@ -176,11 +176,11 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param.split()[0]
 
 
-@pytest.mark.parametrize("small", [0, pieces.SMALL])
+@pytest.mark.parametrize("small", [0, pieces.SMALL_SCORES])
 def test_any_rows_equal_dense_attention(
     name: str, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALL", small)
+    monkeypatch.setattr(pieces, "SMALL_SCORES", small)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())
@@ -279,7 +279,7 @@ def test_torch_accepts_the_calls(operator: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", NAMES)
 def test_everything_a_block_makes_is_on_its_device(block: str, how: str) -> None:
     case = Case((1, 300, 7, 450, 20, 22, 25, 60), 2, 1, how, (4, 2), 8, 0.35, 3)
-    owned = [Places.of(index, case.starts) for index in case.indices()]
+    owned = [Positions.of(index, case.starts) for index in case.indices()]
     made: Any = BLOCKS[block]()
     for queries, keys in itertools.product(owned, owned):
         work = made.prepare(queries, keys, META)
@@ -300,7 +300,7 @@ def test_causal_pieces_are_square() -> None:
     """So it does not matter at which corner a kernel aligns its mask."""
     starts = torch.tensor([0, 700, 707, 1500])
     for how in CUTS:
-        owned = [Places.of(index, starts) for index in cut(starts, 4, how)]
+        owned = [Positions.of(index, starts) for index in cut(starts, 4, how)]
         works = [
             BLOCKS["flash"]().prepare(queries, keys, torch.device("cpu"))
             for queries in owned
@@ -318,9 +318,9 @@ def test_causal_pieces_are_square() -> None:
 
 @pytest.mark.parametrize("block", NAMES)
 def test_what_they_cannot_do_is_refused(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = Places.of(torch.arange(8), torch.tensor([0, 8]))
+    positions = Positions.of(torch.arange(8), torch.tensor([0, 8]))
     made = BLOCKS[block]()
-    work = made.prepare(places, places, torch.device("cpu"))
+    work = made.prepare(positions, positions, torch.device("cpu"))
     for dtype, width, message in [
         (
             torch.float32,

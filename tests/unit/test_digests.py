@@ -167,7 +167,7 @@ def test_a_gpu_s_arithmetic_is_what_it_says(
 def test_a_gpu_s_portions_do_not_show(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owned = numbers(9, 31)
     expected = on_device(owned, whole(owned))
-    monkeypatch.setattr(digests, "WORDS", words)
+    monkeypatch.setattr(digests, "NUM_WORDS", words)
     assert on_device(owned, whole(owned)) == expected
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.logprobs import BACKENDS, linear_logprobs
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
@@ -53,7 +53,7 @@ def test_the_transport_gives_float64_attention(how: str) -> None:
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(40, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     wholes = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = reference_attention(*wholes, Places.of(torch.arange(40), starts), scale)
+    expected = reference_attention(*wholes, Positions.of(torch.arange(40), starts), scale)
     expected.backward(upstream)
 
     def one_rank(exchange: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.observe import charts
+from megarl.observe import number_format, series
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer, shown
 from megarl.observe.report import write_report
@@ -266,15 +266,15 @@ def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> 
 def test_thin_keeps_ends_and_spikes() -> None:
     values = np.zeros(10_000)
     values[7777], values[1234], values[50:90] = 9.0, -9.0, np.nan
-    steps, _ = charts.thin(np.arange(10_000.0), values)
-    assert len(steps) <= charts.DRAWN_POINTS + 2
+    steps, _ = series.thin(np.arange(10_000.0), values)
+    assert len(steps) <= series.DRAWN_POINTS + 2
     assert {0.0, 1234.0, 7777.0, 9999.0} <= set(steps)
     assert (np.diff(steps) > 0).all()
 
 
 def test_gather_means_and_largest() -> None:
-    one = charts.Series("x", np.arange(5.0), np.array([1, np.nan, 3, 5, np.nan]), 1)
-    mean, largest = charts.gather(one, 3), charts.gather(one, 3, largest=True)
+    one = series.Series("x", np.arange(5.0), np.array([1, np.nan, 3, 5, np.nan]), 1)
+    mean, largest = series.gather(one, 3), series.gather(one, 3, largest=True)
     assert mean.steps.tolist() == [0.5, 2.5, 4.5]
     np.testing.assert_equal(mean.values, [1, 4, np.nan])
     np.testing.assert_equal(largest.values, [1, 5, np.nan])
@@ -282,9 +282,9 @@ def test_gather_means_and_largest() -> None:
 
 def test_smooth_is_the_mean_of_the_neighbours() -> None:
     np.testing.assert_allclose(
-        charts.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
+        series.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
     )
-    np.testing.assert_allclose(charts.smooth(np.array([2.0]), 1), [2.0])
+    np.testing.assert_allclose(series.smooth(np.array([2.0]), 1), [2.0])
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_smooth_is_the_mean_of_the_neighbours() -> None:
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
-    at = charts.ticks(low, high, 5, whole=whole)
+    at = number_format.ticks(low, high, 5, whole=whole)
     assert 2 <= len(at) <= 9
     assert at[0] <= low + 1e-9 * max(1, abs(low))
     assert at[-1] >= high - 1e-9 * max(1, abs(high))
@@ -301,14 +301,14 @@ def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert [charts.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == [
+    assert [number_format.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == [
         "0%",
         "17.4%",
         "99.4%",
         "100%",
         "0.05%",
     ]
-    assert [charts.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == [
+    assert [number_format.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == [
         "0",
         "31.5",
         "−0.5",
@@ -316,12 +316,12 @@ def test_numbers_in_words() -> None:
         "1k",
         "10M",
     ]  # noqa: RUF001
-    assert [charts.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == [
+    assert [number_format.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == [
         "3.1×10⁻⁵",
         "10⁻⁴",
         "−2×10⁻⁶",
     ]  # noqa: RUF001
-    assert [charts.duration(x) for x in (0.987, 45.2, 84, 7500)] == [
+    assert [number_format.duration(x) for x in (0.987, 45.2, 84, 7500)] == [
         "0.987 s",
         "45 s",
         "1 min 24 s",

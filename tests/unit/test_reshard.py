@@ -36,7 +36,7 @@ from megarl.parallel.reshard.buckets import ALIGN, copies_of, make_buckets
 from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, apply, make_plan
 from megarl.weight_sync.parameters import (
-    WORDS_MULTIPLE,
+    VOCAB_PADDING,
     ParameterSpec,
     engine_owned,
     training_shards,
@@ -194,7 +194,7 @@ def engine(table: Sequence[ParameterSpec], tensor: int, engines: int = 1) -> Sid
                 )
             if row.cut == "vocab":
                 part = torch.cat(
-                    [part, part.new_zeros(-len(part) % WORDS_MULTIPLE, *part.shape[1:])]
+                    [part, part.new_zeros(-len(part) % VOCAB_PADDING, *part.shape[1:])]
                 )
             if row.cut != "whole":
                 part = part.tensor_split(tensor, int(row.cut == "inputs"))[rank]
@@ -565,7 +565,7 @@ def test_sources_of_no_one_layout_are_refused(kept: list[Box]) -> None:
     said = (
         r"pieces of model\.w overlap"
         if len(kept) > 1
-        else r"holds all of model\.w rows 0:4 that rank 1 wants"
+        else r"owns all of model\.w rows 0:4 that rank 1 needs"
     )
     with pytest.raises(ValueError, match=said):
         make_plan(sources, [Owned(), wanting])

@@ -19,7 +19,7 @@ from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import pieces
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
 from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.blocks import BLOCKS
@@ -174,8 +174,8 @@ def split_attention(
 
 def dense(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    places = Places.of(torch.arange(int(case.starts[-1])), case.starts)
-    out = reference_attention(q, k, v, places, case.scale)
+    positions = Positions.of(torch.arange(int(case.starts[-1])), case.starts)
+    out = reference_attention(q, k, v, positions, case.scale)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
@@ -226,13 +226,13 @@ def test_16_bit_inputs_are_summed_in_float32(
 
 
 @pytest.mark.parametrize("tile", [1, 4, 64])
-@pytest.mark.parametrize("small", [0, pieces.SMALL])
+@pytest.mark.parametrize("small", [0, pieces.SMALL_SCORES])
 def test_cpu_block_equals_the_reference_block_on_any_places(
     monkeypatch: pytest.MonkeyPatch, tile: int, small: int
 ) -> None:
     """Any queries and any keys, merged into sums of which some are still empty."""
     monkeypatch.setattr(pieces, "TILE", tile)
-    monkeypatch.setattr(pieces, "SMALL", small)
+    monkeypatch.setattr(pieces, "SMALL_SCORES", small)
 
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 2**16))
@@ -245,7 +245,7 @@ def test_cpu_block_equals_the_reference_block_on_any_places(
             else torch.arange(int(starts[-1]))
         )
         chosen = [order[torch.rand(len(order), generator=draw) < share] for share in (0.5, 0.7)]
-        queries, keys = (Places.of(index, starts) for index in chosen)
+        queries, keys = (Positions.of(index, starts) for index in chosen)
         q = torch.randn(len(chosen[0]), 4, 5, generator=draw)
         k, v = torch.randn(len(chosen[1]), 2, 2, 5, generator=draw).unbind(1)
         upstream = torch.randn(q.shape, generator=draw)
@@ -275,8 +275,8 @@ def test_cpu_block_equals_the_reference_block_on_any_places(
 @pytest.mark.parametrize("how", ["contiguous", "zigzag", "striped"])
 def test_regular_cuts_need_no_masks(how: str) -> None:
     starts = torch.tensor([0, 3000, 4096])
-    places = [Places.of(index, starts) for index in cut(starts, 4, how)]
-    works = [CpuBlock().prepare(queries, keys, CPU) for queries in places for keys in places]
+    positions = [Positions.of(index, starts) for index in cut(starts, 4, how)]
+    works = [CpuBlock().prepare(queries, keys, CPU) for queries in positions for keys in positions]
     found = [piece for work in works if work is not None for piece in work.pieces]
     assert found and all(piece.mask is None for piece in found)
     assert max(len(work.pieces) for work in works if work is not None) <= 6
@@ -286,7 +286,9 @@ def test_irregular_cuts_stay_in_small_masks() -> None:
     starts = torch.tensor([0, 8192])
     draw = torch.Generator().manual_seed(0)
     order = torch.randperm(8192, generator=draw)
-    work = CpuBlock().prepare(Places.of(order[:4096], starts), Places.of(order[4096:], starts), CPU)
+    work = CpuBlock().prepare(
+        Positions.of(order[:4096], starts), Positions.of(order[4096:], starts), CPU
+    )
     assert work is not None
     assert (
         sum(piece.mask.numel() for piece in work.pieces if piece.mask is not None)
@@ -387,7 +389,7 @@ def test_hops_are_those_that_the_masks_ask_for() -> None:
     @given(cases())
     def check(case: Case) -> None:
         plan = make_plan(case, "reference")
-        size = len(plan.places)
+        size = len(plan.positions)
         seen = [(r, s) for r in range(size) for s in range(size) if plan.work(r, s) is not None]
         assert plan.hops == max((r - s) % size for r, s in seen)
 
@@ -400,11 +402,13 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     starts = torch.tensor([0, 8])
     made = BLOCKS[block]()
     assert (
-        made.prepare(Places.of(torch.arange(4), starts), Places.of(torch.arange(4, 8), starts), CPU)
+        made.prepare(
+            Positions.of(torch.arange(4), starts), Positions.of(torch.arange(4, 8), starts), CPU
+        )
         is None
     )
-    queries = Places.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
-    work = made.prepare(queries, Places.of(torch.tensor([4, 5]), starts), CPU)
+    queries = Positions.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
+    work = made.prepare(queries, Positions.of(torch.tensor([4, 5]), starts), CPU)
     q, (k, v) = torch.randn(6, 2, 16), torch.randn(2, 2, 1, 16).unbind(1)
     out, lse = torch.zeros_like(q), torch.full((2, 6), -torch.inf)
     for _ in range(2):

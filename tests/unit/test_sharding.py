@@ -196,7 +196,7 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
     """Found by comparing every causal language model of transformers with ours (see
     tests/distributed/test_families.py).
     """
-    from megarl.checks.preflight import check_cut
+    from megarl.checks.layout_checks import check_cut
     from megarl.trainer.attention import refuse_unsupported
     from megarl.trainer.config import LayoutConfig, ModelConfig, TrainingConfig
 

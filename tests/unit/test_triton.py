@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.kernels import logprobs_torch, tiles
-from megarl.kernels.block import Places
+from megarl.kernels.block import Positions
 from megarl.kernels.block_reference import ReferenceBlock
 from megarl.kernels.tiles import Tile, visits
 
@@ -82,9 +82,9 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
         *((a, b) for a in LAYOUTS[name] for b in LAYOUTS[name]),
         (ROW[:16], ROW[15:]),
     ]:
-        places_q, places_k = Places.of(queries, STARTS), Places.of(keys, STARTS)
-        mask = (places_q.doc_start[:, None] <= keys) & (keys <= queries[:, None])
-        work, runs = visits(places_q, places_k, 16, 8, by_keys)
+        positions_q, positions_k = Positions.of(queries, STARTS), Positions.of(keys, STARTS)
+        mask = (positions_q.doc_start[:, None] <= keys) & (keys <= queries[:, None])
+        work, runs = visits(positions_q, positions_k, 16, 8, by_keys)
         mask = mask.T if by_keys else mask
         met = torch.zeros(mask.shape, dtype=torch.int64)
         weights = []
@@ -111,7 +111,7 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
 def attention(
     block,
     tensors: list[torch.Tensor],
-    places: list[Places],
+    positions: list[Positions],
     rank: int,
     scale: float,
     upstream: torch.Tensor,
@@ -127,7 +127,7 @@ def attention(
     grads = [
         torch.full(x.shape, 0.5, dtype=kind, device=x.device) for x in (q, *rest)
     ]  # they are added to
-    work = [block.prepare(places[rank], keys, q.device) for keys in places]
+    work = [block.prepare(positions[rank], keys, q.device) for keys in positions]
     order = [i for i in (1 - rank, rank) if work[i] is not None]
     for i in order:
         block.forward(q, *kv[i], work[i], scale, out, lse)
@@ -159,15 +159,15 @@ def compare(
 ) -> None:
     scale = width**-0.5 * 1.5
     draw = torch.Generator().manual_seed(width)
-    places = [Places.of(index, starts) for index in parts]
+    positions = [Positions.of(index, starts) for index in parts]
     shapes = [(len(parts[rank]), heads[0]), *[(len(index), heads[1]) for index in (*parts, *parts)]]
     tensors = [torch.randn(*shape, width, generator=draw).to(dtype) for shape in shapes]
     upstream = torch.randn(tensors[0].shape, generator=draw).to(dtype)
     wanted = attention(
-        ReferenceBlock(), [x.double() for x in tensors], places, rank, scale, upstream.double()
+        ReferenceBlock(), [x.double() for x in tensors], positions, rank, scale, upstream.double()
     )
     found = attention(
-        block, [among_others(x) for x in tensors], places, rank, scale, upstream.to(DEVICE)
+        block, [among_others(x) for x in tensors], positions, rank, scale, upstream.to(DEVICE)
     )
     for name, a, b in zip(("out", "lse", "q", "k0", "k1", "v0", "v1"), found, wanted, strict=True):
         a, seen = a.cpu().double(), b > -torch.inf
@@ -245,10 +245,10 @@ def test_rows_that_see_nothing_stay_as_they_were() -> None:
     """
     from megarl.kernels.block_triton import TritonBlock
 
-    queries, keys = Places.of(ROW[30:90], STARTS), Places.of(ROW[:30], STARTS)
+    queries, keys = Positions.of(ROW[30:90], STARTS), Positions.of(ROW[:30], STARTS)
     block = TritonBlock(SMALL)
     work = block.prepare(queries, keys, DEVICE)
-    assert work is not None and block.prepare(keys, Places.of(ROW[30:], STARTS), DEVICE) is None
+    assert work is not None and block.prepare(keys, Positions.of(ROW[30:], STARTS), DEVICE) is None
     q, k, v = (torch.randn(length, 2, 16, device=DEVICE) for length in (60, 30, 30))
     out, lse = torch.zeros(60, 2, 16, device=DEVICE), torch.full((2, 60), -torch.inf, device=DEVICE)
     block.forward(q, k, v, work, 0.3, out, lse)
@@ -274,13 +274,13 @@ def test_rows_that_see_nothing_stay_as_they_were() -> None:
 def test_equal_inputs_give_equal_bits() -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    places = [Places.of(index, STARTS) for index in LAYOUTS["zigzag"]]
+    positions = [Positions.of(index, STARTS) for index in LAYOUTS["zigzag"]]
     tensors = [
-        torch.randn(len(places[i].index), heads, 16, device=DEVICE)
+        torch.randn(len(positions[i].index), heads, 16, device=DEVICE)
         for i, heads in ((0, 2), (0, 1), (1, 1), (0, 1), (1, 1))
     ]
     once, again = (
-        attention(TritonBlock(SMALL), tensors, places, 0, 0.25, tensors[0]) for _ in range(2)
+        attention(TritonBlock(SMALL), tensors, positions, 0, 0.25, tensors[0]) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -289,9 +289,9 @@ def test_equal_inputs_give_equal_bits() -> None:
 def test_what_the_triton_block_cannot_do_is_refused() -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    places = Places.of(ROW, STARTS)
+    positions = Positions.of(ROW, STARTS)
     block = TritonBlock()
-    work = block.prepare(places, places, DEVICE)
+    work = block.prepare(positions, positions, DEVICE)
     for dtype, width, scale, message in [
         (torch.float64, 16, 1.0, "float64"),
         (torch.float32, 257, 1.0, "head widths up to 256"),
@@ -416,9 +416,9 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
     monkeypatch.setenv(
         "TRITON_DEFAULT_FP_FUSION", "1"
     )  # said by us as an option, which Triton does not see in time
-    places = Places.of(ROW, STARTS)
+    positions = Positions.of(ROW, STARTS)
     block = TritonBlock(descriptors=descriptors)
-    work = block.prepare(places, places, torch.device("cpu"))
+    work = block.prepare(positions, positions, torch.device("cpu"))
     assert work is not None
     q, k, v = (torch.zeros(TOTAL, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
     out, lse = torch.zeros(q.shape), torch.zeros(4, TOTAL)
@@ -430,14 +430,14 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
     logprobs_triton.statistics(logits, ROW, 0, 1.0)
     logprobs_triton.gradient_(logits, ROW, 0, 1.0, *rows)
     assert set(compiled) == {
-        "_forward",
-        "_row_sums",
-        "_grad_keys",
-        "_grad_queries",
+        "forward_kernel",
+        "row_sums_kernel",
+        "grad_keys_kernel",
+        "grad_queries_kernel",
         "_statistics",
         "_gradient",
     }
-    for name in ("_forward", "_grad_keys", "_grad_queries"):
+    for name in ("forward_kernel", "grad_keys_kernel", "grad_queries_kernel"):
         code = compiled[name].asm["ptx"]
         assert "wgmma.mma_async" in code and ("cp.async.bulk.tensor" in code) == descriptors
         assert compiled[name].metadata.shared <= 227 * 1024

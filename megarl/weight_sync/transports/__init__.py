@@ -1,1 +1,1 @@
-"""Ways for weights to travel from trainer ranks to engine ranks, one file each."""
+"""Transports: the ways in which weights travel from trainer ranks to engines."""

@@ -1,14 +1,23 @@
-"""What a transport owes: to move images of buckets from trainer ranks to engine ranks, and to stop
-when it is told to.
+"""The contract of a transport: bring the images of buckets from trainer ranks to engine ranks.
 
-To add one, write both ends in one file and list them in `SENDERS` and `RECEIVERS` of
-`megarl.weight_sync.transports.registry`, and in `WeightSyncConfig.transport`. Plans, digests and
-the engine's own weights are none of its business.
+An image is the memory block of one bucket as one engine rank needs it. A transport is one file with
+a `Sender` (trainer ranks) and a `Receiver` (engine ranks). To add one, list both classes in
+`megarl.weight_sync.transports.registry` and the name in `WeightSyncConfig.transport`. Plans,
+digests and the engine's own parameters are not a transport's concern.
+
+One weight version, in calls:
+
+    every trainer rank                              every engine rank
+    sender.begin(version)                           for bucket, image in receiver.receive(...):
+    for bucket in route.buckets:                        install image
+        for copy, target in sender.reserve(...):
+            write copy to target
+        sender.commit(...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,78 +26,68 @@ from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 
 Watch = Callable[[], None]
-"""Called in every wait; raises when there is nothing left to wait for: a deadline, a lost engine,
-another rank's failure.
+"""Called again and again in every wait. Raises to end the wait: deadline, lost engine, failed rank.
 """
 
 
 GIVEN_UP = "another process gave this version up"
+"""Message of `Aborted`."""
 
 
 class Sender(Protocol):
-    """A trainer rank's end. For each version, on every rank: begin, then reserve and commit of
-    every bucket in turn, end.
-    """
+    """A trainer rank's half of a transport; built with (route, world axis, weight_sync.folder)."""
 
     SHARED: bool
-    """Whether engines read the same images, so that each is sent once, not once an engine."""
+    """True if engines read the same images, so that each image is sent once for all engines."""
     LOCAL: bool
-    """Whether destination n lies in the memory of trainer rank n."""
+    """True if destination n lies in the memory of trainer rank n."""
 
     def init_info(self) -> dict[str, Any]:
-        """What receivers must be told to find this end; rank 0's is used. Plain numbers and
-        texts.
-        """
+        """Rank 0's address for receivers, as JSON-like data."""
         ...
 
     def begin(self, version: int) -> None:
-        """Make ready for a version, whatever became of the one before; all ranks, who go on only
-        when all have.
-
-        What goes wrong here is raised on every rank.
-        """
+        """Discard the last version, prepare for this one. Collective; errors reach all ranks."""
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """This rank's copies of the bucket, each with the place [rows, columns] to write it to;
-        waits until that is free.
+        """Wait for free memory; returns this rank's copies of the bucket with their targets
+        [rows, columns].
         """
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """This rank's part of the bucket is written."""
-        ...
-
-    def end(self, watch: Watch) -> None:
-        """Every bucket of this rank is on its way for good."""
+        """Send the bucket, whose targets are written; after the last bucket wait for delivery."""
         ...
 
     def abort(self) -> None:
-        """Have every receiver and sender that waits give up."""
+        """Make every sender and receiver that waits for this version raise `Aborted`."""
         ...
 
     def progress(self, engine: int) -> int:
-        """The bucket that an engine was at, as far as this end knows."""
+        """Number of buckets that all ranks of an engine have received, as far as is known here."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release memory, files and connections."""
+        ...
 
 
 class Receiver(Protocol):
-    """An engine rank's end. For each version: begin, then wait for and release every bucket in
-    turn.
-    """
+    """An engine rank's half; built with (route, engine number, tensor rank, sender's init_info)."""
 
-    def begin(self, version: int) -> None: ...
+    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket of a version in order, with its complete image, uint8 [bucket.num_bytes].
 
-    def wait(self, bucket: Bucket, watch: Watch) -> torch.Tensor:
-        """The bucket's image, bytes [bucket.num_bytes], complete; valid until it is released."""
+        An image is valid until the next bucket is asked for. Raises `Aborted`, or what `watch`
+        raises.
+        """
         ...
 
-    def release(self, bucket: Bucket) -> None: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release memory, files and connections."""
+        ...
 
 
 class Aborted(RuntimeError):
-    """Another rank gave this version up; what happened is said there."""
+    """Another rank abandoned this weight version; that rank reports the reason."""

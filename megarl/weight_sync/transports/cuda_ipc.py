@@ -1,10 +1,9 @@
-"""Weights through memory of GPUs that trainer ranks and engines of one host share. Both ends; not
-yet run on a GPU.
+"""Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. Not yet run on a GPU.
 
-As `shared_memory`, but each engine rank has an image of its own, on the GPU it shares with a
-trainer rank: destination n, rank n. What that rank holds stays on its GPU; the others open CUDA's
-handles and go over NVLink or PCIe. Counters stay on the host; one is raised only when the GPU has
-done what it tells of.
+As `shared_memory`, but each engine rank has an image of its own on the GPU that it shares with a
+trainer rank: destination n with rank n. What that trainer rank owns stays on its GPU; other ranks
+open the image through CUDA IPC handles and write over NVLink or PCIe. Counters stay in host memory;
+one is raised only after the GPU has finished the work that it counts.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports import shared_memory
 from megarl.weight_sync.transports.base import Watch
 
-# What `reduce_tensor` says of a tensor of bytes, as `rebuild_cuda_tensor` takes it; the rest is
-# known.
+# Positions in the arguments that `reduce_tensor` makes for `rebuild_cuda_tensor`; the other
+# arguments are known for a tensor of bytes.
 HANDLE = slice(7, 10)
 """(storage handle, bytes, first byte)"""
 EVENTS = slice(11, 15)
-"""(reference counter's handle, its place, event handle, whether to wait for it)"""
+"""(reference counter's handle, its offset, event handle, whether to wait for it)"""
 
 
 def _require_gpu() -> None:
@@ -38,12 +37,12 @@ def _require_gpu() -> None:
 
 
 def _uuid(device: int) -> str:
-    """A GPU's own name: its number depends on which ones a process may see."""
+    """A GPU's UUID; its index depends on which GPUs a process sees."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _invite(memory: torch.Tensor) -> dict[str, Any]:
-    """What another process needs to open a tensor of bytes on a GPU: plain numbers and texts."""
+def _export_handle(memory: torch.Tensor) -> dict[str, Any]:
+    """JSON-like data with which another process opens a uint8 tensor on a GPU."""
     arguments = reduce_tensor(memory)[1]
     plain = [
         value.hex() if isinstance(value, bytes) else value
@@ -57,55 +56,64 @@ def _invite(memory: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _accept(told: dict[str, Any]) -> torch.Tensor:
-    """The tensor that `_invite` told of."""
+def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
+    """The uint8 tensor of another process, from the result of `_export_handle`.
+
+    Raises `ValueError` where this process does not see the tensor's GPU.
+    """
     gpus = {_uuid(device): device for device in range(torch.cuda.device_count())}
-    if told["gpu"] not in gpus:
+    if exported["gpu"] not in gpus:
         raise ValueError(
-            f"weight_sync.transport cuda_ipc: GPU {told['gpu']} holds weights for this process,"
+            f"weight_sync.transport cuda_ipc: GPU {exported['gpu']} has weights for this process,"
             f" which sees only {sorted(gpus)}; set weight_sync.transport to point_to_point, or let"
             " every process see all GPUs of the host"
         )
-    storage, size, first, counter, place, event, wait = told["handles"]
+    storage, size, first, counter, offset, event, wait = exported["handles"]
     return rebuild_cuda_tensor(
         torch.Tensor,
-        (told["size"],),
+        (exported["size"],),
         (1,),
-        told["start"],
+        exported["start"],
         torch.UntypedStorage,
         torch.uint8,
-        gpus[told["gpu"]],
+        gpus[exported["gpu"]],
         bytes.fromhex(storage),
         size,
         first,
         False,
         bytes.fromhex(counter),
-        place,
+        offset,
         bytes.fromhex(event),
         wait,
     )
 
 
-def _finish(*memories: torch.Tensor) -> None:
-    """Wait until the GPUs have done what was asked of them."""
+def _synchronize(*memories: torch.Tensor) -> None:
+    """Wait for all work on the current GPU and on those of `memories`."""
     for device in {torch.cuda.current_device(), *(memory.get_device() for memory in memories)}:
         torch.cuda.synchronize(device)
 
 
 class Sender(shared_memory.Sender):
-    """A trainer rank's end; rank 0 owns the counters, rank n image n."""
+    """A trainer rank's half; rank 0 makes the counters, rank n the image of destination n."""
 
     SHARED, LOCAL = False, True
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
+        """Collective over `axis`, the trainer's world. `folder` is unused.
+
+        Raises `ValueError` without a GPU.
+        """
         _require_gpu()
         super().__init__(route, axis, folder)
 
     def init_info(self) -> dict[str, Any]:
-        return super().init_info() | {"images": self._told}
+        """Path of the counters, number of senders, and a handle for every image."""
+        return super().init_info() | {"images": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        _finish(*self._images)
+        """Wait for the copies on the GPUs, then count the bucket as written."""
+        _synchronize(*self._images)
         super().commit(bucket, watch)
 
     def _host_bytes(self) -> int:
@@ -113,31 +121,36 @@ class Sender(shared_memory.Sender):
 
     def _open(self) -> list[torch.Tensor]:
         route, axis = self._route, self._axis
-        mine = {
+        own = {
             image: torch.empty(shared_memory.image_bytes(route), dtype=torch.uint8, device="cuda")
             for image in range(route.spec.num_images)
             if image % axis.size == axis.rank
         }
-        told = gather_objects({image: _invite(memory) for image, memory in mine.items()}, axis)
-        self._told = [told[image % axis.size][image] for image in range(route.spec.num_images)]
+        by_rank = gather_objects(
+            {image: _export_handle(memory) for image, memory in own.items()}, axis
+        )
+        self._exported = [
+            by_rank[image % axis.size][image] for image in range(route.spec.num_images)
+        ]
         return [
-            mine[image] if image in mine else _accept(each) for image, each in enumerate(self._told)
+            own[image] if image in own else _open_handle(exported)
+            for image, exported in enumerate(self._exported)
         ]
 
 
 class Receiver(shared_memory.Receiver):
-    """An engine rank's end."""
+    """An engine rank's half of the transport."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
+        """Raises `ValueError` without a GPU, or where this process does not see the image's GPU."""
         _require_gpu()
         super().__init__(route, engine, rank, init_info)
 
-    def release(self, bucket: Bucket) -> None:
-        _finish(self._slots)
-        super().release(bucket)
+    def _finish_reading(self) -> None:
+        _synchronize(self._slots)
 
     def _host_bytes(self) -> int:
         return 0
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
-        return _accept(init_info["images"][self._image])
+        return _open_handle(init_info["images"][self._image])

@@ -1,12 +1,10 @@
-"""Weights through files in a folder that trainer ranks and engines see under the same name. Both
-ends are in this file.
+"""Transport `disk`: files in a folder that trainer ranks and engines see under the same path.
 
-    <weight_sync.folder>/weights-<run>/version-<v>.<attempt>/from-<trainer rank>: its messages,
-    bucket after bucket
+    <weight_sync.folder>/weights-<run>/version-<v>.<attempt>/from-<trainer rank>
 
-Each trainer rank writes a file of its own: where two hosts write one page of a network file, one's
-part is lost. A version is written aside and renamed when all of it is on disk; it is removed when
-the next one begins, and the last one with the sender.
+Each trainer rank writes one file with its messages, bucket after bucket: two hosts that write one
+page of a network file overwrite each other. A version is written under another name and renamed
+once all of it is on disk. It is removed when the next one begins; `Sender.close` removes the last.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import os
 import secrets
 import shutil
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,17 +40,18 @@ from megarl.weight_sync.transports.messages import (
 from megarl.weight_sync.transports.shared_counters import wait_until
 
 LONGEST_PAUSE_S = 0.02
-"""Between two looks into the folder."""
+"""Longest pause between two checks of the folder."""
 
 
 def _write(path: Path, text: str) -> None:
-    """A small file, whole or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(path)
+    """Write a small file in one atomic rename."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _read(path: Path) -> Any:
+    """The file's JSON, or None where there is no file."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def _read(path: Path) -> Any:
 
 
 def _sync(folder: Path) -> None:
-    """Have a folder's names on disk."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,28 +68,29 @@ def _sync(folder: Path) -> None:
 
 
 class _Attempt:
-    """Names of one try to bring a version across."""
+    """Paths of one attempt to send a version; a version that is sent again has another number."""
 
     def __init__(self, root: Path, version: int, number: int) -> None:
         self.root, self.version, self.number = root, version, number
         self.folder = root / f"version-{version}.{number}"
-        self.aside = root / f"version-{version}.{number}.partial"
+        self.partial = root / f"version-{version}.{number}.partial"
         self.stop = root / f"aborted.{number}"
 
-    def until(self, ready: Any, watch: Watch) -> None:
+    def until(self, ready: Callable[[], bool], watch: Watch) -> None:
+        """Poll until `ready()`. Raises `Aborted` for an aborted attempt, or what `watch` raises."""
         wait_until(ready, self.stop.exists, watch, longest_pause_s=LONGEST_PAUSE_S)
 
 
 class Sender:
-    """A trainer rank's end; rank 0 makes and removes folders."""
+    """A trainer rank's half of the transport; rank 0 makes and removes folders."""
 
     SHARED = True
-    """Engines read the same files."""
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """All ranks of `axis`, the trainer's world, make theirs together. Raises `ValueError` where
-        `folder` is of no use.
+        """Make the run's folder in `folder`. Collective over `axis`, the trainer's world.
+
+        Raises `ValueError` where `folder` is empty or cannot be written.
         """
         if not folder:
             raise ValueError(
@@ -112,11 +113,12 @@ class Sender:
         self._file: BinaryIO | None = None
 
     def init_info(self) -> dict[str, Any]:
+        """Path of the run's folder."""
         return {"root": str(self._attempt.root)}
 
     def begin(self, version: int) -> None:
-        """Raises `RuntimeError`, on all ranks, where there is no room for the version."""
-        self._shut()
+        """Remove older versions. Raises `RuntimeError`, on all ranks, without free disk space."""
+        self._close_file()
         self._attempt = attempt = _Attempt(self._attempt.root, version, self._attempt.number + 1)
         barrier(self._axis)
         problem = ""
@@ -126,10 +128,10 @@ class Sender:
                     shutil.rmtree(old)
                 for old in attempt.root.glob("aborted.*"):
                     old.unlink()
-                attempt.aside.mkdir()
+                attempt.partial.mkdir()
                 _write(attempt.root / "now", json.dumps([version, attempt.number]))
-                needed, room = self._route.written, shutil.disk_usage(attempt.root).free
-                problem = self._full() if room < needed else ""
+                needed, free = self._route.written, shutil.disk_usage(attempt.root).free
+                problem = self._disk_full() if free < needed else ""
             except OSError as error:
                 problem = f"version {version} cannot be written to {attempt.root}: {error}"
         problem = broadcast_object(problem, self._axis)
@@ -137,6 +139,7 @@ class Sender:
             raise RuntimeError(problem)
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
+        """Targets in a buffer in memory, message after message; never waits."""
         found, start = [], 0
         for message in self._messages[bucket.number].values():
             found += parts(message, self._memory[start : start + length(message)])
@@ -144,43 +147,43 @@ class Sender:
         return found
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
+        """Append the buffer to this rank's file; after the last bucket publish the version.
+
+        Raises `RuntimeError` where the file cannot be written, for example on a full disk.
+        """
         size = sum(map(length, self._messages[bucket.number].values()))
         watch()
         try:
             if self._file is None:
-                self._file = open(self._mine(".partial"), "wb")  # noqa: SIM115 - open until `end`
+                self._file = open(self._own_path(".partial"), "wb")  # noqa: SIM115 - many commits
             self._file.write(memoryview(self._memory[:size].view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
+            if self._route.is_last(bucket):
+                self._publish(self._file, watch)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
-    def end(self, watch: Watch) -> None:
-        """This rank's file is on disk; rank 0 waits for all of them and gives the version its
-        name.
-        """
+    def _publish(self, file: BinaryIO, watch: Watch) -> None:
+        """Flush this rank's file to disk; rank 0 waits for all files and names the version."""
         attempt = self._attempt
-        try:
-            assert self._file is not None
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._shut()
-            self._mine(".partial").rename(self._mine())
-            if self._axis.rank == 0:
-                files = [attempt.aside / f"from-{rank}" for rank in range(self._axis.size)]
-                attempt.until(lambda: all(file.exists() for file in files), watch)
-                _sync(attempt.aside)
-                attempt.aside.rename(attempt.folder)
-                _sync(attempt.root)
-        except OSError as error:
-            raise self._failed(error) from error
+        file.flush()
+        os.fsync(file.fileno())
+        self._close_file()
+        self._own_path(".partial").rename(self._own_path())
+        if self._axis.rank == 0:
+            files = [attempt.partial / f"from-{rank}" for rank in range(self._axis.size)]
+            attempt.until(lambda: all(file.exists() for file in files), watch)
+            _sync(attempt.partial)
+            attempt.partial.rename(attempt.folder)
+            _sync(attempt.root)
 
     def abort(self) -> None:
-        self._shut()
-        with contextlib.suppress(
-            OSError
-        ):  # the folder is gone, and everybody who looks for it finds out
+        """Make the file that marks the attempt as aborted."""
+        self._close_file()
+        with contextlib.suppress(OSError):  # without the folder every other rank fails by itself
             self._attempt.stop.touch()
 
     def progress(self, engine: int) -> int:
+        """Buckets that all ranks of the engine have reported as read."""
         tensor, found = self._route.spec.engine_tensor, []
         for rank in range(tensor):
             number, count = _read(self._attempt.root / f"read-{engine}-{rank}") or (0, 0)
@@ -188,39 +191,44 @@ class Sender:
         return min(found)
 
     def close(self) -> None:
-        self._shut()
+        """Remove the run's folder."""
+        self._close_file()
         if self._axis.rank == 0:
             shutil.rmtree(self._attempt.root, ignore_errors=True)
 
-    def _mine(self, more: str = "") -> Path:
-        return self._attempt.aside / f"from-{self._axis.rank}{more}"
+    def _own_path(self, suffix: str = "") -> Path:
+        """This rank's file."""
+        return self._attempt.partial / f"from-{self._axis.rank}{suffix}"
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what could not be written was said before
+            with contextlib.suppress(OSError):  # a failed write has been reported already
                 file.close()
 
-    def _failed(self, error: OSError) -> RuntimeError:
+    def _write_error(self, error: OSError) -> RuntimeError:
+        """The error to raise for a failed write."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return RuntimeError(self._full())
+            return RuntimeError(self._disk_full())
         return RuntimeError(
             f"version {self._attempt.version} cannot be written to {self._attempt.root}: {error}"
         )
 
-    def _full(self) -> str:
-        needed, room = self._route.written, shutil.disk_usage(self._attempt.root).free
+    def _disk_full(self) -> str:
+        """Error message for a disk without space for the version."""
+        needed, free = self._route.written, shutil.disk_usage(self._attempt.root).free
         return (
-            f"no room for version {self._attempt.version} in {self._attempt.root}: it takes"
-            f" {needed / 2**20:.1f} MiB, and {room / 2**20:.1f} MiB are left; make room or set"
+            f"no disk space for version {self._attempt.version} in {self._attempt.root}: it takes"
+            f" {needed / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free; free some or set"
             " weight_sync.folder to another folder"
         )
 
 
 class Receiver:
-    """An engine rank's end."""
+    """An engine rank's half of the transport."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
+        """Raises `ValueError` where this host does not see the sender's folder."""
         self._route, self._image, self._root = (
             route,
             route.spec.image(engine, rank),
@@ -232,59 +240,52 @@ class Receiver:
                 " one that trainer ranks and engines see under the same name"
             )
         self._read = self._root / f"read-{engine}-{rank}"
-        self._places = self._find(route)
+        self._messages = self._find_messages(route)
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8)
-        self._version = -1
-        self._attempt: _Attempt | None = None
 
-    def begin(self, version: int) -> None:
-        self._version, self._attempt = version, None
-
-    def wait(self, bucket: Bucket, watch: Watch) -> torch.Tensor:
-        attempt = self._attempt = self._attempt or self._find_attempt(watch)
-        if bucket.number == 0:
-            attempt.until(attempt.folder.exists, watch)
-        image = self._bytes[: bucket.num_bytes]
-        buffers = bucket.buffers(image, self._route.dtype)
-        for source, start, message in self._places[bucket.number]:
-            size = length(message) * self._route.dtype.itemsize
-            # Copy on write, though nobody writes: torch warns of memory that is read-only.
-            found = np.memmap(
-                attempt.folder / f"from-{source}",
-                dtype=np.uint8,
-                mode="c",
-                offset=start,
-                shape=(size,),
-            )
-            unpack(message, torch.from_numpy(found).view(self._route.dtype), buffers)
-        return image
-
-    def release(self, bucket: Bucket) -> None:
-        assert self._attempt is not None
-        _write(self._read, json.dumps([self._attempt.number, bucket.number + 1]))
+    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket of a version with its image, read once the whole version is on disk."""
+        attempt = self._find_attempt(version, watch)
+        attempt.until(attempt.folder.exists, watch)
+        for bucket in self._route.buckets:
+            image = self._bytes[: bucket.num_bytes]
+            buffers = bucket.buffers(image, self._route.dtype)
+            for source, start, message in self._messages[bucket.number]:
+                size = length(message) * self._route.dtype.itemsize
+                # Copy on write, though nothing writes: torch warns of read-only memory.
+                found = np.memmap(
+                    attempt.folder / f"from-{source}",
+                    dtype=np.uint8,
+                    mode="c",
+                    offset=start,
+                    shape=(size,),
+                )
+                unpack(message, torch.from_numpy(found).view(self._route.dtype), buffers)
+            yield bucket, image
+            _write(self._read, json.dumps([attempt.number, bucket.number + 1]))
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Nothing is kept open between versions."""
 
-    def _find(self, route: Route) -> list[list[tuple[int, int, list[Copy]]]]:
-        """By bucket, this rank's messages: (source, first byte in its file, message)."""
+    def _find_messages(self, route: Route) -> list[list[tuple[int, int, list[Copy]]]]:
+        """By bucket, this rank's messages: (source rank, first byte in its file, message)."""
         filled, found = [0] * len(route.plan.sources), []
         for copies in route.copies:
-            mine = []
+            own = []
             for (source, destination), message in messages(copies).items():
                 if destination == self._image:
-                    mine.append((source, filled[source], message))
+                    own.append((source, filled[source], message))
                 filled[source] += length(message) * route.dtype.itemsize
-            found.append(mine)
+            found.append(own)
         return found
 
-    def _find_attempt(self, watch: Watch) -> _Attempt:
-        """The try at this version that is under way."""
+    def _find_attempt(self, version: int, watch: Watch) -> _Attempt:
+        """Wait until the sender has begun `version`; returns its newest attempt."""
 
         def now() -> Any:
             return _read(self._root / "now") or [-1, 0]
 
         wait_until(
-            lambda: now()[0] == self._version, lambda: False, watch, longest_pause_s=LONGEST_PAUSE_S
+            lambda: now()[0] == version, lambda: False, watch, longest_pause_s=LONGEST_PAUSE_S
         )
         return _Attempt(self._root, *now())

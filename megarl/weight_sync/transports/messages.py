@@ -1,8 +1,7 @@
-"""Messages: what one source rank has for one destination in one bucket, copy after copy in one flat
-buffer.
+"""Messages: all copies of one bucket from one source rank to one destination, in one flat buffer.
 
-Both ends know the copies, so that a message needs no header, and pairs without copies exchange
-none.
+Sender and receiver derive the same messages from the route, so that a message has no header. Pairs
+of ranks without copies exchange none.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
 
 Message = list[Copy]
+"""The copies of a message; their elements follow each other without gaps."""
 
 
 def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
-    """(source, destination) -> its message, in the order of sources, then destinations: the same at
-    both ends.
-    """
+    """{(source, destination): message} of one bucket's copies, sorted by source, then
+    destination."""
     found: dict[tuple[int, int], Message] = {}
     for copy in copies:
         found.setdefault((copy.source, copy.destination), []).append(copy)
@@ -28,7 +27,7 @@ def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
 
 
 def outgoing(route: Route, source: int) -> list[dict[int, Message]]:
-    """What a source rank sends, by bucket: destination -> message."""
+    """By bucket, {destination: message} of all messages that source rank `source` sends."""
     return [
         {pair[1]: found for pair, found in messages(copies).items() if pair[0] == source}
         for copies in route.copies
@@ -36,7 +35,7 @@ def outgoing(route: Route, source: int) -> list[dict[int, Message]]:
 
 
 def incoming(route: Route, image: int) -> list[dict[int, Message]]:
-    """What a destination takes in, by bucket: source -> message."""
+    """By bucket, {source: message} of all messages that destination `image` receives."""
     return [
         {pair[0]: found for pair, found in messages(copies).items() if pair[1] == image}
         for copies in route.copies
@@ -44,17 +43,17 @@ def incoming(route: Route, image: int) -> list[dict[int, Message]]:
 
 
 def length(message: Message) -> int:
-    """Elements of a message."""
+    """Number of elements of a message."""
     return sum(copy.area for copy in message)
 
 
 def longest(buckets: Sequence[dict[int, Message]]) -> int:
-    """Elements of the bucket with most of them."""
+    """Largest number of elements that the messages of one bucket have together."""
     return max((sum(map(length, found.values())) for found in buckets), default=0)
 
 
 def parts(message: Message, flat: torch.Tensor) -> list[tuple[Copy, torch.Tensor]]:
-    """Each copy of a message with its place [rows, columns] in the message's buffer."""
+    """Each copy of a message with its part of the message's buffer, [rows, columns]."""
     found, start = [], 0
     for copy in message:
         found.append(
@@ -68,6 +67,6 @@ def parts(message: Message, flat: torch.Tensor) -> list[tuple[Copy, torch.Tensor
 
 
 def unpack(message: Message, flat: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Put a message where it belongs in a bucket's buffers."""
+    """Copy a received message's parts to their places in the flat buffers of a bucket."""
     for copy, part in parts(message, flat):
         copy.put.view(buffers[copy.put.buffer]).copy_(part)

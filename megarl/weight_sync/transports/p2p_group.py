@@ -1,14 +1,13 @@
-"""Messages between ranks that know nothing of each other, on a process group of their own; every
-wait can be ended.
+"""A process group of trainer ranks and engine ranks, in which every wait can be ended.
 
-Everybody meets at a store that trainer rank 0 opens, and meets again after an engine was replaced
-or a version given up.
+The ranks meet at a TCP store that trainer rank 0 hosts, and make a new group after an engine was
+replaced or a weight version aborted.
 
-What gloo does was found by trying it (torch 2.13): a message is "completed" only once it was waited
-for, a wait that times out ends every message of the group for good, and a peer that dies ends every
-message to and from it at once. So threads wait, without a limit, and whoever gives up lets one wait
-time out. Rarely (one in 60 versions given up) a thread sleeps through even that; it is left behind
-with nothing but its connection, which is closed.
+Three facts about gloo (torch 2.13) shape this file. A message counts as completed only once it was
+waited for. A wait that times out cancels every message of its group for good. A peer that dies ends
+every message to and from it at once. So a thread waits without a limit for each transfer, and to
+cancel one this process makes a short wait time out. Rarely (once in 60 aborted versions) a thread
+still does not return; it is abandoned, and owns nothing but a closed connection.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weight_sync.transports.shared_counters import wait_until
 
-MEET_S, FOREVER_S, CUT_S = 20.0, 86400.0, 0.2
-"""Patience with the store and with connecting; with a message, whose deadline is `watch`'s; with
-threads that were cut off.
-"""
+CONNECT_TIMEOUT_S, NO_TIMEOUT_S, CANCEL_TIMEOUT_S = 20.0, 86400.0, 0.2
+"""Time-outs in seconds: for the store and for connecting; for a message, which `watch` limits
+instead; for a cancelled thread."""
 
-LOOK_S = 0.05
-"""Between two looks at whether somebody gave up."""
+ABORT_POLL_S = 0.05
+"""Seconds between two checks of the store for an abort."""
 
 
 class Task:
-    """Something that blocks, in a thread, so that its caller need not."""
+    """A blocking function that runs in a thread of its own."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work, self._done = work, threading.Event()
@@ -51,77 +49,95 @@ class Task:
         self._thread.start()
 
     def _run(self) -> None:
+        """The thread's body."""
         try:
             self._result = self._work()
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised again by `result`
             self._error = error
         self._done.set()
 
     def done(self) -> bool:
+        """Whether the function has returned or raised."""
         return self._done.is_set()
 
     def result(self) -> Any:
+        """The function's result, or raise its error; only once `done`."""
         if self._error is not None:
             raise self._error
         return self._result
 
     def join(self) -> None:
-        self._thread.join(CUT_S)
+        """Wait for the thread to end, at most `CANCEL_TIMEOUT_S`."""
+        self._thread.join(CANCEL_TIMEOUT_S)
 
 
-def _plain(error: RuntimeError) -> str:
-    """What gloo says, without its source file and its advice."""
+def _short(error: RuntimeError) -> str:
+    """gloo's error message without its source position and general advice."""
     return str(error).split("] ", 1)[-1].split(". This is ")[0].splitlines()[0]
 
 
 class InFlight(Task):
-    """Messages under way: peer -> work. Keeps their memory."""
+    """Messages that are being sent or received: {rank in the group: work}. Keeps their buffers
+    alive."""
 
     def __init__(
         self, works: Mapping[int, dist.Work], memory: torch.Tensor, name: Callable[[int], str]
     ) -> None:
         self.works, self.memory, self._name, self._on_gpu = works, memory, name, memory.is_cuda
-        self._cut = False
+        self._cancelled = False
         super().__init__(self._wait)
 
     def _wait(self) -> None:
+        """Wait for all messages; raises `RuntimeError` naming the peer that is gone."""
         for peer, work in self.works.items():
             try:
-                while self._on_gpu and not self._cut and not work.is_completed():
+                while self._on_gpu and not self._cancelled and not work.is_completed():
                     time.sleep(2e-4)
                 if not self._on_gpu:
-                    work.wait(timedelta(seconds=FOREVER_S))
+                    work.wait(timedelta(seconds=NO_TIMEOUT_S))
             except RuntimeError as error:
-                raise RuntimeError(f"{self._name(peer)} is gone: {_plain(error)}") from error
+                raise RuntimeError(f"{self._name(peer)} is gone: {_short(error)}") from error
 
-    def arrived(self) -> None:
-        """Raise what went wrong; what is computed on a GPU from now on comes after the messages."""
+    def check(self) -> None:
+        """Raise the error of a failed message; on a GPU, order later work after the messages."""
         self.result()
         for work in self.works.values():
             if self._on_gpu:
                 work.wait()
 
-    def cut(self) -> None:
-        """End the messages, for good and with them all of their group."""
-        self._cut = True
-        for work in self.works.values():  # all of them: one that had ended before ends no other
-            with contextlib.suppress(RuntimeError):  # which is what was wanted
+    def cancel(self) -> None:
+        """End these messages. Under gloo this ends every message of the group, for good."""
+        self._cancelled = True
+        # Of every message: timing out on one that has completed cancels no other.
+        for work in self.works.values():
+            with contextlib.suppress(RuntimeError):  # the time-out, which is intended
                 if not self._on_gpu and not self.done():
                     work.wait(timedelta(milliseconds=1))
         self.join()
 
 
 class P2PGroup:
-    """One rank's place in the group: trainer ranks first, then destinations."""
+    """This process's membership in the group: trainer ranks come first, then destinations."""
 
     def __init__(
-        self, route: Route, senders: int, place: int, host: str, port: int, device: torch.device
+        self, route: Route, senders: int, rank: int, host: str, port: int, device: torch.device
     ) -> None:
-        """`port` 0 opens the store here, on a free port."""
+        """Connect to the store.
+
+        Args:
+            route: gives the number of destinations.
+            senders: number of trainer ranks.
+            rank: this process's rank in the group.
+            host, port: address of the store; port 0 hosts the store here, on a free port.
+            device: CPU for gloo, a GPU for NCCL.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
         spec = route.spec
-        self.size, self.place, self._senders, self._tensor = (
+        self.size, self.rank, self._senders, self._tensor = (
             senders + spec.num_images,
-            place,
+            rank,
             senders,
             spec.engine_tensor,
         )
@@ -129,17 +145,16 @@ class P2PGroup:
         self._store = self._open()
         self.port = self._store.port
         self.attempt = 0
-        """Number of the `begin` that is under way: what was said about an earlier one is not meant.
-        """
-        self._connection, self._group = 0, None
-        self._flights: list[InFlight] = []
-        self._next_look = 0.0
+        """Number of the current `Sender.begin`; entries of the store about earlier attempts are
+        ignored."""
+        self._group_number, self._group = 0, None
+        self._in_flight: list[InFlight] = []
+        self._next_poll = 0.0
 
     def _open(self) -> TCPStore:
-        """The store itself, or a connection of its own to it: one that waits would keep others
-        waiting.
-        """
-        timeout = timedelta(seconds=MEET_S)
+        """Host the store, or open a connection to it; a thread that waits needs a connection of its
+        own."""
+        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         try:
             return TCPStore(
                 self.host,
@@ -152,44 +167,46 @@ class P2PGroup:
             where = f"{self.host}:{self.port}"
             raise RuntimeError(
                 f"{socket.gethostname()} cannot reach trainer rank 0's store at {where}:"
-                f" {_plain(error)}"
+                f" {_short(error)}"
             ) from error
 
-    def tell(self, key: str, value: int) -> None:
+    def set(self, key: str, value: int) -> None:
+        """Store an integer for all ranks to read."""
         self._store.set(key, str(value))
 
-    def told(self, key: str) -> int | None:
-        """What somebody told under `key`, if anybody has."""
+    def get(self, key: str) -> int | None:
+        """The integer stored under `key`, or None; never waits."""
         return int(self._store.get(key)) if self._has([key]) else None
 
     def join(self, watch: Watch) -> None:
-        """Be in the group that this attempt uses; where it is a new one, meet everybody and make
-        it.
-        """
-        key = f"connection/{self.attempt}"
-        self.until(lambda: self._has([key]), watch, LOOK_S / 2)
-        connection = self.told(key)
-        assert connection
-        if connection == self._connection:
+        """Join the process group that this attempt uses; all ranks meet only where it is a new
+        one."""
+        key = f"group/{self.attempt}"
+        self.until(lambda: self._has([key]), watch, ABORT_POLL_S / 2)
+        number = self.get(key)
+        assert number
+        if number == self._group_number:
             return
-        self.cut()
-        here = f"{connection}/here"
-        self.tell(f"{here}/{self.place}", 1)
+        self.leave()
+        joined = f"{number}/joined"
+        self.set(f"{joined}/{self.rank}", 1)
         self.until(
-            lambda: self._has([f"{here}/{place}" for place in range(self.size)]), watch, LOOK_S / 2
+            lambda: self._has([f"{joined}/{rank}" for rank in range(self.size)]),
+            watch,
+            ABORT_POLL_S / 2,
         )
-        making = Task(
-            lambda: _group(self._open(), connection, self.place, self.size, self.host, self.device)
+        creating = Task(
+            lambda: _group(self._open(), number, self.rank, self.size, self.host, self.device)
         )
-        self.until(making.done, watch)
-        self._group, self._connection = making.result(), connection
+        self.until(creating.done, watch)
+        self._group, self._group_number = creating.result(), number
 
     def send(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Messages to destinations."""
+        """Start sending {destination: flat tensor}; the tensors are parts of `memory`."""
         assert self._group is not None
-        return self._fly(
+        return self._start(
             self._group.send,
             {self._senders + to: flat for to, flat in messages.items()},
             memory,
@@ -199,55 +216,54 @@ class P2PGroup:
     def receive(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Messages from trainer ranks."""
+        """Start receiving {trainer rank: flat tensor}; the tensors are parts of `memory`."""
         assert self._group is not None
-        return self._fly(self._group.recv, messages, memory, tag)
+        return self._start(self._group.recv, messages, memory, tag)
 
-    def land(self, flight: InFlight, watch: Watch) -> None:
-        """Wait for messages. Raises `RuntimeError` with the name of a peer that is gone."""
-        self.until(flight.done, watch)
+    def wait(self, transfer: InFlight, watch: Watch) -> None:
+        """Wait for a transfer. Raises `RuntimeError` naming a peer that is gone, or `Aborted`."""
+        self.until(transfer.done, watch)
         try:
-            flight.arrived()
+            transfer.check()
         except RuntimeError as error:
             self._refuse_aborted(error)
             raise
-        self._flights.remove(flight)
+        self._in_flight.remove(transfer)
 
     def abort(self) -> None:
-        """Have everybody who waits give up this attempt, and leave the group."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # trainer rank 0, who keeps the store, is gone: the others find out themselves
-            self.tell(f"aborted/{self.attempt}", 1)
-        self.cut()
+        """Make every rank that waits in this attempt raise `Aborted`, and leave the group."""
+        # Without trainer rank 0, which has the store, the others notice by themselves.
+        with contextlib.suppress(RuntimeError):
+            self.set(f"aborted/{self.attempt}", 1)
+        self.leave()
 
-    def cut(self) -> None:
-        """Leave the group; what is under way ends, here and at the other ends."""
-        flights, self._flights = self._flights, []
+    def leave(self) -> None:
+        """Leave the group; messages in flight end, here and at the other ranks."""
+        transfers, self._in_flight = self._in_flight, []
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
-        for flight in flights:
-            flight.cut()
-        self._connection, self._group = 0, None
+        for transfer in transfers:
+            transfer.cancel()
+        self._group_number, self._group = 0, None
 
     def until(self, ready: Callable[[], bool], watch: Watch, longest_pause_s: float = 2e-3) -> None:
-        """Wait for `ready`. Raises `Aborted` where another process gave up, and whatever `watch`
-        raises.
-        """
+        """Poll until `ready()`. Raises `Aborted` for an aborted attempt, or what `watch` raises."""
 
         def aborted() -> bool:
             now = time.monotonic()
-            if now < self._next_look:
+            if now < self._next_poll:
                 return False
-            self._next_look = now + LOOK_S
+            self._next_poll = now + ABORT_POLL_S
             return self._aborted()
 
         wait_until(ready, aborted, watch, longest_pause_s=longest_pause_s)
 
     def _aborted(self) -> bool:
+        """Whether some rank has aborted this attempt."""
         return self._has([f"aborted/{self.attempt}"])
 
     def _has(self, keys: list[str]) -> bool:
+        """Whether all keys are in the store; raises `RuntimeError` if trainer rank 0 is gone."""
         try:
             return self._store.check(keys)
         except RuntimeError as error:
@@ -256,51 +272,53 @@ class P2PGroup:
             ) from error
 
     def _refuse_aborted(self, error: RuntimeError) -> None:
-        """Whoever gives up ends the messages of others: then that is what happened, not `error`."""
+        """Raise `Aborted` instead of `error` if the attempt was aborted: that ends messages of all
+        ranks."""
         if self._aborted():
             raise Aborted(GIVEN_UP) from error
 
-    def _fly(
-        self, start: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
+    def _start(
+        self, operation: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
+        """Start one operation for each {rank in the group: flat tensor}."""
         works: dict[int, dist.Work] = {}
         for peer, flat in messages.items():
             try:
-                works[peer] = start([flat], peer, tag)
-            except RuntimeError as error:  # the connection was lost before
-                self._flights.append(InFlight(works, memory, self._name))
+                works[peer] = operation([flat], peer, tag)
+            except RuntimeError as error:  # the connection was already lost
+                self._in_flight.append(InFlight(works, memory, self._name))
                 self._refuse_aborted(error)
-                raise RuntimeError(f"{self._name(peer)} is gone: {_plain(error)}") from error
-        self._flights.append(InFlight(works, memory, self._name))
-        return self._flights[-1]
+                raise RuntimeError(f"{self._name(peer)} is gone: {_short(error)}") from error
+        self._in_flight.append(InFlight(works, memory, self._name))
+        return self._in_flight[-1]
 
-    def _name(self, place: int) -> str:
-        if place < self._senders:
-            return f"trainer rank {place}"
-        engine, rank = divmod(place - self._senders, self._tensor)
+    def _name(self, rank: int) -> str:
+        """What a rank of the group is called in error messages."""
+        if rank < self._senders:
+            return f"trainer rank {rank}"
+        engine, rank = divmod(rank - self._senders, self._tensor)
         return f"rank {rank} of engine {engine}"
 
 
-def _group(
-    store: Store, connection: int, place: int, size: int, host: str, device: torch.device
-) -> Any:
-    """A process group of everybody; blocks until all are in it."""
-    store = PrefixStore(f"{connection}/group", store)
+def _group(store: Store, number: int, rank: int, size: int, host: str, device: torch.device) -> Any:
+    """Make process group number `number`; blocks until all `size` ranks take part."""
+    store = PrefixStore(f"{number}/group", store)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # this is a thread of its own
+        torch.cuda.set_device(device)  # the current device is per thread
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=FOREVER_S)
-        return dist.ProcessGroupNCCL(store, place, size, options)
+        options._timeout = timedelta(seconds=NO_TIMEOUT_S)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=MEET_S)
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    found = {"interface": name} if name else {"hostname": _address_toward(host)}
-    options._devices = [dist.ProcessGroupGloo.create_device(**found)]
-    return dist.ProcessGroupGloo(store, place, size, options)
+    device_options = {"interface": name} if name else {"hostname": _address_toward(host)}
+    options._devices = [dist.ProcessGroupGloo.create_device(**device_options)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def own_address() -> str:
-    """This host's address as other hosts see it; rank 0 only, where the launcher's is its own."""
+    """This host's address as other hosts reach it: the launcher's, if that is no loopback
+    address."""
     launcher = os.environ.get("MASTER_ADDR", "")
     try:
         if (
@@ -309,22 +327,23 @@ def own_address() -> str:
         ):
             return launcher
     except OSError:
-        pass  # a name that nobody knows
-    return _address_toward("192.0.2.1")  # an address that is nobody's (RFC 5737); no packet is sent
+        pass  # the name does not resolve
+    return _address_toward("192.0.2.1")  # reserved address (RFC 5737); UDP connect sends nothing
 
 
 def _address_toward(host: str) -> str:
-    """The address of the interface through which this host reaches `host`."""
+    """The address of the network interface through which this host reaches `host`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError:
-        return "127.0.0.1"  # no network at all
+        return "127.0.0.1"  # no network
 
 
 def local_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()

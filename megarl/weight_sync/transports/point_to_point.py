@@ -1,19 +1,16 @@
-"""Weights as messages between hosts: each trainer rank sends each engine rank what the plan says,
-and nothing else. Both ends.
+"""Transport `point_to_point`: messages between hosts, gloo on CPU or NCCL on GPUs.
 
-    trainer rank: its regions -> one message for each (bucket, engine rank)       engine rank: its
-    messages -> its own image
+    trainer rank: its regions -> a message for each (bucket, engine rank) -> engine rank: its image
 
-Trainer ranks and engine ranks form a process group beside every other group of either
-(`megarl.weight_sync.transports.p2p_group`): gloo on CPU, NCCL on GPUs (not yet run there). At most
-two buckets are under way at either end. Gloo takes a message only when the other end asks for it,
-so nothing piles up.
+Only bytes of the plan are sent. Trainer ranks and engine ranks form a process group apart from all
+others (`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
+gloo transfers a message only once it is asked for, so nothing piles up. NCCL has not been run yet.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,133 +34,138 @@ from megarl.weight_sync.transports.messages import (
 from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, local_device, own_address
 
 SLOTS = 2
-"""Buckets under way at once."""
+"""Buckets in flight at once."""
 
 
 class Sender:
-    """A trainer rank's end; rank 0 keeps the store."""
+    """A trainer rank's half of the transport; rank 0 hosts the store where all ranks meet."""
 
     SHARED = False
-    """Each engine rank is a destination of its own."""
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """All ranks of `axis`, the trainer's world, make theirs together; `folder` is for
-        transports that write files.
-        """
+        """Collective over `axis`, the trainer's world. `folder` is unused."""
         self._route, self._axis, device = route, axis, local_device()
         host = own_address() if axis.rank == 0 else ""
-        mine = P2PGroup(route, axis.size, 0, host, 0, device) if axis.rank == 0 else None
-        host, port = broadcast_object((mine.host, mine.port) if mine else ("", 0), axis)
-        self._group_of_ranks = mine or P2PGroup(route, axis.size, axis.rank, host, port, device)
-        self._places = [_stage(found) for found in outgoing(route, axis.rank)]
+        own = P2PGroup(route, axis.size, 0, host, 0, device) if axis.rank == 0 else None
+        host, port = broadcast_object((own.host, own.port) if own else ("", 0), axis)
+        self._group = own or P2PGroup(route, axis.size, axis.rank, host, port, device)
+        self._layouts = [_layout(found) for found in outgoing(route, axis.rank)]
         self._memory = torch.empty(
-            SLOTS, max(size for _, size in self._places), dtype=route.dtype, device=device
+            SLOTS, max(size for _, size in self._layouts), dtype=route.dtype, device=device
         )
-        self._under_way: dict[int, InFlight] = {}
-        self._connections, self._stale, self._joined = 0, True, 0
+        self._in_flight: dict[int, InFlight] = {}
+        self._num_groups, self._stale, self._joined = 0, True, 0
         self.sent: Counter[tuple[int, int]] = Counter()
-        """Bytes of this version so far, by (source, destination)."""
+        """Bytes of this version sent so far, by (source, destination)."""
 
     def init_info(self) -> dict[str, Any]:
+        """Address of rank 0's store; the next version connects all ranks anew."""
         self._stale = True
         return {
-            "host": self._group_of_ranks.host,
-            "port": self._group_of_ranks.port,
+            "host": self._group.host,
+            "port": self._group.port,
             "senders": self._axis.size,
-            "device": self._group_of_ranks.device.type,
+            "device": self._group.device.type,
         }
 
     def begin(self, version: int) -> None:
+        """Start an attempt with a new number, so that reports of earlier ones are ignored."""
         barrier(self._axis)
         if self._axis.rank == 0:
-            self._stale = self._stale or bool(
-                self._group_of_ranks.told(f"aborted/{self._group_of_ranks.attempt}")
-            )
-        self._group_of_ranks.attempt += 1
+            self._stale = self._stale or bool(self._group.get(f"aborted/{self._group.attempt}"))
+        self._group.attempt += 1
         if self._axis.rank == 0:
-            self._group_of_ranks.tell("attempt", self._group_of_ranks.attempt)
-        self._under_way.clear()
+            self._group.set("attempt", self._group.attempt)
+        self._in_flight.clear()
         self.sent.clear()
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
+        """Wait until the bucket before the last has been sent; returns the targets.
+
+        Destinations that need the same regions share their memory, which is then written more than
+        once with the same values.
+        """
         self._join(watch)
-        self._land(bucket.number - SLOTS, watch)
-        # Engines that want the same are sent the same memory, which is then written more than once.
-        return [pair for message, flat in self._flats(bucket) for pair in parts(message, flat)]
+        self._wait(bucket.number - SLOTS, watch)
+        return [pair for message, flat in self._messages(bucket) for pair in parts(message, flat)]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        messages = {message[0].destination: flat for message, flat in self._flats(bucket)}
+        """Start sending the bucket's messages; after the last bucket wait for all of them."""
+        messages = {message[0].destination: flat for message, flat in self._messages(bucket)}
         for destination, flat in messages.items():
             self.sent[self._axis.rank, destination] += flat.nbytes
-        self._under_way[bucket.number] = self._group_of_ranks.send(
-            messages, self._memory, bucket.number
-        )
-
-    def end(self, watch: Watch) -> None:
-        for number in sorted(self._under_way):
-            self._land(number, watch)
+        self._in_flight[bucket.number] = self._group.send(messages, self._memory, bucket.number)
+        if self._route.is_last(bucket):
+            for number in sorted(self._in_flight):
+                self._wait(number, watch)
 
     def abort(self) -> None:
-        self._group_of_ranks.abort()
-        self._under_way.clear()
+        """Report the attempt as aborted in the store, and cancel this rank's messages."""
+        self._group.abort()
+        self._in_flight.clear()
 
     def progress(self, engine: int) -> int:
-        spec, attempt = self._route.spec, self._group_of_ranks.attempt
+        """Buckets that all ranks of the engine have reported as received."""
+        spec, attempt = self._route.spec, self._group.attempt
         images = [spec.image(engine, rank) for rank in range(spec.engine_tensor)]
-        return min(self._group_of_ranks.told(f"read/{attempt}/{image}") or 0 for image in images)
+        return min(self._group.get(f"received/{attempt}/{image}") or 0 for image in images)
 
     def close(self) -> None:
-        self._group_of_ranks.cut()
+        """Leave the process group."""
+        self._group.leave()
 
     def _join(self, watch: Watch) -> None:
-        """Once a version: be where the receivers are. Rank 0 decides whether that is a new
-        group.
+        """Once per attempt, join the process group that rank 0 names: the last one, or a new one
+        after an abort or a replaced engine.
         """
-        if self._joined == self._group_of_ranks.attempt:
+        if self._joined == self._group.attempt:
             return
         if self._axis.rank == 0:
-            self._connections += int(self._stale)
+            self._num_groups += int(self._stale)
             self._stale = False
-            self._group_of_ranks.tell(
-                f"connection/{self._group_of_ranks.attempt}", self._connections
-            )
-        self._group_of_ranks.join(watch)
-        self._joined = self._group_of_ranks.attempt
+            self._group.set(f"group/{self._group.attempt}", self._num_groups)
+        self._group.join(watch)
+        self._joined = self._group.attempt
 
-    def _flats(self, bucket: Bucket) -> list[tuple[Message, torch.Tensor]]:
-        """This rank's messages of a bucket, and where they are packed."""
+    def _messages(self, bucket: Bucket) -> list[tuple[Message, torch.Tensor]]:
+        """This rank's messages of a bucket, each with its flat send buffer."""
         slot = self._memory[bucket.number % SLOTS]
         return [
             (message, slot[start : start + length(message)])
-            for message, start in self._places[bucket.number][0]
+            for message, start in self._layouts[bucket.number][0]
         ]
 
-    def _land(self, number: int, watch: Watch) -> None:
-        if number in self._under_way:
-            self._group_of_ranks.land(self._under_way[number], watch)
-            del self._under_way[number]
+    def _wait(self, number: int, watch: Watch) -> None:
+        """Wait until the messages of bucket `number`, if any are in flight, have been sent."""
+        if number in self._in_flight:
+            self._group.wait(self._in_flight[number], watch)
+            del self._in_flight[number]
 
 
-def _stage(found: Mapping[int, Message]) -> tuple[list[tuple[Message, int]], int]:
-    """Where each message of a bucket begins, in elements, and how many there are; messages that say
-    the same share a place.
+def _layout(messages: Mapping[int, Message]) -> tuple[list[tuple[Message, int]], int]:
+    """([(message, first element in the send buffer)], elements of the buffer) of one bucket.
+
+    Messages with the same content share their place in the buffer.
     """
     starts: dict[tuple[Piece, ...], int] = {}
     placed, size = [], 0
-    for message in found.values():
-        said = tuple(copy.taken for copy in message)
-        if said not in starts:
-            starts[said] = size
+    for message in messages.values():
+        content = tuple(copy.taken for copy in message)
+        if content not in starts:
+            starts[content] = size
             size += length(message)
-        placed.append((message, starts[said]))
+        placed.append((message, starts[content]))
     return placed, size
 
 
 class Receiver:
-    """An engine rank's end."""
+    """An engine rank's half of the transport."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
+        """Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
+        the trainer's store cannot be reached.
+        """
         device = local_device() if init_info["device"] == "cuda" else torch.device("cpu")
         if device.type != init_info["device"]:
             raise ValueError(
@@ -171,56 +173,46 @@ class Receiver:
                 " point_to_point needs both or neither"
             )
         self._route, self._image = route, route.spec.image(engine, rank)
-        place = init_info["senders"] + self._image
-        self._group_of_ranks = P2PGroup(
-            route, init_info["senders"], place, init_info["host"], init_info["port"], device
+        group_rank = init_info["senders"] + self._image
+        self._group = P2PGroup(
+            route, init_info["senders"], group_rank, init_info["host"], init_info["port"], device
         )
         self._messages = incoming(route, self._image)
         self._memory = torch.empty(longest(self._messages), dtype=route.dtype, device=device)
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
-        self._asked: tuple[int, InFlight] | None = None
 
-    def begin(self, version: int) -> None:
-        attempt = self._group_of_ranks.told("attempt")
+    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket of a version with its image; the next bucket travels meanwhile."""
+        attempt = self._group.get("attempt")
         assert attempt, "senders begin first"
-        self._group_of_ranks.attempt, self._asked = attempt, None
-
-    def wait(self, bucket: Bucket, watch: Watch) -> torch.Tensor:
-        if bucket.number == 0:
-            self._group_of_ranks.join(watch)
-        try:
-            self._ask(bucket.number)
-            assert self._asked
-            self._group_of_ranks.land(self._asked[1], watch)
-        except BaseException:
-            self.close()
-            raise
-        image = self._bytes[: bucket.num_bytes]
-        buffers = bucket.buffers(image, self._route.dtype)
-        for source, flat in self._flats(bucket.number).items():
-            unpack(self._messages[bucket.number][source], flat, buffers)
-        if bucket.number + 1 < len(self._route.buckets):
-            self._ask(bucket.number + 1)  # it travels while the engine takes this one in
-        return image
-
-    def release(self, bucket: Bucket) -> None:
-        self._group_of_ranks.tell(
-            f"read/{self._group_of_ranks.attempt}/{self._image}", bucket.number + 1
-        )
+        self._group.attempt = attempt
+        self._group.join(watch)
+        pending: InFlight | None = None
+        for bucket in self._route.buckets:
+            try:
+                pending = pending or self._start(bucket.number)
+                self._group.wait(pending, watch)
+            except BaseException:
+                self.close()
+                raise
+            image = self._bytes[: bucket.num_bytes]
+            buffers = bucket.buffers(image, self._route.dtype)
+            for source, flat in self._flats(bucket.number).items():
+                unpack(self._messages[bucket.number][source], flat, buffers)
+            pending = None if self._route.is_last(bucket) else self._start(bucket.number + 1)
+            yield bucket, image
+            self._group.set(f"received/{attempt}/{self._image}", bucket.number + 1)
 
     def close(self) -> None:
-        self._group_of_ranks.cut()
-        self._asked = None
+        """Leave the process group; messages in flight are cancelled."""
+        self._group.leave()
 
-    def _ask(self, number: int) -> None:
-        if self._asked is None or self._asked[0] != number:
-            self._asked = (
-                number,
-                self._group_of_ranks.receive(self._flats(number), self._memory, number),
-            )
+    def _start(self, number: int) -> InFlight:
+        """Start receiving the messages of bucket `number`."""
+        return self._group.receive(self._flats(number), self._memory, number)
 
     def _flats(self, number: int) -> dict[int, torch.Tensor]:
-        """By source, where its message of a bucket comes to lie."""
+        """{source rank: flat receive buffer of its message} of bucket `number`."""
         found, start = {}, 0
         for source, message in self._messages[number].items():
             found[source] = self._memory[start : start + length(message)]

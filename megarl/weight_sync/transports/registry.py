@@ -1,6 +1,4 @@
-"""The transports by name. Each is one file with both ends; `megarl.weight_sync.transports.base`
-says what they owe.
-"""
+"""The transports by name; `megarl.weight_sync.transports.base` is their contract."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ SENDERS: dict[str, Any] = {
     "cuda_ipc": cuda_ipc.Sender,
     "disk": disk.Sender,
 }
-"""Name -> a trainer rank's end: (route, world axis, `weight_sync.folder`)."""
+"""Name -> sender class, called with (route, world axis, `weight_sync.folder`)."""
 
 RECEIVERS: dict[str, Any] = {
     "shared_memory": shared_memory.Receiver,
@@ -22,4 +20,4 @@ RECEIVERS: dict[str, Any] = {
     "cuda_ipc": cuda_ipc.Receiver,
     "disk": disk.Receiver,
 }
-"""Name -> an engine rank's end: (route, engine number, its tensor rank, the sender's init_info)."""
+"""Name -> receiver class, called with (route, engine number, tensor rank, sender's init_info)."""

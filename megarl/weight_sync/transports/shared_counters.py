@@ -1,8 +1,7 @@
-"""Counters that the processes of one host share: how far each sender has written, how far each
-receiver has read, and a stop.
+"""Memory shared by the processes of one host, with a counter for each sender and receiver.
 
-An anonymous memory file, reached through its maker's /proc entry: nothing is left behind however a
-run ends. Each counter has one writer and a cache line of its own.
+The memory is an anonymous file (memfd) that other processes open through /proc/<pid>/fd, so nothing
+is left behind however a run ends. Each counter has one writer and a cache line of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
 
 LINE = 8
-"""Counters (int64) of which one is used: 64 bytes, so that two writers never share a cache line."""
+"""int64 numbers in a cache line of 64 bytes; one of them is a counter, the others are padding."""
 
 NOT_HERE = (
     "is not the trainer's memory, or not on this host or in this container; set"
@@ -28,6 +27,7 @@ NOT_HERE = (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
+"""Pauses between two looks at a condition, from the first on; each is 1.5 times the one before."""
 
 
 def wait_until(
@@ -37,9 +37,7 @@ def wait_until(
     *,
     longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> None:
-    """Wait for `ready`. Raises `Aborted` where another process gave up, and whatever `watch`
-    raises.
-    """
+    """Poll until `ready()` is true. Raises `Aborted` if `aborted()` is, or what `watch` raises."""
     pause = FIRST_PAUSE_S
     while not ready():
         if aborted():
@@ -50,53 +48,55 @@ def wait_until(
 
 
 class SharedCounters:
-    """`senders` + `receivers` counters and `num_bytes` of memory behind them."""
+    """A stop flag, a counter for each sender and receiver, and `num_bytes` of shared memory.
+
+    A counter says how many buckets of the current weight version were written or read.
+    """
 
     def __init__(self, senders: int, receivers: int, num_bytes: int, path: str = "") -> None:
-        """Make one, or open another process's at `path`. Raises `RuntimeError` where something else
-        lies there.
+        """Make new shared memory, or open that of another process at its `path`.
+
+        Raises `RuntimeError` where `path` cannot be opened or is not such memory of this size.
         """
         self._senders, self._receivers = senders, receivers
         head = (1 + senders + receivers) * LINE * 8
         self._head = -(-head // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._head + num_bytes
-        place, _, key = path.partition("#")
-        self._fd = _open(place, size) if path else os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
+        file, _, key = path.partition("#")
+        self._fd = _open(file, size) if path else os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
         if not path:
             os.ftruncate(self._fd, size)
-            place, key = f"/proc/{os.getpid()}/fd/{self._fd}", str(secrets.randbits(62))
+            file, key = f"/proc/{os.getpid()}/fd/{self._fd}", str(secrets.randbits(62))
         self._map = mmap.mmap(self._fd, size)
         first_line = np.frombuffer(self._map, dtype=np.int64, count=LINE)
         if not path:
             first_line[1] = int(key)
         elif first_line[1] != int(key):
             self.close()
-            raise RuntimeError(f"what lies at {place} {NOT_HERE}")
-        self.path = f"{place}#{key}"
-        """Where others open it: a process's file, and a number by which they know that it is this
-        one.
-        """
+            raise RuntimeError(f"what lies at {file} {NOT_HERE}")
+        self.path = f"{file}#{key}"
+        """File to open from other processes, and a random number that identifies the memory."""
         self._counters = np.frombuffer(self._map, dtype=np.int64, count=head // 8)[::LINE]
         self._fence = threading.Lock()
 
     def memory(self) -> torch.Tensor:
-        """The bytes behind the counters, shared, [num_bytes]."""
+        """The shared memory after the counters, uint8 [num_bytes]."""
         return torch.frombuffer(self._map, dtype=torch.uint8)[self._head :]
 
     def clear(self) -> None:
-        """Everything back to 0; only while nobody else is at it."""
+        """Set all counters and the stop flag to 0; only while no other process uses them."""
         self._counters[:] = 0
 
     def abort(self) -> None:
-        """Have everybody who waits give up."""
+        """Set the stop flag: every process in `until` raises `Aborted`."""
         self._set(0, 1)
 
     def write(self, sender: int, count: int) -> None:
-        """Sender `sender` has written `count` buckets."""
+        """Record that sender number `sender` has written `count` buckets."""
         self._set(1 + sender, count)
 
     def read(self, receiver: int, count: int) -> None:
-        """Receiver `receiver` has read `count` buckets."""
+        """Record that receiver number `receiver` has read `count` buckets."""
         self._set(1 + self._senders + receiver, count)
 
     def written(self) -> int:
@@ -112,38 +112,35 @@ class SharedCounters:
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: Watch) -> None:
-        """Wait for `ready`. Raises `Aborted` where another process gave up, and whatever `watch`
-        raises.
-        """
+        """Poll until `ready()`. Raises `Aborted` for a set stop flag, or what `watch` raises."""
         wait_until(ready, lambda: bool(self._counters[0]), watch)
-        self._order()
+        self._memory_barrier()
 
     def close(self) -> None:
-        """Let go of the memory; others keep their view until they let go."""
+        """Close the file; the memory is freed when no process maps it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _set(self, place: int, value: int) -> None:
-        self._order()
-        self._counters[place] = value
+    def _set(self, index: int, value: int) -> None:
+        self._memory_barrier()
+        self._counters[index] = value
 
-    def _order(self) -> None:
-        """What was written before is seen before what is written after: a lock's two instructions
-        are barriers everywhere.
-        """
+    def _memory_barrier(self) -> None:
+        """Order memory accesses before and after: acquiring and releasing a lock is a barrier."""
         with self._fence:
             pass
 
 
-def _open(place: str, size: int) -> int:
+def _open(file: str, size: int) -> int:
+    """A descriptor of another process's memory file. Raises `RuntimeError` if it is not that."""
     try:
-        found = os.open(place, os.O_RDWR)
+        found = os.open(file, os.O_RDWR)
     except OSError as error:
         raise RuntimeError(
-            f"the trainer's memory at {place} cannot be opened ({error.strerror}): it {NOT_HERE}"
+            f"the trainer's memory at {file} cannot be opened ({error.strerror}): it {NOT_HERE}"
         ) from error
     if os.fstat(found).st_size != size:
         os.close(found)
-        raise RuntimeError(f"what lies at {place} {NOT_HERE}")
+        raise RuntimeError(f"what lies at {file} {NOT_HERE}")
     return found

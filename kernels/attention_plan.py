@@ -1,0 +1,117 @@
+"""Which rank has which tokens of a packed sequence, and the attention work that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megarl.kernels.block import Block, Positions
+from megarl.kernels.blocks import BLOCKS, default_block
+
+
+def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
+    """Steps around the ring after which no remaining rank's queries see the keys, 0 to size - 1.
+
+    `positions`: tokens of each rank; `starts` [D + 1]: where documents begin.
+    """
+    size, num_documents = len(positions), max(starts.numel() - 1, 1)
+    last_query = torch.full((size, num_documents), -1, dtype=torch.int64)
+    first_key = torch.full((size, num_documents), torch.iinfo(torch.int64).max)
+    edges = starts.to(device="cpu", dtype=torch.int64)
+    for rank, own in enumerate(positions):
+        document = torch.searchsorted(edges, own.index, right=True) - 1
+        last_query[rank].scatter_reduce_(0, document, own.index, "amax")
+        first_key[rank].scatter_reduce_(0, document, own.index, "amin")
+    # A rank sees keys of another if its last query of a document sees the other's first key.
+    sees = (last_query[:, None] >= first_key[None]).any(-1)
+    pairs = sees.nonzero()
+    return int(((pairs[:, 0] - pairs[:, 1]) % size).max()) if len(pairs) else 0
+
+
+@dataclass
+class AttentionPlan:
+    """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
+
+    lengths: list[int]
+    """Tokens of each rank of the sequence axis, in its order."""
+    ulysses: int
+    """Ranks of one Ulysses group."""
+    positions: list[Positions]
+    """By Ulysses group, the positions of its ranks' tokens, rank after rank."""
+    hops: int
+    """Steps that keys and values travel around the ring; after them no query sees them."""
+    block: Block
+    """The block attention kernel."""
+    device: torch.device
+    """Device of the work lists."""
+    _works: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(
+        indices: Sequence[torch.Tensor],
+        starts: torch.Tensor,
+        device: torch.device,
+        *,
+        ulysses: int = 1,
+        block: str | None = None,
+    ) -> AttentionPlan:
+        """Make the plan; every rank calls it with the same arguments but the device.
+
+        Args:
+            indices: by rank, positions of its tokens in the packed sequence, [L_r] int64.
+            starts: [D + 1] first position of each document, then the sequence's length.
+            device: where work lists are kept.
+            ulysses: ranks of a Ulysses group; divides the number of ranks.
+            block: a name in `BLOCKS`, by default that of the device.
+
+        Raises:
+            ValueError: `ulysses` does not divide the ranks, or there is no such block.
+        """
+        if ulysses < 1 or len(indices) % ulysses:
+            raise ValueError(
+                f"{len(indices)} sequence ranks cannot be split in Ulysses groups of {ulysses}; set"
+                " training.sequence.ulysses to a divisor"
+            )
+        name = default_block(device) if block is None else block
+        if name not in BLOCKS:
+            raise ValueError(
+                f"no attention block is called {name!r}; set one of {', '.join(BLOCKS)}"
+            )
+        joined = [
+            torch.cat(list(indices[start : start + ulysses]))
+            for start in range(0, len(indices), ulysses)
+        ]
+        positions = [Positions.of(index, starts) for index in joined]
+        lengths = [int(index.numel()) for index in indices]
+        return AttentionPlan(
+            lengths, ulysses, positions, _hops(positions, starts), BLOCKS[name](), device
+        )
+
+    @property
+    def group_lengths(self) -> list[int]:
+        """Tokens of each Ulysses group."""
+        return [int(own.index.numel()) for own in self.positions]
+
+    def work(self, rank: int, owner: int | None) -> Any:
+        """Work list for the queries of group `rank` and the keys of group `owner` (None: of all
+        groups).
+
+        None where no query sees any of the keys. Made when first asked for, then kept.
+        """
+        if (rank, owner) not in self._works:
+            if owner is None:
+                keys = Positions(
+                    *(
+                        torch.cat(parts)
+                        for parts in zip(
+                            *((p.index, p.doc_start) for p in self.positions), strict=True
+                        )
+                    )
+                )
+            else:
+                keys = self.positions[owner]
+            self._works[rank, owner] = self.block.prepare(self.positions[rank], keys, self.device)
+        return self._works[rank, owner]

@@ -1,0 +1,176 @@
+"""How queries of one rank meet keys and values of all ranks: ring attention or all-gather.
+
+To add a transport, write a class with the two methods of `Transport` and add it to `TRANSPORTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megarl.kernels.attention_plan import AttentionPlan
+from megarl.kernels.exchange import Exchange, Pending
+
+KEYS_CHANNEL, GRADIENTS_CHANNEL = 0, 1
+"""Channels of the ring's messages: keys and values, and their gradients."""
+
+
+class Call(NamedTuple):
+    """What forward and backward of one attention call share."""
+
+    plan: AttentionPlan
+    inner: Exchange
+    """The ranks of this Ulysses group."""
+    outer: Exchange
+    """The ranks with the same number in each Ulysses group: the ring."""
+    scale: float
+    transport: Transport
+
+
+class ForwardSums(NamedTuple):
+    """Queries of this rank and the attention output over the keys seen so far."""
+
+    q: torch.Tensor
+    """[Lq, Hq, D]"""
+    out: torch.Tensor
+    """[Lq, Hq, D] float32 or float64"""
+    lse: torch.Tensor
+    """[Hq, Lq] float32 or float64"""
+
+    def add(self, call: Call, kv: torch.Tensor, owner: int | None) -> None:
+        """Merge attention to keys and values kv [Lk, 2, Hkv, D] of group `owner` (None: of all
+        groups)."""
+        work = call.plan.work(call.outer.rank, owner)
+        if work is not None:
+            call.plan.block.forward(
+                self.q, kv[:, 0], kv[:, 1], work, call.scale, self.out, self.lse
+            )
+
+
+class BackwardSums(NamedTuple):
+    """Saved tensors of this rank's queries, and the sum of their gradient."""
+
+    grad_out: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_q: torch.Tensor
+
+    def add(
+        self, call: Call, kv: torch.Tensor, owner: int | None, grad: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Gradient [Lk, 2, Hkv, D] of kv from this rank's queries, added to `grad` where given.
+
+        Also adds to `grad_q`. `owner` is as in `ForwardSums.add`.
+        """
+        if grad is None:
+            grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
+        work = call.plan.work(call.outer.rank, owner)
+        if work is not None:
+            call.plan.block.backward(
+                *(self.grad_out, self.q, kv[:, 0], kv[:, 1], self.out, self.lse, work, call.scale),
+                *(self.grad_q, grad[:, 0], grad[:, 1]),
+            )
+        return grad
+
+
+class Transport(Protocol):
+    """How a rank's queries meet the keys of the others.
+
+    Every rank makes the same calls of the exchange, even one without tokens.
+    """
+
+    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
+        """Merge attention to the keys of all ranks into `sums`; kv [L, 2, Hkv, D] are this rank's
+        own."""
+        ...
+
+    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        """Add the gradients of this rank's queries to `sums.grad_q`.
+
+        Returns the gradient [L, 2, Hkv, D] of this rank's kv from the queries of all ranks.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ring attention (arXiv:2310.01889): keys and values travel from rank to rank.
+
+    In backward their gradients follow on a channel of their own, and return to the owner in one
+    message from the last rank that saw them.
+    """
+
+    overlap: bool
+    """Receive the next block while this one is computed, which needs memory for both. Without it
+    every message is waited for: least memory, for links that are fast compared with the
+    computation."""
+
+    @staticmethod
+    def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
+        """Start receiving the keys and values of the next step."""
+        owner = (call.outer.rank - step - 1) % call.outer.size
+        return call.outer.shift(
+            kv, (call.plan.group_lengths[owner], *kv.shape[1:]), channel=KEYS_CHANNEL
+        )
+
+    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
+        for step in range(call.plan.hops + 1):
+            last = step == call.plan.hops
+            coming = self._next(call, kv, step) if self.overlap and not last else None
+            sums.add(call, kv, (call.outer.rank - step) % call.outer.size)
+            if not last:
+                kv = (coming or self._next(call, kv, step)).wait()
+
+    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        outer, hops, lengths = call.outer, call.plan.hops, call.plan.group_lengths
+        travelling: Pending | None = None
+        for step in range(hops + 1):
+            owner, last = (outer.rank - step) % outer.size, step == hops
+            coming = self._next(call, kv, step) if self.overlap and not last else None
+            # Gradient of these keys from earlier ranks; without overlap it is added to in place.
+            found = travelling.wait() if travelling is not None and not self.overlap else None
+            grad = sums.add(call, kv, owner, found)
+            if travelling is not None and self.overlap:
+                grad += travelling.wait()
+            if last:
+                own_shape = (lengths[outer.rank], *grad.shape[1:])
+                return (
+                    outer.shift(grad, own_shape, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
+                    if hops
+                    else grad
+                )
+            travelling = outer.shift(
+                grad,
+                (lengths[(owner - 1) % outer.size], *grad.shape[1:]),
+                channel=GRADIENTS_CHANNEL,
+            )
+            del grad, found
+            kv = (coming or self._next(call, kv, step)).wait()
+        raise AssertionError("the last step returns")
+
+
+class AllGather:
+    """All-gather of keys and values, one attention call, reduce-scatter of their gradients."""
+
+    @staticmethod
+    def _gathered(call: Call, kv: torch.Tensor) -> torch.Tensor:
+        """Keys and values of all ranks, [sum of L, 2, Hkv, D]."""
+        return torch.cat(call.outer.all_gather(kv, call.plan.group_lengths))
+
+    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
+        sums.add(call, self._gathered(call, kv), None)
+
+    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        grad = sums.add(call, self._gathered(call, kv), None)
+        return call.outer.reduce_scatter(grad.split(call.plan.group_lengths))
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "ring": Ring(overlap=True),
+    "ring_lean": Ring(overlap=False),
+    "all_gather": AllGather(),
+}
+"""{name, as in `training.sequence.transport`: transport}"""

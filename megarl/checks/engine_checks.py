@@ -1,0 +1,110 @@
+"""Checks that the inference engines fit the machine and the trainer."""
+
+from __future__ import annotations
+
+import os
+
+import transformers
+
+from megarl.config import RunConfig
+from megarl.schema import require
+from megarl.trainer.sharding import kv_heads
+
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head widths that the CPU attention of vLLM 0.32 is compiled for."""
+
+
+def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> None:
+    """Engines have devices, and weights a transport to them; else `ValueError`.
+
+    `shares_gpus`: trainer and engines both run on GPUs of this machine.
+    """
+    rollout, transport = config.rollout, config.weight_sync.transport
+    colocated, engine_ranks = (
+        rollout.placement == "colocated",
+        rollout.num_engines * rollout.engine.tensor,
+    )
+    if colocated:
+        require(
+            engine_ranks == num_ranks,
+            f"rollout.placement is 'colocated': {rollout.num_engines} engine(s) of"
+            f" rollout.engine.tensor {rollout.engine.tensor} are {engine_ranks} engine ranks, but"
+            f" there are {num_ranks} trainer ranks to share with; set rollout.num_engines so that"
+            " they are as many",
+        )
+        require(
+            rollout.max_staleness == 0,
+            "rollout.placement is 'colocated', where engines sleep while the trainer works, but"
+            f" rollout.max_staleness is {rollout.max_staleness}; set it to 0, or the placement to"
+            " 'disaggregated'",
+        )
+    require(
+        not (colocated and shares_gpus)
+        or config.training.zero_stage > 0
+        or config.training.offload_optimizer,
+        "rollout.placement is 'colocated' and training.zero_stage 0, under which DeepSpeed cannot"
+        " give the optimizer's memory to the engines; set training.zero_stage to 1 or more",
+    )
+    require(
+        transport != "cuda_ipc" or (colocated and shares_gpus),
+        "weight_sync.transport is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to"
+        " 'shared_memory' or 'point_to_point', or rollout.placement to 'colocated'",
+    )
+    require(
+        (transport == "disk") == bool(config.weight_sync.folder),
+        f"weight_sync.transport is {transport!r} and weight_sync.folder is"
+        f" {config.weight_sync.folder!r}: a folder is for the transport 'disk', which needs one"
+        " that trainer and engines see under the same name",
+    )
+    hosts = num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    require(
+        hosts == 1 or transport in ("point_to_point", "disk"),
+        f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
+        f" {hosts}; set it to 'point_to_point'",
+    )
+    require(
+        colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
+        "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with"
+        " launch/dapo_14b.sh --recipe, or start Ray with only the engines' GPUs visible and set"
+        " RAY_ADDRESS",
+    )
+
+
+def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
+    """vLLM's CPU attention supports the model, and KV caches fit the memory; else `ValueError`.
+
+    `longest`: tokens of the longest prompt with its response, which one cache must hold.
+    """
+    import psutil
+
+    text, engine = hf.get_text_config(), config.rollout.engine
+    heads = kv_heads(hf)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    require(
+        width in CPU_HEAD_WIDTHS,
+        f"the model's attention heads are {width} wide, which vLLM does not have on CPU; choose a"
+        f" model with one of {', '.join(map(str, CPU_HEAD_WIDTHS))}",
+    )
+    per_token = (
+        2
+        * text.num_hidden_layers
+        * max(1, heads // engine.tensor)
+        * width
+        * (4 if engine.dtype == "float32" else 2)
+    )
+    need = longest * per_token / 2**30
+    require(
+        need <= engine.kv_cache_gib,
+        f"rollout.engine.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest}"
+        f" tokens needs {need:.2f} GiB; raise it or lower rollout.max_new_tokens",
+    )
+    total, free = (
+        engine.kv_cache_gib * engine.tensor * config.rollout.num_engines,
+        psutil.virtual_memory().available / 2**30,
+    )
+    require(
+        total <= free,
+        f"{config.rollout.num_engines} engine(s) x {engine.tensor} rank(s) x"
+        f" rollout.engine.kv_cache_gib = {total:g} GiB of cache, but this machine has {free:.1f}"
+        " GiB of memory available; lower rollout.engine.kv_cache_gib or rollout.num_engines",
+    )

@@ -1,0 +1,112 @@
+"""Results of `megarl doctor`'s checks, and running programs with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+PROCESS_WITHIN_S = 45.0
+"""Deadline in seconds of a program. Starting Ray or importing vLLM takes half of it on a busy
+machine with two cores and cold disks."""
+
+
+GIB = 2**30
+"""Bytes of a GiB."""
+
+
+Status = Literal["ok", "warn", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check: one line of the table."""
+
+    check: str
+    """What was checked."""
+    status: Status
+    found: str
+    """What was found."""
+    fix: str = ""
+    """What to do about it; empty if nothing is to be done."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcome of a program that was run with a deadline."""
+
+    code: int | None
+    """Exit status, or None where the deadline passed."""
+    output: str
+    """Standard output."""
+    last_error: str
+    """Last line of standard error."""
+
+
+def ask(
+    command: list[str], *, within_s: float, environment: dict[str, str] | None = None
+) -> Answer:
+    """Run `command` for at most `within_s` seconds, then kill every process that it started.
+
+    `environment` is added to the current one.
+    """
+    settings = os.environ | (environment or {})
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env=settings,
+            cwd=tempfile.gettempdir(),  # no file of the user shadows a package
+        )
+    except OSError as error:
+        return Answer(1, "", str(error))
+    code: int | None
+    try:
+        out, err = process.communicate(timeout=within_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        code = None
+    _end(process)
+    if code is None:
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # a process that is left has the pipe open
+            process.communicate(timeout=1.0)
+        return Answer(None, "", f"no answer within {within_s:g} s")
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return Answer(code, out.strip(), lines[-1][:200] if lines else f"exit code {code}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of a process, its session and its descendants."""
+    doomed: set[int] = set()
+    with contextlib.suppress(psutil.Error):
+        doomed |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == process.pid:
+                doomed.add(pid)
+    for pid in doomed:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def ask_python(
+    program: str, *arguments: str, within_s: float = PROCESS_WITHIN_S, **environment: str
+) -> Answer:
+    """Run a Python program with this interpreter; see `ask`."""
+    return ask(
+        [sys.executable, "-c", program, *arguments], within_s=within_s, environment=environment
+    )

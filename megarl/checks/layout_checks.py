@@ -1,0 +1,122 @@
+"""Checks that the trainer's layout fits the ranks, the model and the device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import transformers
+
+from megarl.kernels.block_cuda import WIDEST
+from megarl.parallel.layout import Layout, resolve
+from megarl.parallel.mesh import Axis, local_device
+from megarl.schema import require
+from megarl.trainer.attention import prove_attention
+from megarl.trainer.autotp import refuse_autotp
+from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
+from megarl.trainer.loading import empty_model
+from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
+
+
+def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
+    """The layout for `num_ranks` ranks. Raises `ValueError` where settings contradict each
+    other."""
+    wanted = training.layout
+    require(
+        wanted.sequence % training.sequence.ulysses == 0,
+        f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide"
+        f" training.layout.sequence = {wanted.sequence}; set it to a divisor",
+    )
+    require(
+        wanted.sequence > 1 or training.sequence == SequenceConfig(),
+        "training.sequence has settings, but training.layout.sequence is 1, where they do nothing;"
+        " leave them out, or set training.layout.sequence above 1",
+    )
+    require(
+        wanted.sequence == 1
+        or training.sequence.ulysses < wanted.sequence
+        or training.sequence.transport == "auto",
+        f"training.sequence.ulysses is {training.sequence.ulysses}, all of"
+        " training.layout.sequence, so that nothing is left for transport"
+        f" {training.sequence.transport!r}; leave the transport out, or lower ulysses",
+    )
+    return resolve(
+        data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
+    )
+
+
+def check_cut(
+    training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig
+) -> None:
+    """The model can be split as the layout says, and its attention can be packed; else
+    `ValueError`.
+
+    `hf` is the model's configuration in transformers.
+    """
+    refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
+    refuse(hf, training.layout.tensor)
+    empty = empty_model(config)
+    prove_attention(empty)
+    if training.tensor_backend == "plan":
+        shard_model(
+            empty,
+            Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
+        )
+    if training.logprobs == "liger":
+        refuse_liger(training.layout.tensor)
+    if training.sequence.block != "auto":
+        refuse_block(training, hf)
+    text, ulysses = hf.get_text_config(), training.sequence.ulysses
+    heads = {
+        "num_attention_heads": text.num_attention_heads // training.layout.tensor,
+        "num_key_value_heads": max(1, kv_heads(hf) // training.layout.tensor),
+    }
+    for name, here in heads.items():
+        fits = here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0)
+        require(
+            fits,
+            f"training.sequence.ulysses is {ulysses}, but each rank has {here} of the model's"
+            f" {name} (training.layout.tensor is {training.layout.tensor}); set"
+            f" training.sequence.ulysses to a divisor of {here}",
+        )
+
+
+def refuse_liger(tensor: int) -> None:
+    """Raise `ValueError` where Liger's log-probs cannot run: no GPU, no package, or split
+    vocabulary."""
+    missing = {
+        "a GPU": local_device().type == "cuda",
+        "training.layout.tensor 1": tensor == 1,
+        "the package liger-kernel": importlib.util.find_spec("liger_kernel") is not None,
+    }
+    lacking = [name for name, there in missing.items() if not there]
+    require(
+        not lacking,
+        f"training.logprobs is 'liger', which needs {' and '.join(lacking)}; set it to 'chunked'",
+    )
+
+
+def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` where the configured attention block cannot run on this device and
+    model."""
+    block, on_gpu, text = (
+        training.sequence.block,
+        local_device().type == "cuda",
+        hf.get_text_config(),
+    )
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    widest = WIDEST.get(block)
+    missing = {
+        "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
+        "ranks without GPUs": not on_gpu or block != "cpu",
+        "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,
+        "training.precision 'bfloat16'": widest is None or training.precision == "bfloat16",
+        f"heads of 8, 16, ... {widest} (here {width})": (
+            widest is None or (width % 8 == 0 and width <= widest)
+        ),
+    }
+    lacking = [name for name, there in missing.items() if not there]
+    require(
+        not lacking,
+        f"training.sequence.block is {block!r}, which needs {' and '.join(lacking)}; set the block"
+        " to 'auto'",
+    )

@@ -1,0 +1,172 @@
+"""Checks of `megarl doctor` on the machine: GPUs, memory, disk, left-over processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from megarl.checks.findings import GIB, Finding, Status, ask_python
+
+DEVICES = """
+import json, torch
+found = []
+for index in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(index)
+    found.append([torch.cuda.get_device_name(index), free, total])
+print(json.dumps([torch.version.cuda, found]))
+"""
+"""Program that prints torch's CUDA version, and name, free and total bytes of each GPU, as JSON."""
+
+
+def check_accelerators() -> list[Finding]:
+    """GPUs with their free memory, or CPU cores where there are none."""
+    cores = f"{len(os.sched_getaffinity(0))} CPU cores"
+    driver = shutil.which("nvidia-smi") is not None
+    answer = ask_python(DEVICES)
+    if answer.code != 0:
+        fix = (
+            "see nvidia-smi, and python -c 'import torch; torch.cuda.init()'"
+            if driver
+            else "bash launch/env.sh"
+        )
+        return [Finding("accelerators", "FAIL", f"torch: {answer.last_error}", fix)]
+    build, devices = json.loads(answer.output.splitlines()[-1])
+    if not devices:
+        if driver and build is None:
+            fix = "MEGARL_DEVICE=cuda bash launch/env.sh"
+            return [
+                Finding(
+                    "accelerators",
+                    "warn",
+                    f"{cores}; there is nvidia-smi, but torch is built for CPUs",
+                    fix,
+                )
+            ]
+        if driver:
+            fix = "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)"
+            return [
+                Finding(
+                    "accelerators", "warn", f"{cores}; torch for CUDA {build} sees no device", fix
+                )
+            ]
+        return [Finding("accelerators", "ok", f"no GPU; {cores}: small models on CPU")]
+    findings = []
+    for index, (name, free, total) in enumerate(devices):
+        busy = free < 0.9 * total
+        found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        fix = (
+            "another process uses it (nvidia-smi); choose other GPUs with CUDA_VISIBLE_DEVICES"
+            if busy
+            else ""
+        )
+        findings.append(Finding(f"GPU {index}", "warn" if busy else "ok", found, fix))
+    return findings
+
+
+def check_memory() -> list[Finding]:
+    """Free memory, limited by the container's memory limit."""
+    free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free, total = min(free, limit - used), min(total, limit)
+    status: Status = "FAIL" if free < 2 * GIB else "warn" if free < 6 * GIB else "ok"
+    fix = (
+        "free memory or raise the container's limit: the quick start needs about 6 GiB"
+        if status != "ok"
+        else ""
+    )
+    return [Finding("memory", status, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", fix)]
+
+
+def check_shared_memory() -> list[Finding]:
+    """Free space in /dev/shm, which Ray's object store and vLLM's ranks use."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return [Finding("/dev/shm", "FAIL", str(error), "mount a tmpfs at /dev/shm")]
+    fix = "give the container more, for example docker run --shm-size=8g"
+    if free < GIB:
+        return [
+            Finding(
+                "/dev/shm", "warn", f"{free / GIB:.2f} GiB free: Ray falls back to slow files", fix
+            )
+        ]
+    return [Finding("/dev/shm", "ok", f"{free / GIB:.1f} GiB free")]
+
+
+def check_disk() -> list[Finding]:
+    """Free space in this folder (runs) and in the temporary folder (sockets, logs)."""
+    findings = []
+    for name, folder in (
+        ("disk (this folder)", os.getcwd()),
+        ("disk (temporary)", tempfile.gettempdir()),
+    ):
+        free = shutil.disk_usage(folder).free
+        writable = os.access(folder, os.W_OK)
+        status: Status = (
+            "FAIL" if free < 64 * 2**20 or not writable else "warn" if free < 10 * GIB else "ok"
+        )
+        found = f"{free / GIB:.1f} GiB free in {folder}" + ("" if writable else ", not writable")
+        fix = "" if status == "ok" else "free some: a checkpoint takes 14 to 18 bytes a parameter"
+        if not writable:
+            fix = "go to a folder that you may write to"
+        findings.append(Finding(name, status, found, fix))
+    return findings
+
+
+def check_leftovers() -> list[Finding]:
+    """Processes of earlier runs: those of this user whose parent process has ended."""
+    orphans, running = [], 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, IndexError):
+            if (
+                process.uids().real != os.getuid()
+                or process.pid == os.getpid()
+                or process.status() == psutil.STATUS_ZOMBIE
+            ):
+                continue
+            kind = _kind_of(process.cmdline())
+            if not kind:
+                continue
+            parent = process.parent()
+            if parent is None or parent.pid == 1:
+                orphans.append((process.pid, kind))
+            else:
+                running += 1
+    alive = f"{running} belong to runs under way" if running else "no run is under way"
+    if not orphans:
+        return [Finding("left-over processes", "ok", f"none ({alive})")]
+    kinds = ", ".join(f"{kind} {pid}" for pid, kind in orphans[:6]) + (
+        " ..." if len(orphans) > 6 else ""
+    )
+    fix = f"if no `ray start` of yours: kill {' '.join(str(pid) for pid, _ in orphans)}"
+    return [
+        Finding(
+            "left-over processes",
+            "warn",
+            f"{len(orphans)} without a parent: {kinds} ({alive})",
+            fix,
+        )
+    ]
+
+
+def _kind_of(command: list[str]) -> str:
+    """Which part of a run has this command line; empty for any other command, `doctor` included."""
+    name = Path(command[0]).name
+    if name in ("gcs_server", "raylet"):
+        return name
+    if name.startswith("ray::"):
+        return "Ray worker"
+    if name.startswith("VLLM::"):
+        return "vLLM engine"
+    megarl = [index for index, word in enumerate(command) if Path(word).name == "megarl"]
+    if megarl and set(command[megarl[0] + 1 : megarl[0] + 2]) & {"train", "sft", "eval"}:
+        return "megarl"
+    return ""

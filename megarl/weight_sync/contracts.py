@@ -1,0 +1,81 @@
+"""What publishing weights requires of the trained model and of the inference engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megarl.parallel.tensor import Shard
+from megarl.types import Samples
+
+
+class SendsWeights(Protocol):
+    """A trained model whose weights can be published; every trainer rank has its part."""
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        ...
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{parameter name: shape of the whole parameter}, whatever this rank has of it."""
+        ...
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """{parameter name: how tensor-parallel ranks split it}; unsplit ones are left out."""
+        ...
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """{parameter name: this rank's part as a flat tensor}; under ZeRO 3 its slice."""
+        ...
+
+    def logprobs(self, samples: Samples) -> torch.Tensor:
+        """Log-prob of each token after the first of one sequence, [T - 1]; collective."""
+        ...
+
+
+class Update(Protocol):
+    """One weight update that the engines are working on."""
+
+    def poll(self) -> None:
+        """Raise `EngineLost` or `RuntimeError` if an engine has failed so far; never waits."""
+        ...
+
+    def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]:
+        """Status of every engine rank, [engine][rank]; see `WeightSyncWorker` in receiver.py."""
+        ...
+
+    def settle(self, *, timeout_s: float) -> list[int]:
+        """Wait for engines to abandon the update; returns those that failed or have not."""
+        ...
+
+
+class Engines(Protocol):
+    """The inference engines, as trainer rank 0 calls them.
+
+    Calls end within `timeout_s` seconds and raise `EngineLost` where an engine has died.
+    """
+
+    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
+        """Send each engine `info(engine number)`, the fields of `bucket_receiver.InitInfo`."""
+        ...
+
+    def update(self, version: int, *, timeout_s: float) -> Update:
+        """Have every engine receive `version`; returns at once."""
+        ...
+
+    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
+        """By engine, the log-prob of each token of `token_ids` after the first."""
+        ...
+
+    def replace(self, numbers: Sequence[int]) -> None:
+        """Start new engines in the place of those with these numbers."""
+        ...
+
+    def admit(self) -> None:
+        """Let replaced engines serve requests, now that they have the current weights."""
+        ...
