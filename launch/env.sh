@@ -33,7 +33,7 @@ echo "making the environment in .venv ($device); the log is .venv/install.log" >
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # As in a run, the environment's own ninja comes first: another ninja would throw away what this one has built.
 export PATH=$venv/bin:$PATH
-unset PYTHONDONTWRITEBYTECODE # what is imported below stays compiled for the runs
+unset PYTHONDONTWRITEBYTECODE
 python=$venv/bin/python
 : >"$log"
 phase() { echo "== $((SECONDS - begun)) s: $*" >>"$log"; }
@@ -114,6 +114,11 @@ grep -v '^deepspeed==' "$pins" >"$venv/others.txt"
 install --no-build-isolation -r "$venv/others.txt" -r "$dev"
 install --no-deps --no-build-isolation -e "$root"
 
+# Imports leave what a run imports compiled, also where PYTHONDONTWRITEBYTECODE would have every run compile it again.
+check() { VLLM_LOGGING_LEVEL=ERROR "$python" -c "import $1" >>"$log" 2>&1 || failed "the environment does not import" "$log"; }
+phase "imports of an engine"
+check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.openai.api_server, megarl.rollout.engine"
+[ "$device" = cuda ] || check vllm.v1.worker.cpu_worker
 phase "waiting for DeepSpeed"
 wait "$building" || failed "pip install $deepspeed failed" "$deepspeed_log"
 trap - EXIT
@@ -121,9 +126,9 @@ if [ "$device" = cuda ]; then
   # Optional accelerators: used where they import, never required.
   run_pip --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
 fi
-phase "imports"
-"$python" -c "import torch, deepspeed, ray, transformers, megarl.parallel.mesh, megarl.kernels.logprobs" >>"$log" 2>&1 ||
-  failed "the environment does not import" "$log"
+phase "imports of a trainer"
+check "deepspeed, torch.utils.tensorboard, megarl.loops.rl, megarl.parallel.mesh, megarl.kernels.logprobs"
+check "pytest, hypothesis"
 rm -f "$venv"/.megarl-*
 touch "$stamp"
 phase "ready"
