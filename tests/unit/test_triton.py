@@ -97,7 +97,7 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
 def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LAYOUTS[layout], rank, (2, 1), 16, dtype, TritonBlock(SMALL))
+    compare(LAYOUTS[layout], rank, (2, 1), 16, dtype, TritonBlock(SMALL), DEVICE)
 
 
 @on_device
@@ -112,7 +112,7 @@ def test_attention_with_odd_heads_and_widths(
 
     if heads == (4, 2):
         monkeypatch.setattr(tiles, "L2_BYTES", 1)  # one head after another
-    compare(LAYOUTS["zigzag"], 0, heads, width, dtype, TritonBlock(SMALL))
+    compare(LAYOUTS["zigzag"], 0, heads, width, dtype, TritonBlock(SMALL), DEVICE)
 
 
 @on_device
@@ -124,7 +124,9 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
     from megarl.kernels.block_triton import TritonBlock
 
     if INTERPRETED:
-        compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True))
+        compare(
+            LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True), DEVICE
+        )
     else:
         compare(
             LONG,
@@ -133,6 +135,7 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
             width,
             dtype,
             TritonBlock(descriptors=True),
+            DEVICE,
             torch.tensor([0, 290, 600]),
         )
 
@@ -149,7 +152,7 @@ def test_attention_with_the_shapes_of_programs_it_would_choose(
 ) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), torch.tensor([0, 290, 600]))
+    compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), DEVICE, torch.tensor([0, 290, 600]))
 
 
 @on_device
