@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the project's own environment in .venv, once; a second call takes a second. Sourced or run:
+# Makes the project's own environment in .venv, once; a second call takes a second:
 #   bash launch/env.sh            everything, for people and for tests
 # CPU or CUDA is chosen by what the machine has; MEGARL_DEVICE=cpu|cuda overrides it.
 # PYTHON names the interpreter to build from (3.11 or newer).
@@ -13,10 +13,11 @@ if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
 fi
 pins=$root/launch/requirements-$device.txt
+dev=$root/launch/requirements-dev.txt
 [ -f "$pins" ] || { echo "launch/env.sh: MEGARL_DEVICE is '$device'; set it to cpu or cuda" >&2; exit 2; }
 
 # What is installed is named by what it was made from.
-stamp=$venv/.megarl-$device-$(cat "$pins" "$root/launch/requirements-dev.txt" "$root/setup.py" | sha256sum | cut -c1-16)
+stamp=$venv/.megarl-$device-$(cat "$pins" "$dev" "$root/setup.py" | sha256sum | cut -c1-16)
 if [ -e "$stamp" ]; then
   exit 0
 fi
@@ -30,37 +31,105 @@ log=$venv/install.log
 begun=$SECONDS
 echo "making the environment in .venv ($device); the log is .venv/install.log" >&2
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() {
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 ||
-    { echo "launch/env.sh: pip install $* failed; the end of $log:" >&2; tail -n 15 "$log" >&2; exit 1; }
+# As in a run, the environment's own ninja comes first: another ninja would throw away what this one has built.
+export PATH=$venv/bin:$PATH
+unset PYTHONDONTWRITEBYTECODE
+python=$venv/bin/python
+: >"$log"
+phase() { echo "== $((SECONDS - begun)) s: $*" >>"$log"; }
+failed() { # WHAT, LOG
+  echo "launch/env.sh: $1; the end of $2:" >&2
+  tail -n 15 "$2" >&2
+  exit 1
 }
+run_pip() { "$python" -m pip install --disable-pip-version-check --no-input "$@"; }
+
+# uv installs several times faster than pip. It does not read pip's configuration, which may name the only index or
+# folder of wheels within reach: that is handed over.
+phase uv
+uv=$venv/bin/uv
+run_pip --only-binary :all: "$(grep '^uv==' "$dev")" >>"$log" 2>&1 || {
+  echo "uv could not be installed; installing with pip, which takes about three times as long" >&2
+  uv=''
+}
+settings=$("$python" -m pip config list | "$python" -c '
+import ast, shlex, sys
+given = {}
+for line in sys.stdin:
+    key, _, value = line.strip().partition("=")
+    section, _, name = key.rpartition(".")
+    if section in ("global", "install", ":env:"):
+        given[name.removeprefix("default-")] = ast.literal_eval(value).split()
+known = {
+    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE", "timeout": "UV_HTTP_TIMEOUT",
+    "no-index": "UV_NO_INDEX",
+}
+for name, variable in known.items():
+    if name in given:
+        separator = "," if name == "find-links" else " "
+        print(f": ${{{variable}={shlex.quote(separator.join(given[name]))}}}; export {variable}")
+') || settings=''
+eval "$settings"
+export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # all indexes count alike, as for pip
+
+attempt() { # pip install with uv, or without
+  if [ -n "$uv" ]; then "$uv" pip install --python "$python" "$@"; else run_pip "$@"; fi >>"$log" 2>&1
+}
+install() { attempt "$@" || failed "pip install $* failed" "$log"; }
+
 torch=$(sed -n 's/^# torch: //p' "$pins")
 vllm=$(sed -n 's/^# vllm: //p' "$pins")
-pip wheel "setuptools==78.1.1"
+deepspeed=$(grep '^deepspeed==' "$pins")
 # torch first: a later package that asks for plain torch would otherwise bring another build of it.
+phase torch
 if [ "$device" = cpu ]; then
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$torch" >>"$log" 2>&1 ||
-    pip "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
-  # vLLM's CPU build names vision and audio packages that text models do not need and that have no CPU build.
-  pip --no-deps "$vllm"
+  attempt "$torch+cpu" || install "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
 else
-  pip "$torch" "$vllm"
+  install "$torch" "$vllm"
 fi
-pip --no-build-isolation -r "$pins"
-pip -r "$root/launch/requirements-dev.txt"
-pip --no-deps --no-build-isolation -e "$root"
-if [ "$device" = cuda ]; then
-  # Optional accelerators: used where they import, never required.
-  "$venv/bin/python" -m pip install --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
-fi
-# DeepSpeed compiles its shared-memory operator at first use; do it now, so that no run waits for it.
-"$venv/bin/python" - >>"$log" 2>&1 <<'E2' || true
+
+# DeepSpeed has no wheel: it is built beside the installation of all others, and so is its shared-memory operator,
+# which it would compile at first use, while a run waits.
+phase "what DeepSpeed is built with"
+grep -E '^(ninja|numpy|packaging|psutil|py-cpuinfo|pydantic|tqdm|hjson|einops|msgpack)==' "$pins" >"$venv/build.txt" || true
+install "setuptools==78.1.1" wheel -r "$venv/build.txt"
+deepspeed_log=$venv/install-deepspeed.log
+(
+  run_pip --no-deps --no-build-isolation "$deepspeed"
+  "$python" - <<'E2' || true # a run will compile it
 from deepspeed.accelerator import get_accelerator
 if get_accelerator().device_name() == "cpu":
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 E2
-"$venv/bin/python" -c "import torch, deepspeed, ray, transformers, megarl.parallel.mesh, megarl.kernels.logprobs" >>"$log" 2>&1 ||
-  { echo "launch/env.sh: the environment does not import; the end of $log:" >&2; tail -n 15 "$log" >&2; exit 1; }
+  phase "DeepSpeed is built"
+) >"$deepspeed_log" 2>&1 &
+building=$!
+trap 'kill "$building" 2>/dev/null || true' EXIT
+
+phase "all others"
+# vLLM's CPU build names vision and audio packages that text models do not need and that have no CPU build.
+[ "$device" = cuda ] || install --no-deps "$vllm"
+grep -v '^deepspeed==' "$pins" >"$venv/others.txt"
+install --no-build-isolation -r "$venv/others.txt" -r "$dev"
+install --no-deps --no-build-isolation -e "$root"
+
+# Imports leave what a run imports compiled, also where PYTHONDONTWRITEBYTECODE would have every run compile it again.
+check() { VLLM_LOGGING_LEVEL=ERROR "$python" -c "import $1" >>"$log" 2>&1 || failed "the environment does not import" "$log"; }
+phase "imports of an engine"
+check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.openai.api_server, megarl.rollout.engine"
+[ "$device" = cuda ] || check vllm.v1.worker.cpu_worker
+phase "waiting for DeepSpeed"
+wait "$building" || failed "pip install $deepspeed failed" "$deepspeed_log"
+trap - EXIT
+if [ "$device" = cuda ]; then
+  # Optional accelerators: used where they import, never required.
+  run_pip --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
+fi
+phase "imports of a trainer"
+check "deepspeed, torch.utils.tensorboard, megarl.loops.rl, megarl.parallel.mesh, megarl.kernels.logprobs"
+check "pytest, hypothesis"
 rm -f "$venv"/.megarl-*
 touch "$stamp"
+phase "ready"
 echo "environment ready in $((SECONDS - begun)) s" >&2

@@ -1,4 +1,4 @@
-"""Shared by all tests: the folder of the test modules on the path, and the marks' meaning."""
+"""Shared by all tests: the environment of a run, and the meaning of the marks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from megarl.cluster.process_env import prepare_environment
 
 prepare_environment(1)  # before a test imports Ray, which reads its settings then
+pytest.register_assert_rewrite("support")  # failed asserts of helpers show their values as well
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

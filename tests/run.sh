@@ -1,14 +1,36 @@
 #!/usr/bin/env bash
-# Environment, then style and types, then the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k window
+# Environment, then style and types, then the tests:
+#   bash tests/run.sh                         everything
+#   bash tests/run.sh fast                    style, types, and the tests that start no engine (no vLLM, no Ray)
+#   bash tests/run.sh tests/unit -k window    these arguments go to pytest; no style, no types
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash launch/env.sh
 bin=$root/.venv/bin
-if [ $# -eq 0 ]; then
-  "$bin/ruff" check .
-  "$bin/ruff" format --check --quiet .
-  "$bin/python" -m pyright --pythonpath "$bin/python"
-fi
-export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-exec "$bin/python" -m pytest "$@"
+# A run finds the environment's own ninja first: another ninja would build DeepSpeed's operators again.
+export PATH=$bin:$PATH TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+style() {
+  ruff check .
+  ruff format --check --quiet .
+  python -m pyright --pythonpath "$bin/python"
+}
+# Unit tests share nothing but the CPU: two at a time, a file's tests in one process because of their fixtures.
+two_at_a_time="-n 2 --dist loadfile"
+failed=0
+case ${1:-} in
+  '')
+    style
+    # shellcheck disable=SC2086
+    python -m pytest $two_at_a_time --durations=15 tests/unit || failed=$?
+    python -m pytest --durations=15 tests/distributed tests/system || failed=$?
+    exit "$failed"
+    ;;
+  fast)
+    shift
+    style
+    # shellcheck disable=SC2086
+    exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow" "$@" tests/unit tests/distributed
+    ;;
+  *) exec python -m pytest "$@" ;;
+esac

@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+from pathlib import Path
 
 
 def prepare_environment(num_threads: int) -> None:
     """Settings that libraries read when they are imported; call before torch is."""
+    # Programs of this environment come first on PATH: DeepSpeed's operators, built by its ninja at
+    # installation, would be built again by every other ninja, which takes half a minute.
+    programs = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != programs:
+        os.environ["PATH"] = programs + os.pathsep + os.environ.get("PATH", "")
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault(

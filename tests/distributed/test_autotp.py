@@ -11,16 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-import test_layouts as layouts
+from support import training_cases
 from support.ranks import run_ranks
 
 AUTOTP = {"tensor_backend": "autotp"}
 RECOMPUTED = AUTOTP | {"gradient_checkpointing": True}
 
 
-def matrix(size: int, model: str) -> list[layouts.Case]:
+def matrix(size: int, model: str) -> list[training_cases.Case]:
     """Every layout of `size` ranks with a tensor axis, under every ZeRO stage."""
-    found = [layout for layout in layouts.layouts(size) if layout[2] > 1]
+    found = [layout for layout in training_cases.layouts(size) if layout[2] > 1]
     return [
         {"layout": layout, "stage": stage, "model": model, "training": AUTOTP}
         for layout in found
@@ -28,12 +28,14 @@ def matrix(size: int, model: str) -> list[layouts.Case]:
     ]
 
 
-def variants(folder: Path, wide: str) -> list[layouts.Case]:
+def variants(folder: Path, wide: str) -> list[training_cases.Case]:
     """Models and settings where AutoTP could go wrong."""
-    qwen3 = {"model": layouts.write(folder / "qwen3", kind="qwen3")}
-    tied = {"model": layouts.write(folder / "tied", tied=True)}
+    qwen3 = {"model": training_cases.write(folder / "qwen3", kind="qwen3")}
+    tied = {"model": training_cases.write(folder / "tied", tied=True)}
     llama = {
-        "model": layouts.write(folder / "llama", kind="llama", attention_bias=True, mlp_bias=True)
+        "model": training_cases.write(
+            folder / "llama", kind="llama", attention_bias=True, mlp_bias=True
+        )
     }
     gspo = {"loss": "gspo", "aggregation": "sequence"}
     return [
@@ -56,7 +58,7 @@ def variants(folder: Path, wide: str) -> list[layouts.Case]:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four key heads, the fewest that four ranks can have; 41 words."""
-    return layouts.write(
+    return training_cases.write(
         tmp_path_factory.mktemp("wide"), num_attention_heads=8, num_key_value_heads=4
     )
 
@@ -68,15 +70,15 @@ def test_the_matrix(tmp_path: Path, wide: str, size: int) -> None:
     alone = [
         case | {"layout": (1, 1, 1), "stage": 0, "sequence": {}} for case in (cases[0], *others)
     ]
-    first, *rest = run_ranks(1, layouts.__file__, "run_cases", alone)[0]
+    first, *rest = run_ranks(1, training_cases.__file__, "run_cases", alone)[0]
     found = run_ranks(
-        size, layouts.__file__, "run_cases", [*cases, *others, cases[-1]], timeout_s=600
+        size, training_cases.__file__, "run_cases", [*cases, *others, cases[-1]], timeout_s=600
     )
-    layouts.assert_equal(
+    training_cases.assert_equal(
         [first] * len(cases) + rest, cases + others, [results[:-1] for results in found]
     )
     for results in found:
-        layouts.assert_bitwise(results[len(cases) - 1], results[-1])
+        training_cases.assert_bitwise(results[len(cases) - 1], results[-1])
 
 
 def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [ROOT, *(ROOT / name for name in ("tests", "tests/unit", "tests/distributed", "tools"))]
+PATHS = [ROOT, *(ROOT / name for name in ("tests", "tools"))]
 """Where test files find what they import; the same as `pythonpath` in pyproject.toml."""
 
 _BODY = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_publish.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "publish.py"
 WORDS, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS = 4096, 128, 256, 2, 4, 2
 CONFIG = {
     "model_type": "qwen2",

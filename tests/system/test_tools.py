@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "tools" / "bench"
 
 
 def command(tool: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *arguments]
+    return [sys.executable, str(BENCH / f"{tool}.py"), *arguments]
 
 
 def run(tool: str, *arguments: str) -> Any:
@@ -58,7 +59,7 @@ def layouts() -> dict[tuple[str, int], Any]:
         str(TOKENS),
     ]
     found = run(
-        "bench_layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes
+        "layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes
     )
     assert found["skipped"] == {} and found["task"]["tokens"] == TOKENS
     return {(row["layout"], row["zero"]): row for row in found["rows"]}
@@ -77,7 +78,7 @@ def test_layouts_are_all_there_and_agree(layouts: dict[tuple[str, int], Any]) ->
 
 
 def parameters() -> int:
-    """Of the model that bench_layouts makes: 4 heads and 2 key heads, biases of queries, keys and
+    """Of the model that layouts.py makes: 4 heads and 2 KV heads, biases of queries, keys and
     values, untied words.
     """
     wide, key = 8 * HIDDEN // 3 // 16 * 16, HIDDEN // 2
@@ -118,12 +119,10 @@ def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) 
 
 
 def test_layouts_says_what_it_cannot_do() -> None:
-    assert "not a layout of --ranks 2" in refused(
-        "bench_layouts", "--ranks", "2", "--layouts", "1x1x4"
-    )
-    assert "--zero" in refused("bench_layouts", "--dtype", "bfloat16")
+    assert "not a layout of --ranks 2" in refused("layouts", "--ranks", "2", "--layouts", "1x1x4")
+    assert "--zero" in refused("layouts", "--dtype", "bfloat16")
     said = refused(
-        "bench_layouts",
+        "layouts",
         "--ranks",
         "2",
         "--layouts",
@@ -141,7 +140,7 @@ def test_layouts_says_what_it_cannot_do() -> None:
 def test_ranks_end_with_the_tool() -> None:
     """Killed without a chance to clean up, it leaves no process."""
     with subprocess.Popen(
-        command("bench_long_context", "--tokens", "262144", "--sizes", "2"),
+        command("long_context", "--tokens", "262144", "--sizes", "2"),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -197,7 +196,7 @@ def test_long_context() -> None:
         "--vocabulary",
         "64",
     ]
-    found = run("bench_long_context", "--tokens", str(tokens), *sizes, *more)
+    found = run("long_context", "--tokens", str(tokens), *sizes, *more)
     rows = {(row["what"], row["schedule"], row["size"]): row for row in found["rows"]}
     schedules = [("one rank", 1), ("ring", 2), ("all_gather", 2), ("ulysses", 2)]
     assert list(rows) == [
@@ -224,12 +223,13 @@ def test_long_context() -> None:
         - rows["attention", "ring", 2]["beyond_bytes"]
     )
     assert keys > 0, "all_gather holds everybody's keys, the ring two blocks at a time"
-    assert "cannot share" in refused("bench_long_context", "--sizes", "3", "--schedules", "ulysses")
+    assert "cannot share" in refused("long_context", "--sizes", "3", "--schedules", "ulysses")
 
 
-def test_the_memory_measurement_finds_known_tensors() -> None:
+def test_the_memory_measurement_finds_known_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    monkeypatch.syspath_prepend(BENCH)
     peak_memory = importlib.import_module("peak_memory")
 
     def body() -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_the_memory_measurement_finds_known_tensors() -> None:
 
 def test_bench_logprobs() -> None:
     found = run(
-        "bench_logprobs",
+        "logprobs",
         "--tokens",
         "512",
         "--vocabulary",
@@ -256,12 +256,12 @@ def test_bench_logprobs() -> None:
     eager, fused = found["systems"]["eager"], found["systems"]["fused"]
     assert fused["peak_bytes"] < eager["peak_bytes"] and fused["memory_of_eager"] < 1
     assert eager["peak_bytes"] > 2 * 4 * 512 * 8192
-    assert "choose of" in refused("bench_logprobs", "--systems", "nothing")
+    assert "choose of" in refused("logprobs", "--systems", "nothing")
 
 
 def test_bench_attention() -> None:
     found = run(
-        "bench_attention",
+        "attention",
         "--tokens",
         "512",
         "--rounds",
@@ -283,4 +283,25 @@ def test_bench_attention() -> None:
     ]
     assert list(found["schedules"]) == schedules
     assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
-    assert "does not divide" in refused("bench_attention", "--heads", "3", "--kv-heads", "2")
+    assert "does not divide" in refused("attention", "--heads", "3", "--kv-heads", "2")
+
+
+def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
+    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "publish")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONPATH"] = str(ROOT)  # megarl itself, as an installation would give it
+    started = [
+        subprocess.Popen(
+            command(tool, "--help"),
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for tool in tools
+    ]
+    for tool, process in zip(tools, started, strict=True):
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, (tool, err[-2000:])
+        assert f"python tools/bench/{tool}.py" in out and "--json" in out, tool

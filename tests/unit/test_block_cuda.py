@@ -12,10 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import test_triton
 import torch
 from hypothesis import given, settings
-from test_sequence_attention import TOLERANCE, Case, assert_close, cases, dense, split_attention
+from support.block_pairs import LAYOUTS, LONG, compare
+from support.sequence_cases import (
+    CPU,
+    TOLERANCE,
+    Case,
+    assert_close,
+    cases,
+    dense,
+    split_attention,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.kernels import block_cuda, pieces
@@ -210,13 +218,10 @@ def test_longer_documents_and_every_cut(name: str, how: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("layout", test_triton.LAYOUTS)
-def test_the_cases_of_the_gpu_here(
-    name: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_triton, "DEVICE", torch.device("cpu"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cases_of_the_gpu_here(name: str, layout: str, dtype: torch.dtype) -> None:
     for rank in (0, 1):
-        test_triton.compare(test_triton.LAYOUTS[layout], rank, (4, 2), 16, dtype, BLOCKS[name]())
+        compare(LAYOUTS[layout], rank, (4, 2), 16, dtype, BLOCKS[name](), CPU)
 
 
 @pytest.mark.gpu
@@ -225,13 +230,11 @@ def test_the_cases_of_the_gpu_here(
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("block", NAMES)
 def test_blocks_on_a_gpu(block: str, heads: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
-    made = BLOCKS[block]()
+    made, device = BLOCKS[block](), torch.device("cuda")
     for width in (64, 128):
-        for layout in test_triton.LAYOUTS.values():
-            test_triton.compare(layout, rank, heads, width, dtype, made)
-        test_triton.compare(
-            test_triton.LONG, rank, heads, width, dtype, made, torch.tensor([0, 290, 600])
-        )
+        for layout in LAYOUTS.values():
+            compare(layout, rank, heads, width, dtype, made, device)
+        compare(LONG, rank, heads, width, dtype, made, device, torch.tensor([0, 290, 600]))
 
 
 def elsewhere() -> FakeTensorMode:

@@ -6,28 +6,32 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sequence_cases import (
+    CPU,
+    TOLERANCE,
+    Case,
+    assert_close,
+    cases,
+    dense,
+    make_plan,
+    rank_body,
+    split_attention,
+)
 from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import pieces
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
-from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import CUTS, cut
-
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def _runs_here(name: str) -> bool:
@@ -45,144 +49,6 @@ BLOCK_NAMES = [name for name in BLOCKS if _runs_here(name)]
 DTYPES = {
     name: [torch.float32] if name == "triton" else [torch.float32, torch.float64] for name in BLOCKS
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row, how it is cut, and the heads."""
-
-    lengths: tuple[int, ...]
-    ranks: int
-    ulysses: int
-    how: str
-    heads: tuple[int, int]
-    width: int
-    scale: float
-    seed: int
-
-    @property
-    def starts(self) -> torch.Tensor:
-        return torch.tensor([0, *self.lengths]).cumsum(0)
-
-    def indices(self) -> list[torch.Tensor]:
-        if self.how in CUTS:
-            return cut(self.starts, self.ranks, self.how)
-        draw = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(int(self.starts[-1]), generator=draw)
-        borders = torch.randint(0, len(order) + 1, (self.ranks - 1,), generator=draw).sort().values
-        return list(order.tensor_split(borders))  # uneven, and now and then empty
-
-    def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-        """q, k, v and the gradient of the output, over the whole row."""
-        draw = torch.Generator().manual_seed(self.seed)
-        query_heads, kv_heads = self.heads
-        counts = (query_heads, kv_heads, kv_heads, query_heads)
-        shapes = [(int(self.starts[-1]), count, self.width) for count in counts]
-        return [
-            torch.randn(shape, dtype=torch.float64, generator=draw).to(dtype) for shape in shapes
-        ]
-
-
-def degrees() -> st.SearchStrategy[tuple[int, int, tuple[int, int]]]:
-    """(ranks, Ulysses degree, heads) that fit: also fewer key heads than Ulysses ranks."""
-    every = [
-        (ranks, ulysses, (kv * group, kv))
-        for ranks in range(1, 9)
-        for ulysses in range(1, ranks + 1)
-        for kv in (1, 2, 4)
-        for group in (1, 2, 4)
-        if ranks % ulysses == 0
-        and kv * group % ulysses == 0
-        and (kv % ulysses == 0 or ulysses % kv == 0)
-    ]
-    return st.sampled_from(every)
-
-
-@st.composite
-def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
-    ranks, ulysses, heads = draw(degrees())
-    lengths = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=7)))
-    how = draw(st.sampled_from([*CUTS, "permuted"]))
-    widths = st.sampled_from([1, 3, 8]) if width is None else st.just(width)
-    return Case(
-        lengths,
-        ranks,
-        ulysses,
-        how,
-        heads,
-        draw(widths),
-        draw(st.sampled_from([0.1, 0.35, 1.0])),
-        draw(st.integers(0, 99)),
-    )
-
-
-class Locked:
-    """A block that only one simulated rank may use at a time: Triton's interpreter is not made for
-    threads.
-    """
-
-    lock = threading.Lock()
-
-    def __init__(self, block: Any) -> None:
-        self.prepare, self.block = block.prepare, block
-
-    def forward(self, *arguments: Any) -> None:
-        with self.lock:
-            self.block.forward(*arguments)
-
-    def backward(self, *arguments: Any) -> None:
-        with self.lock:
-            self.block.backward(*arguments)
-
-
-def make_plan(case: Case, block: str) -> AttentionPlan:
-    plan = AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=case.ulysses, block=block)
-    if block == "triton":
-        plan.block = Locked(plan.block)
-    return plan
-
-
-def rank_body(
-    exchange: SimulatedExchange,
-    case: Case,
-    plan: AttentionPlan,
-    transport: str,
-    tensors: list[torch.Tensor],
-) -> Any:
-    """One rank's output, gradients, and the calls it made."""
-    inner, outer = exchange.split(case.ulysses)
-    mine = case.indices()[exchange.rank]
-    q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
-    out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
-    grads = torch.autograd.grad(out, (q, k, v), tensors[3][mine])
-    return [out.detach(), *grads], (inner.calls, outer.calls)
-
-
-def split_attention(
-    case: Case, block: str, transport: str, tensors: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], Any]:
-    """Output and gradients over the whole row, put together from the ranks', and the calls that all
-    of them made.
-    """
-    found = simulate(case.ranks, rank_body, case, make_plan(case, block), transport, tensors)
-    made = found[0][1]
-    assert all(calls == made for _, calls in found), "ranks called the exchange differently"
-    index = torch.cat(case.indices())
-    joined = [torch.cat([results[i] for results, _ in found]) for i in range(4)]
-    return [torch.empty_like(x).index_copy_(0, index, x) for x in joined], made
-
-
-def dense(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    positions = Positions.of(torch.arange(int(case.starts[-1])), case.starts)
-    out = reference_attention(q, k, v, positions, case.scale)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
-
-
-def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape and torch.isfinite(a).all()
-        assert (a.double() - b.double()).norm() <= tolerance * max(1.0, float(b.norm()))
 
 
 @pytest.mark.parametrize("block", BLOCK_NAMES)

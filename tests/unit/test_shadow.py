@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 FAKE = """
@@ -71,6 +73,7 @@ def test_installed_kernels_wins_from_the_root_folder(tmp_path: Path) -> None:
     assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), done.stderr[-2000:]
 
 
+@pytest.mark.engine
 def test_installed_kernels_wins_in_a_ray_worker(tmp_path: Path) -> None:
     """Ray puts the driver's working folder first on its workers' path."""
     environment = {

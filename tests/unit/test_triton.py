@@ -7,14 +7,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
+from support.block_pairs import LAYOUTS, LONG, ROW, STARTS, TOTAL, attention, compare
 
 from megarl.kernels import logprobs_torch, tiles
 from megarl.kernels.block import Positions
-from megarl.kernels.block_reference import ReferenceBlock
 from megarl.kernels.tiles import Tile, visits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,25 +23,7 @@ here = pytest.mark.skipif(INTERPRETED, reason="runs in the process that starts t
 
 # The interpreter multiplies the bits of bfloat16 as integers, and is slow.
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
-# Largest error over largest value. p and its gradient are rounded to the input's type before they
-# are multiplied again.
-TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SMALL = {name: Tile(32, 16, 4, 2) for name in ("forward", "grad_keys", "grad_queries")}
-
-TOTAL = 150
-STARTS = torch.tensor([0, 53, 54, TOTAL])
-ROW = torch.arange(TOTAL)
-# Each layout: what two ranks hold of the row.
-LAYOUTS = {
-    "contiguous": (ROW[:83], ROW[83:]),
-    "zigzag": (torch.cat([ROW[:37], ROW[111:]]), ROW[37:111]),
-    "striped": (ROW[::2].contiguous(), ROW[1::2].contiguous()),
-    "scattered": torch.randperm(TOTAL, generator=torch.Generator().manual_seed(3)).split([61, 89]),
-}
-
-
-# Enough for tiles of 128 that are seen whole, in part, and not at all.
-LONG = (torch.cat([torch.arange(150), torch.arange(450, 600)]), torch.arange(150, 450))
 
 
 def on_device(test: Callable[..., None]) -> Callable[..., None]:
@@ -108,74 +90,6 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
     assert False in kinds and (name == "scattered" or {True, "skipped"} <= kinds)
 
 
-def attention(
-    block,
-    tensors: list[torch.Tensor],
-    positions: list[Positions],
-    rank: int,
-    scale: float,
-    upstream: torch.Tensor,
-):
-    """out, lse and the gradients of q, k and v of `rank`'s queries over both ranks' keys, block by
-    block as a ring would.
-    """
-    q, *rest = tensors
-    kv = list(zip(rest[:2], rest[2:], strict=True))
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(q.shape, dtype=kind, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=kind, device=q.device)
-    grads = [
-        torch.full(x.shape, 0.5, dtype=kind, device=x.device) for x in (q, *rest)
-    ]  # they are added to
-    work = [block.prepare(positions[rank], keys, q.device) for keys in positions]
-    order = [i for i in (1 - rank, rank) if work[i] is not None]
-    for i in order:
-        block.forward(q, *kv[i], work[i], scale, out, lse)
-    for i in order:
-        block.backward(
-            upstream, q, *kv[i], out, lse, work[i], scale, grads[0], grads[1 + i], grads[3 + i]
-        )
-    return [out, lse, *(grad - 0.5 for grad in grads)]
-
-
-def among_others(x: torch.Tensor) -> torch.Tensor:
-    """`x` [L, H, D] on the device as q, k and v are in a packed tensor: between its rows is what
-    must not be read.
-    """
-    room = torch.full((len(x), x[0].numel() + 16), torch.nan, dtype=x.dtype, device=DEVICE)[
-        :, : x[0].numel()
-    ]
-    return room.copy_(x.flatten(1)).view(x.shape)
-
-
-def compare(
-    parts: Sequence[torch.Tensor],
-    rank: int,
-    heads: tuple[int, int],
-    width: int,
-    dtype: torch.dtype,
-    block,
-    starts: torch.Tensor = STARTS,
-) -> None:
-    scale = width**-0.5 * 1.5
-    draw = torch.Generator().manual_seed(width)
-    positions = [Positions.of(index, starts) for index in parts]
-    shapes = [(len(parts[rank]), heads[0]), *[(len(index), heads[1]) for index in (*parts, *parts)]]
-    tensors = [torch.randn(*shape, width, generator=draw).to(dtype) for shape in shapes]
-    upstream = torch.randn(tensors[0].shape, generator=draw).to(dtype)
-    wanted = attention(
-        ReferenceBlock(), [x.double() for x in tensors], positions, rank, scale, upstream.double()
-    )
-    found = attention(
-        block, [among_others(x) for x in tensors], positions, rank, scale, upstream.to(DEVICE)
-    )
-    for name, a, b in zip(("out", "lse", "q", "k0", "k1", "v0", "v1"), found, wanted, strict=True):
-        a, seen = a.cpu().double(), b > -torch.inf
-        assert torch.equal(a > -torch.inf, seen), name
-        error = (a - b)[seen].abs().max() / b[seen].abs().max().clamp_min(1.0)
-        assert error < TOLERANCE[dtype], f"{name}: {error}"
-
-
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -183,7 +97,7 @@ def compare(
 def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LAYOUTS[layout], rank, (2, 1), 16, dtype, TritonBlock(SMALL))
+    compare(LAYOUTS[layout], rank, (2, 1), 16, dtype, TritonBlock(SMALL), DEVICE)
 
 
 @on_device
@@ -198,7 +112,7 @@ def test_attention_with_odd_heads_and_widths(
 
     if heads == (4, 2):
         monkeypatch.setattr(tiles, "L2_BYTES", 1)  # one head after another
-    compare(LAYOUTS["zigzag"], 0, heads, width, dtype, TritonBlock(SMALL))
+    compare(LAYOUTS["zigzag"], 0, heads, width, dtype, TritonBlock(SMALL), DEVICE)
 
 
 @on_device
@@ -210,7 +124,9 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
     from megarl.kernels.block_triton import TritonBlock
 
     if INTERPRETED:
-        compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True))
+        compare(
+            LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True), DEVICE
+        )
     else:
         compare(
             LONG,
@@ -219,6 +135,7 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
             width,
             dtype,
             TritonBlock(descriptors=True),
+            DEVICE,
             torch.tensor([0, 290, 600]),
         )
 
@@ -235,7 +152,7 @@ def test_attention_with_the_shapes_of_programs_it_would_choose(
 ) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), torch.tensor([0, 290, 600]))
+    compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), DEVICE, torch.tensor([0, 290, 600]))
 
 
 @on_device

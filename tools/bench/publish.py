@@ -1,9 +1,8 @@
 """Publishing weights, beside a copy of memory and beside sending one whole parameter at a time:
 seconds, bytes, memory.
 
-    python tools/bench_publish.py [--json] [--rounds 5] [--config FILE] [--bucket-mib 4 16 64 256]
-    [--digest on off] python tools/bench_publish.py --layout "data 2 tensor 1 zero 3" --engines 1
-    --engine-tensor 1 [--with-engine]
+    python tools/bench/publish.py [--json] [--rounds 5] [--config FILE] [--bucket-mib 4 16 64 256]
+    python tools/bench/publish.py --layout "data 2 tensor 1 zero 3" --engines 1 [--with-engine]
 
 Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each
 engine rank, all with one thread, which publish through `Publisher`, shared memory, digests and
@@ -28,7 +27,7 @@ engine           with --with-engine, in a launch of its own: `publish` to real v
                  `install` is their repacking
 
 GB/s is bytes of one engine's weights over the mean time, from when the first trainer rank begins to
-when the last is done. `taken in` is what an engine rank receives, the most of any. `beyond` is the
+when the last is done. `received` is what an engine rank receives, the most of any. `beyond` is the
 most memory beyond weights and readers' own buffers: of tensors (exact), and resident, with pages of
 shared memory, which count in every process that sees them.
 """
@@ -46,8 +45,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch_ranks import QUIET, Others, launch, run_tool, spread
-from publish_ways import DIGESTS, THROUGH, work
+from common import Others, command_line, run_tool, spread, warn_if_not_quiet
+from launch_ranks import launch
+from naive_publish import THROUGH
+from publish_case import DIGESTS
+from publish_reader import work
 
 from megarl.weight_sync.config import WeightSyncConfig
 
@@ -184,6 +186,40 @@ def with_mean(values: list[float]) -> dict[str, Any]:
     }
 
 
+def line_of(row: dict[str, Any]) -> str:
+    """One way of a case as a line of its table."""
+    how = (
+        [f"{row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"]
+        if "bucket_mib" in row
+        else []
+    )
+    how += [str(row[name]) for name in ("processes", "through") if name in row]
+    seconds = "{mean:.4f} +- {deviation:.4f} ({min:.4f} to {max:.4f})".format(**row["seconds"])
+    taken = max((count for count in row["received_bytes"] if count), default=0) / 1e6
+    memory = []
+    for who in ("trainer", "reader"):
+        found = [row[f"{who}_{way}_bytes"] for way in ("allocated", "resident")]
+        memory.append(
+            " / ".join("?" if None in each else f"{max(each) / 1e6:,.1f}" for each in found)
+        )
+    parts = (
+        " / ".join(f"{row[f'{part}_s']:.4f}" for part in ("wait", "digest", "install"))
+        if "wait_s" in row
+        else ""
+    )
+    faster = (
+        f"{row['times_ours']:.2f} x the time of the first publish + copy"
+        if "times_ours" in row
+        else ""
+    )
+    speed = f"{row['gb_per_s']:6.2f} {row['of_memcpy']:4.0%} {row['of_memcpy_ranks']:5.0%}"
+    what = f"{row['way']}, {', '.join(how)}"
+    return (
+        f"{what:44} {seconds:>31} {speed} {taken:9,.1f}  {memory[0]:>20} {memory[1]:>15} "
+        f" {parts}{faster}"
+    )
+
+
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of tables."""
     here, task = result["machine"], result["task"]
@@ -199,52 +235,17 @@ def show(result: dict[str, Any]) -> Iterator[str]:
             f" {case['engine_bytes'] / 1e6:,.1f} MB; {case['ranks']} processes"
         )
         yield (
-            f"{'':44} {'seconds':>31} {'GB/s':>6} {'of memcpy':>10} {'taken in':>9} "
+            f"{'':44} {'seconds':>31} {'GB/s':>6} {'of memcpy':>10} {'received':>9} "
             f" {'beyond, MB: trainer':>20} {'reader':>15}  wait / digest / install s"
         )
         for row in case["rows"]:
-            how = (
-                [f"{row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"]
-                if "bucket_mib" in row
-                else []
-            )
-            how += [str(row[name]) for name in ("processes", "through") if name in row]
-            seconds = "{mean:.4f} +- {deviation:.4f} ({min:.4f} to {max:.4f})".format(
-                **row["seconds"]
-            )
-            taken = max((count for count in row["received_bytes"] if count), default=0) / 1e6
-            memory = []
-            for who in ("trainer", "reader"):
-                found = [row[f"{who}_{way}_bytes"] for way in ("allocated", "resident")]
-                memory.append(
-                    " / ".join("?" if None in each else f"{max(each) / 1e6:,.1f}" for each in found)
-                )
-            parts = (
-                " / ".join(f"{row[f'{part}_s']:.4f}" for part in ("wait", "digest", "install"))
-                if "wait_s" in row
-                else ""
-            )
-            faster = (
-                f"{row['times_ours']:.2f} x the time of the first publish + copy"
-                if "times_ours" in row
-                else ""
-            )
-            speed = f"{row['gb_per_s']:6.2f} {row['of_memcpy']:4.0%} {row['of_memcpy_ranks']:5.0%}"
-            what = f"{row['way']}, {', '.join(how)}"
-            yield (
-                f"{what:44} {seconds:>31} {speed} {taken:9,.1f}  {memory[0]:>20} {memory[1]:>15} "
-                f" {parts}{faster}"
-            )
+            yield line_of(row)
         if case["ranks"] > here["cores"]:
             yield (
                 f"{case['ranks']} processes on {here['cores']} cores: they wait for each other's"
                 " time"
             )
-    if result["others"] > QUIET:
-        yield (
-            f"NOT QUIET: other processes took {result['others']:.0%} of the CPU; repeat on an idle"
-            " machine for the times"
-        )
+    yield from warn_if_not_quiet(result["others"])
 
 
 def parse_layout(text: str) -> dict[str, int]:
@@ -264,49 +265,42 @@ def layout(text: str) -> str:
     return text
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--rounds": {"type": int, "default": 5, "help": "timed rounds"},
+    "--config": {"default": "", "help": "a config.json; default: a Qwen2 of 533 M parameters"},
+    "--layout": {
+        "type": layout,
+        "help": 'the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases',
+    },
+    "--engines": {"type": int, "default": 1, "help": "with --layout"},
+    "--engine-tensor": {
+        "type": int,
+        "default": 1,
+        "help": "tensor ranks of an engine, with --layout",
+    },
+    "--bucket-mib": {
+        "type": int,
+        "nargs": "+",
+        "default": [WeightSyncConfig().bucket_mib],
+        "help": "weight_sync.bucket_mib; several are compared",
+    },
+    "--digest": {
+        "choices": tuple(DIGESTS),
+        "nargs": "+",
+        "default": ["on"],
+        "help": "both show what digests cost",
+    },
+    "--with-engine": {
+        "action": "store_true",
+        "help": "vLLM engines as well, for the time of their repacking",
+    },
+    "--deadline": {"type": float, "default": 1800.0, "help": "seconds that one case may take"},
+}
+
+
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the tables"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument(
-        "--config", default="", help="a config.json; default: a Qwen2 of 533 M parameters"
-    )
-    parser.add_argument(
-        "--layout",
-        type=layout,
-        help='the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases',
-    )
-    parser.add_argument("--engines", type=int, default=1, help="with --layout")
-    parser.add_argument(
-        "--engine-tensor", type=int, default=1, help="tensor ranks of an engine, with --layout"
-    )
-    parser.add_argument(
-        "--bucket-mib",
-        type=int,
-        nargs="+",
-        default=[WeightSyncConfig().bucket_mib],
-        help="weight_sync.bucket_mib; several are compared",
-    )
-    parser.add_argument(
-        "--digest",
-        choices=tuple(DIGESTS),
-        nargs="+",
-        default=["on"],
-        help="both show what digests cost",
-    )
-    parser.add_argument(
-        "--with-engine",
-        action="store_true",
-        help="vLLM engines as well, for the time of their repacking",
-    )
-    parser.add_argument(
-        "--deadline", type=float, default=1800.0, help="seconds that one case may take"
-    )
+    parser = command_line(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     if min(args.rounds, args.engines, args.engine_tensor, *args.bucket_mib) < 1:
         parser.error("--rounds, --engines, --engine-tensor and --bucket-mib must be 1 or more")
@@ -318,7 +312,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     return run_tool(
-        "bench_publish", arguments=arguments, work=work, measure=compare, show=show, argv=argv
+        "publish", arguments=arguments, work=work, measure=compare, show=show, argv=argv
     )
 
 

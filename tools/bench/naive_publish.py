@@ -1,4 +1,4 @@
-"""The naive ways of tools/bench_publish.py: each parameter gathered whole on rank 0, and sent to
+"""The naive ways of tools/bench/publish.py: each parameter gathered whole on rank 0, and sent to
 every reader before the next.
 
 Of its argument `case` each takes `wire` (rank 0 and the readers), `rank`, and `largest` (elements

@@ -97,8 +97,8 @@ class MessageCount(TorchDispatchMode):
             func.namespace in ("_c10d_functional", "c10d_functional") and "wait" not in func.name()
         ):
             raise RuntimeError(
-                f"{func.name()} is a functional collective, which tools/count_messages.py does not"
-                " count yet"
+                f"{func.name()} is a functional collective, which tools/bench/count_messages.py"
+                " does not count yet"
             )
         elif func.name().startswith("deepspeed::inference_all_reduce"):
             group = dist.group.WORLD
@@ -112,7 +112,7 @@ class MessageCount(TorchDispatchMode):
             return
         if name not in OPERATORS:
             raise RuntimeError(
-                f"c10d::{name} is not known; say in tools/count_messages.py what it sends"
+                f"c10d::{name} is not known; say in tools/bench/count_messages.py what it sends"
             )
         named = {
             x.name: value for x, value in zip(func._schema.arguments, args, strict=False)

@@ -1,0 +1,176 @@
+"""Training cases: a layout, a ZeRO stage and settings; three steps of each on every rank, and the
+comparison of their results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.tiny import groups, write_model
+
+STEPS = 3
+RATE = 1e-3
+
+Case = dict[str, Any]
+"""layout, stage, and optionally model, sequence, training, algorithm, groups, prompts: see
+`three_steps`.
+"""
+
+
+def layouts(size: int) -> list[tuple[int, int, int]]:
+    """Every (data, sequence, tensor) of `size` ranks."""
+    return [
+        (data, sequence, size // (data * sequence))
+        for data in range(1, size + 1)
+        for sequence in range(1, size + 1)
+        if size % (data * sequence) == 0
+    ]
+
+
+def run_cases(cases: list[Case]) -> list[Any]:
+    """Per case: metrics, log-probs, entropies and weights. Runs on every rank."""
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import SequenceConfig
+
+    torch.set_num_threads(1)
+    device, found = mesh_module.initialise(timeout_s=60), []
+    for case in cases:
+        sequence = SequenceConfig(**case.get("sequence", {}))
+        with ProcessMesh(Layout(*case["layout"]), ulysses=sequence.ulysses, timeout_s=60) as mesh:
+            found.append(three_steps(case, mesh, device, sequence))
+    mesh_module.finalise()
+    return found
+
+
+def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
+    """Three clipped optimizer steps of reinforcement learning on uneven packed documents."""
+    from megarl.objectives.config import AlgorithmConfig, KLConfig
+    from megarl.rollout.batch import shares
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.types import Samples
+    from support.policy import Policy
+
+    # Clipping makes a wrong scale of the gradient visible, which AdamW alone would hide.
+    optimizer = OptimizerConfig(learning_rate=RATE, clip_norm=0.5, eps=1e-6)
+    algorithm = {"kl": KLConfig(coefficient=0.05)} | case.get("algorithm", {})
+    policy = Policy(
+        model=ModelConfig(path=case["model"]),
+        training=TrainingConfig(
+            zero_stage=case["stage"],
+            sequence=sequence,
+            optimizer=optimizer,
+            **case.get("training", {}),
+        ),
+        algorithm=AlgorithmConfig(**algorithm),
+        temperature=0.8,
+        mesh=mesh,
+        device=device,
+        total_steps=STEPS,
+        seed=1,
+    )
+    reports, logprobs, entropies = [], [], []
+    for step in range(STEPS):
+        made = groups(*case.get("groups", (3, 3)), seed=step, prompts=case.get("prompts", (1, 7)))
+        dealt = shares(
+            step=step,
+            drawn=made,
+            accepted=made,
+            seconds=1.0,
+            num_data_ranks=mesh.data.size,
+            num_mini_batches=case.get("num_mini_batches", 1),
+            micro_batch_tokens=case.get("tokens", 70) * mesh.sequence.size,
+            transcripts=0,
+        )
+        everything = Samples.concatenate(
+            [part for share in dealt.per_rank for part in share.samples]
+        )
+        ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
+        logprobs.append(ours.double())
+        entropies.append(theirs.double())
+        reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
+    weights = {name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()}
+    policy.engine.destroy()
+    return reports, logprobs, entropies, weights
+
+
+def differences(one: Any, other: Any) -> dict[str, float]:
+    """Largest relative differences. The policy loss cancels, so it is compared at the scale of its
+    terms: 1.
+    """
+    scales = {
+        "loss": 1.0,
+        "grad_norm": 1e-3,
+        "entropy": 1e-3,
+        "mismatch/mean_abs": 1e-3,
+        "tokens/trained": 1.0,
+    }
+    numbers = {
+        name: max(
+            abs(a[name] - b[name]) / max(abs(a[name]), scale)
+            for a, b in zip(one[0], other[0], strict=True)
+        )
+        for name, scale in scales.items()
+    }
+    # About half the mean square of differences of log-probs of some 4 nats, with their rounding:
+    # compared in nats.
+    numbers["kl"] = max(
+        abs((2 * a["kl"]) ** 0.5 - (2 * b["kl"]) ** 0.5)
+        for a, b in zip(one[0], other[0], strict=True)
+    )
+    for name, number in (("logprobs", 1), ("entropies", 2)):
+        numbers[name] = max(
+            float((a - b).norm() / a.norm())
+            for a, b in zip(one[number], other[number], strict=True)
+        )
+    weights, others = one[3], other[3]
+    assert weights.keys() == others.keys()
+    numbers["weights"] = max(
+        float((weights[n] - others[n]).norm() / weights[n].norm()) for n in weights
+    )
+    return numbers
+
+
+def assert_equal(oracle: list[Any], cases: list[Case], found: list[list[Any]]) -> None:
+    """Every rank's result of every case is the oracle's, and that of every other rank to the last
+    bit.
+    """
+    worst: dict[str, float] = {}
+    for rank, results in enumerate(found):
+        for case, expected, result in zip(cases, oracle, results, strict=True):
+            numbers = differences(expected, result)
+            assert max(numbers.values()) < 1e-5, (rank, case, numbers)
+            worst = {name: max(value, worst.get(name, 0.0)) for name, value in numbers.items()}
+    for results in found[1:]:
+        for first, result in zip(found[0], results, strict=True):
+            assert_bitwise(first, result)
+    print(f"{len(found)} ranks, {len(cases)} cases, worst {worst}")
+
+
+def assert_bitwise(one: Any, other: Any) -> None:
+    """Not nearly: equal."""
+    import torch
+
+    timeless = [
+        [{k: v for k, v in report.items() if not k.startswith("time/")} for report in found[0]]
+        for found in (one, other)
+    ]
+    assert timeless[0] == timeless[1]
+    assert all(
+        torch.equal(a, b)
+        for number in (1, 2)
+        for a, b in zip(one[number], other[number], strict=True)
+    )
+    assert all(torch.equal(one[3][name], other[3][name]) for name in one[3])
+
+
+def write(folder: Path, **changes: Any) -> str:
+    """A random model with fewer KV heads than four ranks, and 41 tokens, which neither 2 nor 4 divides."""
+    sizes = dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=41, biases=True
+    )
+    return str(write_model(folder, **sizes | changes))
