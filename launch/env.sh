@@ -49,10 +49,6 @@ fi
 pip --no-build-isolation -r "$pins"
 pip -r "$root/launch/requirements-dev.txt"
 pip --no-deps --no-build-isolation -e "$root"
-if [ "$device" = cuda ]; then
-  # Optional accelerators: used where they import, never required.
-  "$venv/bin/python" -m pip install --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
-fi
 # DeepSpeed compiles its shared-memory operator at first use; do it now, so that no run waits for it.
 "$venv/bin/python" - >>"$log" 2>&1 <<'E2' || true
 from deepspeed.accelerator import get_accelerator

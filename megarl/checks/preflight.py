@@ -31,6 +31,7 @@ from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.context import RunInputs
 from megarl.trainer.loading import empty_model, load_model_config
+from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
@@ -179,6 +180,7 @@ def check_cut(
             empty,
             Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
         )
+    refuse_optimizer(training, local_device())
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
     if training.sequence.block != "auto":

@@ -68,6 +68,10 @@ class SequenceConfig:
 class OptimizerConfig:
     """AdamW."""
 
+    kind: Literal["torch", "apex", "deepspeed_cpu"] = "torch"
+    """Whose AdamW: torch's fused one; NVIDIA apex's FusedAdam (GPUs); or DeepSpeedCPUAdam, for
+    optimizer state in host memory (`offload_optimizer`, or no GPU), compiled at first use.
+    """
     learning_rate: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.999
