@@ -23,9 +23,10 @@ from megarl.loops.schedule import due
 from megarl.observe.observer import Observer
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
+from megarl.parallel.collectives import broadcast_object
 from megarl.trainer.context import RunInputs, open_run
 from megarl.trainer.policy import Policy
-from megarl.types import Prompt, StepReport
+from megarl.types import StepReport
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.publisher import Publisher
 
@@ -56,7 +57,8 @@ class Parts:
     checkpoints: Checkpoints
     observer: Observer | None
     """On rank 0."""
-    held_out: list[Prompt] | None
+    num_held_out: int
+    """Held-out problems; 0 where the recipe has none."""
 
 
 def run(parts: Parts) -> None:
@@ -107,13 +109,13 @@ def evaluate(parts: Parts) -> None:
     waits in a collective.
     """
     config = parts.config.evaluation
-    if parts.held_out is None:
+    if not parts.num_held_out:
         return
     kinds = {"eval": config.temperature}
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        metrics, transcripts = parts.rollouts.evaluate(parts.held_out, temperature, name)
+        metrics, transcripts = parts.rollouts.evaluate(temperature, name)
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}
@@ -142,7 +144,7 @@ def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
         progress = context.resume(checkpoints)
         policy.step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
         observer = context.observe(policy.step)
-        generation.start_service(inputs.layout, policy.step, ordinal)
+        generation.start_service(inputs, policy.step, ordinal)
         generation.join(stack)
         publisher = Publisher(
             config.weight_sync,
@@ -159,10 +161,10 @@ def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
             seed=config.seed,
         )
         stack.callback(publisher.close)
-        held_out = list(inputs.held_out) if inputs.held_out is not None else None
+        num_held_out = broadcast_object(len(inputs.held_out or ()), mesh.world)
         draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
         requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.group_size)
-        deadline_s = patience_s(config, max(requests, len(held_out or ())))
+        deadline_s = patience_s(config, max(requests, num_held_out))
         yield Parts(
             config=config,
             policy=policy,
@@ -171,5 +173,5 @@ def build(config: RunConfig, inputs: RunInputs) -> Iterator[Parts]:
             publisher=publisher,
             checkpoints=checkpoints,
             observer=observer,
-            held_out=held_out,
+            num_held_out=num_held_out,
         )

@@ -153,7 +153,9 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU only: torch threads of each trainer rank."""
     collective_timeout_s: float = 600.0
-    """A collective that takes longer ends the run with an error instead of waiting for ever."""
+    """A collective that takes longer ends the run with an error instead of waiting for ever. The
+    other ranks wait as long for rank 0 to read and tokenise the data before the first collective.
+    """
 
     def __post_init__(self) -> None:
         require_range("training.num_mini_batches", self.num_mini_batches, 1)
