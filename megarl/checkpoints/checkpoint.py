@@ -67,9 +67,13 @@ def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
-    """The layout, its tensor backend, ZeRO stage and precision that must be the same to resume."""
+    """The layout, its tensor backend, ZeRO stage, precision and optimizer that must be the same to
+    resume.
+    """
     backend = " by autotp" if layout.tensor > 1 and training.tensor_backend == "autotp" else ""
-    return f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}"
+    kind = training.optimizer.kind
+    optimizer = "" if kind == "torch" else f", optimizer {kind}"
+    return f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}{optimizer}"
 
 
 def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Path | None:

@@ -160,7 +160,7 @@ def read_place(
     if found is None:
         raise ValueError(
             f"{folder} was written under {progress.layout}, and only megarl's own tensor"
-            " parallelism can be read"
+            " parallelism with training.optimizer.kind 'torch' can be read"
         )
     if fingerprint({row.name: row.shape for row in table}) != progress.model:
         raise ValueError(

@@ -14,6 +14,7 @@ from megarl.trainer.attention import prove_attention
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
+from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
@@ -61,6 +62,7 @@ def check_cut(
             empty,
             Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
         )
+    refuse_optimizer(training, local_device())
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
     if training.sequence.block != "auto":

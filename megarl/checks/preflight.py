@@ -12,7 +12,6 @@ from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_model, stop_tokens
 from megarl.checks.roles import check_reference, policy_ranks
 from megarl.config import RunConfig, SftConfig, longest_request
-from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.source import load_prompts
 from megarl.environments.config import EnvironmentConfig
@@ -20,7 +19,7 @@ from megarl.environments.scoring import Environment
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device, num_ranks, rank
 from megarl.parallel.tensor import whole_shapes
-from megarl.schema import as_plain, require
+from megarl.schema import require
 from megarl.trainer.context import RolePlace, RunInputs
 from megarl.trainer.loading import empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
@@ -81,10 +80,12 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     check_cut(config.training, config.model, hf)
     reference = check_reference(config, hf, RolePlace(ranks, layout), num_ranks)
     check_verifier(config.environment)
-    prompts = load_prompts(config.prompts, tokenizer, seed=config.seed)
+    # Rank 0 reads for all: it hands the prompts to the rollout service, the only one to use them.
+    reads = rank() == 0
+    prompts = load_prompts(config.prompts, tokenizer, seed=config.seed) if reads else None
     held_out = (
         load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed)
-        if config.evaluation.prompts.source
+        if reads and config.evaluation.prompts.source
         else None
     )
     longest = longest_request(config)
@@ -101,7 +102,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
-    data = data_name(config.prompts, len(prompts))
+    data = prompts.fingerprint if prompts is not None else ""
     checkpoint = find_checkpoint(config, layout, data) if new else None
     stops = stop_tokens(tokenizer, config.model)
     return RunInputs(
@@ -128,24 +129,18 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
-    demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
-    data = data_name(config.demonstrations, len(demonstrations))
+    # Rank 0 reads for all, and sends every step's samples to the other ranks.
+    demonstrations = (
+        load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
+        if rank() == 0
+        else None
+    )
+    data = demonstrations.fingerprint if demonstrations is not None else ""
     checkpoint = find_checkpoint(config, layout, data)
     stops = stop_tokens(tokenizer, config.model)
     return RunInputs(
         layout, tokenizer, hf, stops, data, demonstrations=demonstrations, resume_from=checkpoint
     )
-
-
-def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> str:
-    """Identity of the training data: a checkpoint's position in the data is valid only for the same
-    one."""
-    order = {
-        key: value
-        for key, value in as_plain(config).items()
-        if key in ("subset", "split", "unique", "shuffle", "limit")
-    }
-    return f"{Path(config.source).name}, {num_rows} rows, {order}"
 
 
 def check_folder(folder: str, *, resume: bool) -> None:

@@ -81,14 +81,16 @@ class Cluster:
         self._groups.append(EngineGroup(len(seats), start, timeout_s))
         return self._groups[-1]
 
-    def start_service(self, build: Callable[[], Any], *, timeout_s: float) -> ActorHandle:
+    def start_service(
+        self, build: Callable[[], Any], *, held_out: list[Prompt], timeout_s: float
+    ) -> ActorHandle:
         """The rollout service, made by `build` inside an actor of its own that every rank can find
-        by name.
+        by name. It evaluates on the `held_out` problems.
         """
         handle = (
             ray.remote(ServiceActor)
             .options(name=SERVICE, num_cpus=0, max_concurrency=100_000)
-            .remote(build)
+            .remote(build, held_out)
         )
         self._owned.insert(0, handle)
         ask(
@@ -124,12 +126,10 @@ class Cluster:
 
 
 class ServiceActor:
-    """The shell around `RolloutService`: it is built where it runs, since prompts and verifiers
-    need not travel.
-    """
+    """The shell around `RolloutService`, which is built where it runs: verifiers do not travel."""
 
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self._build = build
+    def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
+        self._build, self._held_out = build, held_out
 
     async def build(self) -> None:
         self._service, self._environment = self._build()
@@ -147,8 +147,8 @@ class ServiceActor:
     async def cursor(self, step: int) -> int:
         return await self._service.cursor(step)
 
-    async def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
-        return await self._service.evaluate(prompts, temperature, name)
+    async def evaluate(self, temperature: float, name: str) -> Evaluated:
+        return await self._service.evaluate(self._held_out, temperature, name)
 
     async def use_engine(self, number: int, handle: ActorHandle) -> None:
         self._service.use_engine(number, RemoteEngine(handle))
@@ -186,9 +186,9 @@ class RolloutClient:
             self._service.cursor.remote(step), f"reading the prompt cursor of step {step}"
         )
 
-    def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
-        """One scored answer to each prompt: (metrics, transcripts)."""
-        return self._ask(self._service.evaluate.remote(prompts, temperature, name), "evaluating")
+    def evaluate(self, temperature: float, name: str) -> Evaluated:
+        """One scored answer to each held-out problem: (metrics, transcripts)."""
+        return self._ask(self._service.evaluate.remote(temperature, name), "evaluating")
 
     def _ask(self, reference: Any, doing: str) -> Any:
         return ask({"the rollout service": reference}, self._deadline_s, doing)[0]

@@ -20,13 +20,14 @@ from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.config import RunConfig, longest_request
-from megarl.data.source import load_prompts
+from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.scoring import Environment
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.service import RolloutService
+from megarl.trainer.context import RunInputs
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Generation:
     cluster: Cluster | None
     engines: EngineGroup | None
 
-    def start_service(self, layout: Layout, first_step: int, first_ordinal: int) -> None:
+    def start_service(self, inputs: RunInputs, first_step: int, first_ordinal: int) -> None:
         """Rank 0 waits for the engines and starts the rollout service; other ranks do nothing."""
         if self.engines is None:
             return
@@ -47,7 +48,7 @@ class Generation:
             self.config,
             self.cluster,
             self.engines,
-            layout,
+            inputs,
             first_step=first_step,
             first_ordinal=first_ordinal,
         )
@@ -140,22 +141,39 @@ def start_service(
     config: RunConfig,
     cluster: Cluster,
     engines: EngineGroup,
-    layout: Layout,
+    inputs: RunInputs,
     *,
     first_step: int,
     first_ordinal: int,
 ) -> None:
-    """Wait for the engines, then start the rollout service that sends requests to them."""
+    """Wait for the engines, then start the rollout service that sends requests to them. The prompts
+    of `inputs`, which only rank 0 has, move to the service: they are read and tokenised once.
+    """
     engines.wait()
+    assert inputs.prompts is not None
     builder = functools.partial(
-        build_service, config, list(engines.handles), layout, first_step, first_ordinal
+        build_service,
+        config,
+        list(engines.handles),
+        inputs.layout,
+        inputs.prompts,
+        first_step,
+        first_ordinal,
     )
-    timeout_s = config.rollout.engine.start_timeout_s
-    engines.service = cluster.start_service(builder, timeout_s=timeout_s)
+    engines.service = cluster.start_service(
+        builder,
+        held_out=list(inputs.held_out or ()),
+        timeout_s=config.rollout.engine.start_timeout_s,
+    )
 
 
 def build_service(
-    config: RunConfig, handles: list[Any], layout: Layout, first_step: int, first_ordinal: int
+    config: RunConfig,
+    handles: list[Any],
+    layout: Layout,
+    prompts: PromptList,
+    first_step: int,
+    first_ordinal: int,
 ) -> tuple[RolloutService, Environment]:
     """The rollout service and its environment, built inside the service's own process."""
     tokenizer = load_tokenizer(
@@ -167,7 +185,7 @@ def build_service(
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
-        prompts=load_prompts(config.prompts, tokenizer, seed=config.seed),
+        prompts=prompts,
         engines=[RemoteEngine(handle) for handle in handles],
         score=environment.score,
         decode=decode,

@@ -9,36 +9,30 @@ tokens are given, and what it samples starts with a token of its own.
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.config import DemonstrationsConfig
-from megarl.data.rows import (
-    Order,
-    check_template,
-    column,
-    encode,
-    encode_prompts,
-    read_rows,
-    render,
-    text_of,
-)
+from megarl.data.fingerprint import fingerprint
+from megarl.data.order import Order
+from megarl.data.render import check_template, column, render, text_of
+from megarl.data.rows import read_rows
+from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
 from megarl.schema import require
 from megarl.types import Demonstration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH_ROWS = 4096  # tokenised at once
-
 
 class DemonstrationList:
     """Demonstrations by ordinal."""
 
     def __init__(
-        self, prompts: list[array[int]], responses: list[array[int]], order: Order
+        self, prompts: TokenLists, responses: TokenLists, order: Order, fingerprint: str
     ) -> None:
         self._prompts, self._responses, self._order = prompts, responses, order
+        self.fingerprint = fingerprint
+        """Digest of the demonstrations and their order."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -47,9 +41,7 @@ class DemonstrationList:
         """The demonstration trained as number `ordinal`; a pure function of (seed, ordinal)."""
         index = self._order.row(ordinal)
         return Demonstration(
-            index=index,
-            prompt_ids=self._prompts[index].tolist(),
-            response_ids=self._responses[index].tolist(),
+            index=index, prompt_ids=self._prompts[index], response_ids=self._responses[index]
         )
 
 
@@ -62,16 +54,17 @@ def load_demonstrations(
     setting = "demonstrations"
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
     check_template(tokenizer, config.template, setting)
-    end = tokenizer.eos_token_id
     require(
-        end is not None,
+        tokenizer.eos_token_id is not None,
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
+    values: list[Any] = []
     texts: list[str] = []
     replies: list[str] = []
     for index, row in enumerate(table.rows):
         place = table.place(index)
         value = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
+        values.append(value)
         texts.append(
             render(value, tokenizer, template=config.template, place=place, setting=setting)
         )
@@ -84,30 +77,25 @@ def load_demonstrations(
             f"{place}: the response (column '{config.response_column}') is empty; drop the row or"
             " fill it",
         )
-    prompts: list[array[int]] = []
-    responses: list[array[int]] = []
-    for start in range(0, len(texts), BATCH_ROWS):
-        part = slice(start, start + BATCH_ROWS)
-        asked = encode_prompts(tokenizer, texts[part], config.template)
-        answered = encode(tokenizer, replies[part], add_special_tokens=False)
-        for prompt_ids, response_ids in zip(asked, answered, strict=True):
-            place = table.place(len(prompts))
-            require(
-                bool(prompt_ids),
-                f"{place}: the prompt has no tokens; fill column '{config.prompt_column}'",
-            )
-            if (
-                not response_ids or response_ids[-1] != end
-            ):  # once: some data sets carry it in the text
-                response_ids = [*response_ids, end]
-            total = len(prompt_ids) + len(response_ids)
-            require(
-                total <= config.max_tokens,
-                f"{place}: prompt and response have {total} tokens, but demonstrations.max_tokens"
-                f" is {config.max_tokens}; set it to at least {total}, or drop the row",
-            )
-            prompts.append(array("i", prompt_ids))
-            responses.append(array("i", response_ids))
+    prompts = prompt_tokens(tokenizer, texts, config.template)
+    responses = response_tokens(tokenizer, replies)
+    totals = (prompts.lengths + responses.lengths).tolist()
+    for index, (asked, total) in enumerate(zip(prompts.lengths.tolist(), totals, strict=True)):
+        place = table.place(index)
+        require(
+            asked > 0, f"{place}: the prompt has no tokens; fill column '{config.prompt_column}'"
+        )
+        require(
+            total <= config.max_tokens,
+            f"{place}: prompt and response have {total} tokens, but demonstrations.max_tokens"
+            f" is {config.max_tokens}; set it to at least {total}, or drop the row",
+        )
+    settings = [config.template, config.shuffle]
+    if config.template == "chat":
+        settings.append(tokenizer.chat_template)
     return DemonstrationList(
-        prompts, responses, Order(len(prompts), seed=seed, shuffle=config.shuffle)
+        prompts,
+        responses,
+        Order(len(prompts), seed=seed, shuffle=config.shuffle),
+        fingerprint(settings, zip(values, replies, strict=True)),
     )

@@ -1,7 +1,6 @@
-"""Rows of a data set, whatever holds them, and the columns of a row.
+"""Rows of a data set, from a file or from the Hugging Face hub.
 
-    source --read_rows--> Table (rows, and where each was found) --column, render, encode--> texts
-    and token ids
+    source --read_rows--> Table: rows, and where each was found
 
 To add a file format, write a function (path, limit) -> Table and name its suffix in `READERS`.
 """
@@ -9,20 +8,15 @@ To add a file format, write a function (path, limit) -> Table and name its suffi
 from __future__ import annotations
 
 import csv
-import hashlib
-import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
 
@@ -60,12 +54,12 @@ def read_json(path: Path, limit: int | None) -> Table:
         raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}{fix}") from None
     require(
         isinstance(tree, list),
-        f"{path} holds {_kind(tree)}; make it a list of objects, or name it .jsonl",
+        f"{path} holds {kind_of(tree)}; make it a list of objects, or name it .jsonl",
     )
     for index, row in enumerate(tree[:limit]):
         require(
             isinstance(row, dict),
-            f"{path}, row {index} (from 0) is {_kind(row)}; make every row an object",
+            f"{path}, row {index} (from 0) is {kind_of(row)}; make every row an object",
         )
     return Table(str(path), tree[:limit])
 
@@ -89,7 +83,7 @@ def read_jsonl(path: Path, limit: int | None) -> Table:
             ) from None
         require(
             isinstance(row, dict),
-            f"{path}, line {number} is {_kind(row)}; make every line an object",
+            f"{path}, line {number} is {kind_of(row)}; make every line an object",
         )
         rows.append(row)
         lines.append(number)
@@ -202,7 +196,9 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         raise ValueError(
             f"{unknown} {why_absent(name)} ({type(error).__name__}: {said})"
         ) from error
-    return Table(f"{name}[{split}]", [dict(row) for row in itertools.islice(data, limit)])
+    if limit is not None:
+        data = data.select(range(min(limit, len(data))))
+    return Table(f"{name}[{split}]", data.to_list())
 
 
 def _text(path: Path) -> str:
@@ -215,170 +211,8 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words, for errors."""
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(
         type(value), f"{value!r}"
     )
-
-
-def column(row: Row, name: str, *, place: str, setting: str) -> Any:
-    """The value of column `name`, where dots reach into nested columns; raises `ValueError` listing
-    those there are.
-    """
-    if name in row:
-        value = row[name]
-    else:
-        value, so_far = row, ""
-        for part in name.split("."):
-            there = ", ".join(f"{so_far}{key}" for key in value) if isinstance(value, dict) else ""
-            require(
-                isinstance(value, dict) and part in value,
-                f"{place}: no column '{name}'; set {setting} to one of:"
-                f" {there or f'{so_far[:-1]} (it has no columns inside)'}",
-            )
-            value, so_far = value[part], f"{so_far}{part}."
-    require(
-        value is not None,
-        f"{place}: column '{name}' is null; fill it, drop the row, or set {setting} to another"
-        " column",
-    )
-    return value
-
-
-def text_of(value: Any, *, what: str, place: str) -> str:
-    """A text or a number as a text; raises `ValueError` for anything else."""
-    if isinstance(value, str):
-        return value
-    require(
-        isinstance(value, int | float),
-        f"{place}: {what} is {_kind(value)}, not a text; set its column to one that holds texts"
-        " (dots reach inside)",
-    )
-    return str(value)
-
-
-def render(
-    value: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    template: Literal["none", "chat"],
-    system: str = "",
-    instruction: str = "",
-    place: str,
-    setting: str,
-) -> str:
-    """The text the model sees of a prompt column (a text, or a chat as a list of {role, content}),
-    up to the reply.
-    """
-    if template == "none":
-        require(
-            not isinstance(value, list),
-            f"{place}: the prompt is a chat, but {setting}.template is 'none'; set it to 'chat'",
-        )
-        text = text_of(value, what="the prompt", place=place)
-        return f"{text}\n{instruction}" if instruction else text
-    chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    whole = isinstance(chat, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in chat
-    )
-    require(
-        whole and len(chat) > 0,
-        f"{place}: the prompt is neither a text nor a chat (a list of objects with the texts role"
-        f" and content); set {setting}.prompt_column to one that is",
-    )
-    chat = [{"role": turn["role"], "content": turn["content"]} for turn in chat]
-    if instruction:
-        asked = [number for number, turn in enumerate(chat) if turn["role"] == "user"]
-        require(
-            bool(asked),
-            f"{place}: the chat has no user message to append {setting}.instruction to; remove the"
-            " instruction",
-        )
-        chat[asked[-1]]["content"] += f"\n{instruction}"
-    if system:
-        require(
-            chat[0]["role"] != "system",
-            f"{place}: the chat has a system message of its own; remove {setting}.system",
-        )
-        chat.insert(0, {"role": "system", "content": system})
-    try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise what they like, jinja2's errors among them
-        raise ValueError(
-            f"{place}: the chat template refuses this chat: {error}; mend the chat or the template"
-        ) from error
-
-
-def check_template(
-    tokenizer: PreTrainedTokenizerBase, template: Literal["none", "chat"], setting: str
-) -> None:
-    """Raise `ValueError` where `template` is 'chat' and the tokenizer has no chat template."""
-    require(
-        template == "none" or bool(getattr(tokenizer, "chat_template", None)),
-        f"{setting}.template is 'chat', but the tokenizer has no chat template; set"
-        f" {setting}.template to 'none', use an instruction-tuned model, or put a"
-        " chat_template.jinja beside the tokenizer",
-    )
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
-) -> list[list[int]]:
-    """[N][T] ids of each text."""
-    ids_only: dict[str, Any] = {
-        "return_attention_mask": False,
-        "return_token_type_ids": False,
-    }  # half the time
-    return tokenizer(list(texts), add_special_tokens=add_special_tokens, **ids_only).input_ids
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: Literal["none", "chat"]
-) -> list[list[int]]:
-    """[N][P] ids: a rendered chat has its special tokens in the text; a plain text gets what the
-    tokenizer puts before it.
-
-    What the tokenizer puts *after* a text is an end of sequence, and a prompt that has ended cannot
-    be answered.
-    """
-    rows = encode(tokenizer, texts, add_special_tokens=template == "none")
-    eos, end = tokenizer.eos_token, tokenizer.eos_token_id
-    if template == "none" and eos is not None:
-        for text, ids in zip(texts, rows, strict=True):
-            while ids and ids[-1] == end and not text.endswith(str(eos)):
-                ids.pop()
-    return rows
-
-
-class Order:
-    """In which order rows are used, a pure function of (seed, ordinal): epochs follow each other,
-    each shuffled anew.
-    """
-
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
-        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
-        self._epochs: dict[int, list[int]] = {}
-
-    def row(self, ordinal: int) -> int:
-        """The row used as number `ordinal`, from 0."""
-        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
-        epoch, position = divmod(ordinal, self._num_rows)
-        return self._permutation(epoch)[position] if self._shuffle else position
-
-    def _permutation(self, epoch: int) -> list[int]:
-        found = self._epochs.get(epoch)
-        if found is None:
-            # Sorted by hash, not `random.shuffle`: the same on every version of every library.
-            def key(row: int) -> bytes:
-                return hashlib.blake2b(
-                    f"{self._seed}/{epoch}/{row}".encode(), digest_size=16
-                ).digest()
-
-            found = sorted(range(self._num_rows), key=key)
-            while len(self._epochs) >= 2:  # where one epoch runs into the next, both are in use
-                self._epochs.pop(next(iter(self._epochs)), None)
-            self._epochs[epoch] = found
-        return found

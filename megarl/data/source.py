@@ -8,30 +8,20 @@ To read another kind of file, see `megarl.data.rows`.
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megarl.data.config import PromptsConfig
-from megarl.data.rows import (
-    Order,
-    Row,
-    Table,
-    check_template,
-    column,
-    encode_prompts,
-    read_rows,
-    render,
-    text_of,
-)
+from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.order import Order
+from megarl.data.render import check_template, column, render, text_of
+from megarl.data.rows import Row, Table, read_rows
+from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-BATCH_ROWS = 4096  # tokenised at once
 
 
 class PromptList:
@@ -41,12 +31,15 @@ class PromptList:
         self,
         rows: list[Row],
         texts: list[str],
-        token_ids: list[array[int]],
+        token_ids: TokenLists,
         answers: list[str],
         order: Order,
+        fingerprint: str,
     ) -> None:
         self._rows, self._texts, self._token_ids, self._answers = rows, texts, token_ids, answers
         self._order = order
+        self.fingerprint = fingerprint
+        """Digest of the prompts, their answers and their order."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -63,7 +56,7 @@ class PromptList:
         return Prompt(
             index=index,
             text=self._texts[index],
-            token_ids=self._token_ids[index].tolist(),
+            token_ids=self._token_ids[index],
             answer=self._answers[index],
             fields=self._rows[index],
         )
@@ -86,11 +79,13 @@ def load_prompts(
         table = _unique(table, config.prompt_column)
     check_template(tokenizer, config.template, "prompts")
     answers = [_answer(config, table, index) for index in range(len(table.rows))]
+    values = [
+        column(row, config.prompt_column, place=table.place(index), setting="prompts.prompt_column")
+        for index, row in enumerate(table.rows)
+    ]
     texts = [
         render(
-            column(
-                row, config.prompt_column, place=table.place(index), setting="prompts.prompt_column"
-            ),
+            value,
             tokenizer,
             template=config.template,
             system=config.system,
@@ -98,15 +93,21 @@ def load_prompts(
             place=table.place(index),
             setting="prompts",
         )
-        for index, row in enumerate(table.rows)
+        for index, value in enumerate(values)
     ]
-    token_ids: list[array[int]] = []
-    for start in range(0, len(texts), BATCH_ROWS):
-        for ids in encode_prompts(tokenizer, texts[start : start + BATCH_ROWS], config.template):
-            _check_length(config, table, len(token_ids), len(ids))
-            token_ids.append(array("i", ids))  # a tenth of a list's memory
+    token_ids = prompt_tokens(tokenizer, texts, config.template)
+    for index, length in enumerate(token_ids.lengths.tolist()):
+        _check_length(config, table, index, length)
+    settings = [config.template, config.system, config.instruction, config.shuffle]
+    if config.template == "chat":
+        settings.append(tokenizer.chat_template)
     return PromptList(
-        table.rows, texts, token_ids, answers, Order(len(texts), seed=seed, shuffle=config.shuffle)
+        table.rows,
+        texts,
+        token_ids,
+        answers,
+        Order(len(texts), seed=seed, shuffle=config.shuffle),
+        fingerprint(settings, zip(values, answers, strict=True)),
     )
 
 
@@ -117,7 +118,7 @@ def _unique(table: Table, prompt_column: str) -> Table:
         prompt = column(
             row, prompt_column, place=table.place(index), setting="prompts.prompt_column"
         )
-        first.setdefault(json.dumps(prompt, sort_keys=True, default=str), index)
+        first.setdefault(canonical_json(prompt), index)
     return table.only(list(first.values()))
 
 

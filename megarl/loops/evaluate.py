@@ -18,9 +18,8 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     on_cpu = mesh.local_device().type == "cpu"
     with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
         engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, load=True)
-        start_service(config, cluster, engines, inputs.layout, first_step=0, first_ordinal=0)
-        held_out = list(inputs.held_out or ())
-        client = RolloutClient(0, deadline_s=patience_s(config, len(held_out)))
-        metrics, _ = client.evaluate(held_out, config.evaluation.temperature, "eval")
+        start_service(config, cluster, engines, inputs, first_step=0, first_ordinal=0)
+        client = RolloutClient(0, deadline_s=patience_s(config, len(inputs.held_out or ())))
+        metrics, _ = client.evaluate(config.evaluation.temperature, "eval")
     print(json.dumps({"model": config.model.path, **metrics, "seed": config.seed}), flush=True)
     return 0

@@ -104,13 +104,13 @@ def evaluate(parts: Parts, step: int) -> None:
     answers, so that none waits in a collective.
     """
     config = parts.config.evaluation
-    if parts.held_out is None:
+    if not parts.num_held_out:
         return
     kinds = {"eval": config.temperature}
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        metrics, transcripts = parts.rollouts.evaluate(parts.held_out, temperature, name)
+        metrics, transcripts = parts.rollouts.evaluate(temperature, name)
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}

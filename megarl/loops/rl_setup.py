@@ -16,7 +16,6 @@ from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
-from megarl.types import Prompt
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.publisher import Publisher
 
@@ -41,7 +40,8 @@ class Parts:
     checkpoints: Checkpoints
     observer: Observer | None
     """On rank 0."""
-    held_out: list[Prompt] | None
+    num_held_out: int
+    """Held-out problems; 0 where the recipe has none."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     first_step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
     broadcast_object(first_step, all_ranks())
     observer = context.observe(first_step)
-    generation.start_service(inputs.layout, first_step, ordinal)
+    generation.start_service(inputs, first_step, ordinal)
     generation.join(stack)
     publisher = Publisher(
         config.weight_sync,
@@ -88,7 +88,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         seed=config.seed,
     )
     stack.callback(publisher.close)
-    held_out = list(inputs.held_out) if inputs.held_out is not None else None
+    num_held_out = broadcast_object(len(inputs.held_out or ()), mesh.world)
     return Parts(
         config=config,
         first_step=first_step,
@@ -96,19 +96,19 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         scorers=scorers,
         learner=learner,
         generation=generation,
-        rollouts=RolloutClient(mesh.data.rank, deadline_s=rollout_deadline_s(config, inputs)),
+        rollouts=RolloutClient(mesh.data.rank, deadline_s=rollout_deadline_s(config, num_held_out)),
         publisher=publisher,
         checkpoints=checkpoints,
         observer=observer,
-        held_out=held_out,
+        num_held_out=num_held_out,
     )
 
 
-def rollout_deadline_s(config: RunConfig, inputs: RunInputs) -> float:
+def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     """Seconds that the rollouts of a step, or the answers to the held-out problems, may take."""
     draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
     requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.group_size)
-    return patience_s(config, max(requests, len(inputs.held_out or ())))
+    return patience_s(config, max(requests, num_held_out))
 
 
 def make_scorers(context: RunContext, config: RunConfig, inputs: RunInputs) -> dict[str, Scorer]:
@@ -122,7 +122,7 @@ def make_scorers(context: RunContext, config: RunConfig, inputs: RunInputs) -> d
     if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
         mesh = context.make_mesh(place)
         # Its ranks wait for the policy's, which wait for rollouts.
-        everyone = all_ranks(timeout_s=rollout_deadline_s(config, inputs))
+        everyone = all_ranks(timeout_s=rollout_deadline_s(config, 0))
     role = None
     if mesh.is_member:
         model, training = config.reference.model, config.training

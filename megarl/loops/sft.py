@@ -13,8 +13,11 @@ import numpy as np
 import torch
 
 from megarl.config import SftConfig
+from megarl.data.demonstrations import DemonstrationList
 from megarl.loops.schedule import due
 from megarl.parallel import balance
+from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import RunInputs, open_run
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics, optimizer_step
@@ -28,12 +31,26 @@ def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
     return Samples.one(sample_id, prompt + response, mask=mask)
 
 
+def take(
+    demonstrations: DemonstrationList | None, mesh: ProcessMesh, first: int, count: int
+) -> Samples:
+    """The samples of `count` demonstrations from ordinal `first` on, on every rank. Rank 0, the
+    only one to have demonstrations, sends them: about 13 bytes a token.
+    """
+    samples = None
+    if demonstrations is not None:
+        samples = Samples.concatenate(
+            [to_sample(number, demonstrations.at(first + number)) for number in range(count)]
+        )
+    shared = broadcast_object(samples, mesh.world)
+    assert shared is not None
+    return shared
+
+
 def main(config: SftConfig, inputs: RunInputs) -> int:
     """`megarl sft`: train from the checkpoint to resume, or the model's own weights, to
     `config.steps`.
     """
-    demonstrations = inputs.demonstrations
-    assert demonstrations is not None
     with open_run(config, inputs) as context:
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         checkpoints = context.checkpoints(role.engine)
@@ -42,10 +59,7 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
         observer = context.observe(first)
         size = config.samples_per_step
         for step in range(first, config.steps):
-            # Every rank reads the whole step, so that all deal it out alike.
-            samples = Samples.concatenate(
-                [to_sample(n, demonstrations.at(step * size + n)) for n in range(size)]
-            )
+            samples = take(inputs.demonstrations, context.mesh, step * size, size)
             report = train(role, samples, step)
             if observer is not None:
                 observer.step(report)

@@ -82,6 +82,10 @@ class SequenceConfig:
 class OptimizerConfig:
     """AdamW."""
 
+    kind: Literal["torch", "apex", "deepspeed_cpu"] = "torch"
+    """Whose AdamW: torch's fused one; NVIDIA apex's FusedAdam (GPUs); or DeepSpeedCPUAdam, for
+    optimizer state in host memory (`offload_optimizer`, or no GPU), compiled at first use.
+    """
     learning_rate: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.999
@@ -163,7 +167,9 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU only: torch threads of each trainer rank."""
     collective_timeout_s: float = 600.0
-    """A collective that takes longer ends the run with an error instead of waiting for ever."""
+    """A collective that takes longer ends the run with an error instead of waiting for ever. The
+    other ranks wait as long for rank 0 to read and tokenise the data before the first collective.
+    """
 
     def __post_init__(self) -> None:
         require_range("training.num_mini_batches", self.num_mini_batches, 1)

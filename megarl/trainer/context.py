@@ -57,10 +57,13 @@ class RunInputs:
     """The model's config.json."""
     stop_token_ids: list[int]
     data: str
-    """Fingerprint of the prompts or demonstrations and their order."""
+    """On rank 0: digest of the prompts or demonstrations and their order."""
     prompts: PromptList | None = None
+    """On rank 0, which hands them to the rollout service."""
     held_out: PromptList | None = None
+    """On rank 0, likewise."""
     demonstrations: DemonstrationList | None = None
+    """On rank 0, which sends each step's samples to the other ranks."""
     resume_from: Path | None = None
     """On rank 0: the checkpoint to resume from."""
     ranks: tuple[int, ...] | None = None

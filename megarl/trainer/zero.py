@@ -23,8 +23,9 @@ from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megarl.trainer.config import ScheduleConfig, TrainingConfig
 from megarl.trainer.model import RoleModel
+from megarl.trainer.optimizers import OPTIMIZERS
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -49,35 +50,6 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) 
     done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
     left = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)
-
-
-def _adamw(
-    parameters: list[torch.nn.Parameter], config: OptimizerConfig, *, on_gpu: bool
-) -> torch.optim.Optimizer:
-    """AdamW; apex's fused one where NVIDIA's apex is installed, else torch's fused one."""
-    betas = (config.beta1, config.beta2)
-    if on_gpu:
-        try:
-            from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            pass
-        else:
-            return FusedAdam(
-                parameters,
-                lr=config.learning_rate,
-                betas=betas,
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                adam_w_mode=True,
-            )
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
 
 
 def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, object]:
@@ -126,9 +98,8 @@ class TrainEngine:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         model.to(device)
-        on_gpu = device.type == "cuda" and not config.offload_optimizer
-        optimizer = _adamw(
-            [p for p in model.parameters() if p.requires_grad], config.optimizer, on_gpu=on_gpu
+        optimizer = OPTIMIZERS[config.optimizer.kind](
+            [p for p in model.parameters() if p.requires_grad], config.optimizer
         )
         drop_stale_locks()
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results

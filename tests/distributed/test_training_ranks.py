@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ CASES = {
 
 
 def three_steps(
-    model: str, stages: list[int], case: str, num_groups: int, precision: str = "float32"
+    model: str,
+    stages: list[int],
+    case: str,
+    num_groups: int,
+    precision: str = "float32",
+    optimizer: str = "torch",
 ) -> dict[int, Any]:
     """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank."""
     import torch
@@ -64,8 +70,12 @@ def three_steps(
                     zero_stage=stage,
                     precision=precision,
                     gradient_checkpointing="recomputed" in case,
+                    offload_optimizer=optimizer == "deepspeed_cpu" and stage > 0,
                     optimizer=OptimizerConfig(
-                        learning_rate=1e-3, clip_norm=settings["clip_norm"], eps=1e-6
+                        kind=optimizer,
+                        learning_rate=1e-3,
+                        clip_norm=settings["clip_norm"],
+                        eps=1e-6,
                     ),
                 ),
                 algorithm=AlgorithmConfig(kl=kl, **settings["algorithm"]),
@@ -166,6 +176,31 @@ def test_bfloat16_stays_near_float32(models: dict[bool, str]) -> None:
         for mine, theirs in zip(exact[0], rounded[stage][0], strict=True):
             assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 0.05 * mine["grad_norm"]
             assert abs(mine["entropy"] - theirs["entropy"]) < 0.02 * mine["entropy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_deepspeeds_cpu_optimizer_takes_the_same_steps(
+    models: dict[bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under every ZeRO stage, its state offloaded; the first run compiles the extension."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")  # ninja
+    alone = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
+    other = run_ranks(
+        2,
+        __file__,
+        "three_steps",
+        models[False],
+        [0, 1, 2, 3],
+        "dapo",
+        4,
+        "float32",
+        "deepspeed_cpu",
+        timeout_s=500,
+    )
+    for stage in range(4):
+        found = differences(alone, other[0][stage])
+        assert max(found.values()) < 1e-5, (stage, found)
 
 
 def save_with_a_full_disk(model: str, folder: str) -> str:

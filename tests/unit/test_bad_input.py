@@ -256,6 +256,10 @@ CASES = {
             use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2
         ),
     ),
+    "optimizer for GPUs only": Case(
+        ["training.optimizer.kind is 'apex'", "set it to 'torch'"],
+        {"training.optimizer.kind": "apex"},
+    ),
     "longer than the model": Case(
         ["max_position_embeddings is 256"], {"rollout.max_new_tokens": 400}
     ),

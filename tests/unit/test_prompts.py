@@ -5,7 +5,10 @@ is said with its line.
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
-from megarl.data.rows import READERS, Order
+from megarl.data.fingerprint import fingerprint
+from megarl.data.order import Order
+from megarl.data.rows import READERS
 from megarl.data.source import load_prompts
 from megarl.rollout.service import PromptSource
 
@@ -415,3 +420,83 @@ def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) 
         ("2+2=", "1"),
         ("3+3=", "3"),
     ]
+
+
+CHAT = [{"role": "user", "content": "caf\u00e9 \U0001f600?"}]
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_version() -> None:
+    """A digest written down once: other versions of Python and of the libraries must find it."""
+    rows = [("1+1=", "2"), (CHAT, "x"), (7, ""), ({"b": [1.5, None], "a": True}, "\ud83d")]
+    wanted = "4 rows, xxh3-128 5e6452efdcaf96ca73a599733b5c6272"
+    assert fingerprint(["chat", True, None], rows) == wanted
+    code = (
+        "import sys; from megarl.data.fingerprint import fingerprint;"
+        f"print(fingerprint({['chat', True, None]!r}, {rows!r}))"
+    )
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == wanted
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(9)]
+
+    def digest(folder: str, rows: list[dict[str, Any]], **changes: Any) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        suffix = changes.pop("suffix", ".jsonl")
+        return prompts(write(tmp_path / folder / f"rows{suffix}", rows), **changes).fingerprint
+
+    one = digest("a", rows)
+    # The same rows elsewhere, in another format, under other column names, beside other columns.
+    assert digest("b", rows) == one
+    assert digest("c", rows, suffix=".parquet") == one
+    renamed = [{"q": row["prompt"], "a": row["answer"], "more": 1} for row in rows]
+    assert digest("d", renamed, prompt_column="q", answer_column="a") == one
+    assert digest("e", rows + rows, limit=9) == digest("e", rows + rows, unique=True) == one
+    # Anything that a cursor's rows depend on.
+    others = [
+        digest("f", [*rows[:8], rows[8] | {"prompt": "8+8 ="}]),
+        digest("g", [*rows[:8], rows[8] | {"answer": "17"}]),
+        digest("h", rows[::-1]),
+        digest("i", rows, limit=8),
+        digest("j", rows, shuffle=False),
+        digest("k", rows, instruction="Think."),
+        digest("l", rows, template="chat"),
+        digest("m", rows, template="chat", system="Brief."),
+        digest("n", rows, template="chat", tokenizer=byte_tokenizer(template=TEMPLATE + " ")),
+        # Where one text ends and the next begins.
+        digest("o", [{"prompt": "1+1=2", "answer": "3"}]),
+        digest("p", [{"prompt": "1+1=", "answer": "23"}]),
+    ]
+    assert len({one, *others}) == len(others) + 1
+
+
+def test_the_fingerprint_of_demonstrations_is_of_the_content(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}=", "response": str(n)} for n in range(5)]
+    changed = [*rows[:4], {"prompt": "4=", "response": "5"}]
+    one, same, other = (
+        demonstrations(write(tmp_path / f"{name}.jsonl", found)).fingerprint
+        for name, found in (("one", rows), ("same", rows), ("other", changed))
+    )
+    assert one == same != other
+
+
+def test_the_fingerprint_costs_less_than_a_tenth_of_reading(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=" * 20, "answer": str(2 * n)} for n in range(20_000)]
+    file = Path(write(tmp_path / "rows.jsonl", rows))
+
+    def seconds(call: Any) -> float:
+        started = time.process_time()
+        call()
+        return time.process_time() - started
+
+    pairs = [(row["prompt"], row["answer"]) for row in rows]
+    reading = min(seconds(lambda: prompts(str(file))) for _ in range(3))
+    assert min(seconds(lambda: fingerprint([], pairs)) for _ in range(3)) < 0.1 * reading

@@ -1,0 +1,98 @@
+"""Token ids of many texts: the tokenizer's output, kept as columns.
+
+texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_TEXTS = 4096
+"""Texts tokenised at once: enough to keep the tokenizer busy, few enough to bound the Python lists
+that it returns."""
+
+
+class TokenLists:
+    """N lists of token ids, without a Python object for each: list i is
+    `ids[offsets[i]:offsets[i + 1]]`.
+    """
+
+    ids: np.ndarray
+    """[T] int32 the lists, one after the other."""
+    offsets: np.ndarray
+    """[N + 1] int64 first token of each list, then T."""
+
+    def __init__(self, lists: Iterable[Sequence[int] | np.ndarray]) -> None:
+        parts = [np.asarray(ids, dtype=np.int32) for ids in lists]
+        self.ids = np.concatenate([np.zeros(0, np.int32), *parts])
+        self.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        return self.ids[self.offsets[index] : self.offsets[index + 1]].tolist()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] int64 tokens of each list."""
+        return np.diff(self.offsets)
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: Literal["none", "chat"]
+) -> TokenLists:
+    """Ids of prompts. A rendered chat has its special tokens in the text; a plain text gets what
+    the tokenizer puts before a text, such as a beginning-of-sequence token.
+
+    What the tokenizer puts *after* a text is an end of sequence, and a prompt that has ended cannot
+    be answered: it is removed.
+    """
+    eos, end = tokenizer.eos_token, tokenizer.eos_token_id
+
+    def fix(text: str, ids: list[int]) -> list[int]:
+        if template == "none" and eos is not None and not text.endswith(str(eos)):
+            while ids and ids[-1] == end:
+                ids.pop()
+        return ids
+
+    return _encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+
+
+def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenLists:
+    """Ids of responses, each ended by one end-of-sequence token, whether or not the text has it."""
+    end = tokenizer.eos_token_id
+
+    def fix(text: str, ids: list[int]) -> list[int]:
+        return ids if ids and ids[-1] == end else [*ids, end]  # type: ignore[list-item]
+
+    return _encode(tokenizer, texts, add_special_tokens=False, fix=fix)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool,
+    fix: Callable[[str, list[int]], list[int]],
+) -> TokenLists:
+    """The tokenizer's ids of each text, after `fix` of (text, ids)."""
+    options: dict[str, Any] = {  # without masks, half the time
+        "add_special_tokens": add_special_tokens,
+        "return_attention_mask": False,
+        "return_token_type_ids": False,
+    }
+
+    def lists() -> Iterable[list[int]]:
+        for start in range(0, len(texts), BATCH_TEXTS):
+            batch = list(texts[start : start + BATCH_TEXTS])
+            for text, ids in zip(batch, tokenizer(batch, **options).input_ids, strict=True):
+                yield fix(text, ids)
+
+    return TokenLists(lists())

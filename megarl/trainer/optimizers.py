@@ -1,0 +1,112 @@
+"""Optimizers a recipe can name as `training.optimizer.kind`; all of them are AdamW.
+
+    OPTIMIZERS["torch"](parameters, config.optimizer) -> torch.optim.Optimizer
+
+To add one, write a function of (parameters, config), name it in `OPTIMIZERS` and in
+`OptimizerConfig.kind`, and say in `refuse_optimizer` what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megarl.schema import require
+from megarl.trainer.config import OptimizerConfig, TrainingConfig
+
+Parameters = Sequence[torch.nn.Parameter]
+
+
+def torch_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW`, its fused kernel."""
+    return torch.optim.AdamW(parameters, fused=True, **_settings(config))
+
+
+def apex_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """`FusedAdam` of NVIDIA apex in its AdamW mode; for parameters on a GPU."""
+    from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
+
+    return FusedAdam(parameters, adam_w_mode=True, **_settings(config))
+
+
+def deepspeed_cpu_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """`DeepSpeedCPUAdam` in its AdamW mode; for optimizer state in host memory. The first call on a
+    machine compiles a C++ extension, which takes a minute or two.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, adamw_mode=True, **_settings(config))
+
+
+def _settings(config: OptimizerConfig) -> dict[str, Any]:
+    """The arguments that all three take under the same names."""
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], torch.optim.Optimizer]] = {
+    "torch": torch_adamw,
+    "apex": apex_adamw,
+    "deepspeed_cpu": deepspeed_cpu_adamw,
+}
+
+
+def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
+    """Raise `ValueError` where the recipe's optimizer cannot work with ranks on `device`: state in
+    the wrong memory, or a package or compiler that is missing.
+    """
+    kind = training.optimizer.kind
+    on_gpu = device.type == "cuda" and not training.offload_optimizer
+    if kind == "apex":
+        require(
+            on_gpu,
+            "training.optimizer.kind is 'apex', whose kernel needs the optimizer state on a GPU;"
+            " set it to 'torch', or run on GPUs with training.offload_optimizer false",
+        )
+        problem = _apex_problem()
+        require(
+            not problem,
+            f"training.optimizer.kind is 'apex', but NVIDIA apex does not import ({problem});"
+            " install it from https://github.com/NVIDIA/apex with its CUDA extensions (PyPI's"
+            " 'apex' is another project), or set training.optimizer.kind to 'torch'",
+        )
+    if kind == "deepspeed_cpu":
+        require(
+            not on_gpu,
+            "training.optimizer.kind is 'deepspeed_cpu', which needs the optimizer state in host"
+            " memory; set training.offload_optimizer to true, or training.optimizer.kind to"
+            " 'torch'",
+        )
+        compiler = os.environ.get("CXX", "c++")
+        missing = [
+            name
+            for name, found in (
+                (f"the C++ compiler {compiler}", shutil.which(compiler.split()[0])),
+                ("the package ninja", importlib.util.find_spec("ninja")),
+            )
+            if found is None
+        ]
+        require(
+            not missing,
+            "training.optimizer.kind is 'deepspeed_cpu', which compiles a C++ extension at first"
+            f" use and needs {' and '.join(missing)}; install what is missing, or set"
+            " training.optimizer.kind to 'torch'",
+        )
+
+
+def _apex_problem() -> str:
+    """Why NVIDIA apex's fused optimizer cannot be imported; empty where it can."""
+    try:
+        from apex.optimizers import FusedAdam  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except Exception as error:  # another project's package of that name raises what it likes
+        return f"{type(error).__name__}: {error}"
+    return ""

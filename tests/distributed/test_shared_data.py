@@ -1,0 +1,86 @@
+"""Rank 0 alone reads and tokenises the data; the other ranks train on what it sends them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import megarl, write_recipe
+from support.tiny import write_model
+
+from megarl import cli
+
+ROWS = [{"prompt": f"{n}+{n}=", "response": str(2 * n) * (1 + n % 3)} for n in range(10, 30)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+def recipe(folder: Path, model: str, rows: list[dict[str, Any]]) -> str:
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "folder": str(folder / "run"),
+        "steps": 3,
+        "samples_per_step": 6,
+        "model": {"path": model},
+        "demonstrations": {"source": str(folder / "data.jsonl"), "max_tokens": 20},
+    }
+    return write_recipe(folder / "recipe.yaml", tree)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_two_ranks_train_as_one_on_what_rank_0_sends(model: str, tmp_path: Path) -> None:
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        done = megarl("sft", recipe(folder, model, ROWS), ranks=ranks)
+        assert done.code == 0, done.err
+        found[ranks] = metrics(folder)
+    assert len(found[1]) == len(found[2]) == 3
+    for one, two in zip(found[1], found[2], strict=True):
+        assert one["tokens/trained"] == two["tokens/trained"]
+        for name in ("loss", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_ranks_but_the_first_do_not_read(
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a rank that reads would find: there is no such file."""
+    tree: dict[str, Any] = {"folder": str(tmp_path / "run"), "model": {"path": model}, "steps": 1}
+    missing = {"source": str(tmp_path / "missing.jsonl")}
+    if command == "sft":
+        tree |= {"demonstrations": missing, "samples_per_step": 4}
+    else:
+        tree |= {
+            "prompts": missing | {"max_prompt_tokens": 8},
+            "evaluation": {"prompts": missing | {"max_prompt_tokens": 8}},
+            "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
+        }
+    path = write_recipe(tmp_path / "recipe.yaml", tree)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.dispatch(command, [path, "--check"]) == 0
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(cli.UserError, match=r"missing\.jsonl does not exist"):
+        cli.dispatch(command, [path, "--check"])
+
+
+def test_a_bad_row_is_one_message_of_the_run(model: str, tmp_path: Path) -> None:
+    rows = [*ROWS[:7], ROWS[7] | {"response": "1" * 30}, *ROWS[8:]]
+    done = megarl("sft", recipe(tmp_path, model, rows), ranks=2)
+    assert done.code != 0
+    assert done.err.count("megarl: error") == 1
+    assert "data.jsonl, line 8 (row 7, counted from 0): prompt and response have" in done.err
+    assert not (tmp_path / "run").exists(), "nothing was started"
