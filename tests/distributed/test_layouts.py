@@ -17,6 +17,8 @@ from support import training_cases
 from support.ranks import run_ranks
 from support.training_cases import Case, assert_bitwise, assert_equal, layouts, write
 
+from megarl.objectives.config import KLConfig
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -61,6 +63,10 @@ def variants(folder: Path) -> list[Case]:
     mistral = {"model": write(folder / "mistral", kind="mistral", head_dim=24)}
     wide = {"model": write(folder / "wide", num_attention_heads=8, num_key_value_heads=4)}
     recomputed = {"gradient_checkpointing": True}
+    per_token = {
+        "advantage": "reinforce_plus_plus_tokens",
+        "kl": KLConfig(coefficient=0.05, where="reward"),
+    }
     gspo = {"loss": "gspo", "aggregation": "sequence"}
     return [
         qwen3 | {"layout": (1, 1, 4), "stage": 3},
@@ -104,6 +110,9 @@ def variants(folder: Path) -> list[Case]:
             "prompts": (90, 95),
         }
         | {"algorithm": gspo | {"entropy_coefficient": 0.01}},
+        # Advantages per token, from samples that sequence ranks share.
+        tied | {"layout": (2, 2, 1), "stage": 2, "algorithm": per_token, "num_mini_batches": 2},
+        tied | {"layout": (1, 2, 2), "stage": 3, "algorithm": per_token},
         # Fewer samples than data ranks: some have nothing at all.
         llama | {"layout": (4, 1, 1), "stage": 2, "groups": (1, 2)},
         llama
@@ -120,7 +129,7 @@ def test_families_schedules_and_settings(tmp_path: Path) -> None:
     cases = variants(tmp_path)
     oracle = run_ranks(
         1,
-        __file__,
+        training_cases.__file__,
         "run_cases",
         [case | {"layout": (1, 1, 1), "stage": 0, "sequence": {}} for case in cases],
     )
