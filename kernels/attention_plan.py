@@ -38,7 +38,7 @@ class AttentionPlan:
     lengths: list[int]
     """Tokens of each rank of the sequence axis, in its order."""
     ulysses: int
-    """Ranks of one Ulysses group."""
+    """Number of ranks in a Ulysses group."""
     positions: list[Positions]
     """By Ulysses group, the positions of its ranks' tokens, rank after rank."""
     hops: int

@@ -59,7 +59,8 @@ class TritonBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """As `Block.forward`; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are float32."""
+        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], float32, in
+        place."""
         common = self._common(q, k, v, scale)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -88,8 +89,8 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """As `Block.backward`; `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D] are
-        float32."""
+        """Add gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D], float32, in
+        place."""
         common = self._common(q, k, v, scale)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -126,12 +127,12 @@ class TritonBlock:
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        """Tile sizes of the kernel `name` for these queries."""
+        """Tile sizes that the kernel `name` uses for queries like q."""
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """(tensor descriptors or the tensors [L, H, D] themselves, whether they are
-        descriptors)."""
+        """Tensors [L, H, D] in the form in which kernels loop over them, and whether that is
+        descriptors."""
         length, heads, width = tensors[0].shape
         fits = all(
             x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0

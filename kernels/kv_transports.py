@@ -18,7 +18,7 @@ KEYS_CHANNEL, GRADIENTS_CHANNEL = 0, 1
 
 
 class Call(NamedTuple):
-    """What forward and backward of one attention call share."""
+    """Arguments that forward and backward of one attention call share."""
 
     plan: AttentionPlan
     inner: Exchange

@@ -100,7 +100,10 @@ def _check(logits: torch.Tensor) -> None:
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `logprobs_torch.statistics`, on a GPU; raises `ValueError` for float64."""
+    """Softmax statistics of logits [C, V] on a GPU; the contract is `logprobs_torch.statistics`.
+
+    Raises `ValueError` for float64.
+    """
     _check(logits)
     num_rows, vocabulary = logits.shape
     found = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
@@ -124,7 +127,10 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """As `logprobs_torch.gradient_`, on a GPU; raises `ValueError` for float64."""
+    """Replace logits [C, V] by their gradient on a GPU; the contract is `logprobs_torch.gradient_`.
+
+    Raises `ValueError` for float64.
+    """
     _check(logits)
     num_rows, vocabulary = logits.shape
     if num_rows:

@@ -51,8 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Axis marks: multiples of 1, 2 or 5 times 10^n that cover `low` to `high` in about `count`
-    intervals.
+    """Axis marks from `low` to `high`: about `count` intervals of 1, 2 or 5 times 10^n.
 
     With `whole` only whole numbers.
     """

@@ -121,7 +121,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """`summary` of a run that has been read."""
+    """The numbers that `summary` returns, from a run folder that has been read."""
     evaluated = any(
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations

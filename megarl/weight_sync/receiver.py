@@ -88,11 +88,13 @@ class ReshardEngine(WeightTransferEngine):
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
-        self._compare(route.owned(spec.image(init_info.engine, rank)).sizes)
+        self._compare(route.owned(spec.destination(init_info.engine, rank)).sizes)
         self._receiver = RECEIVERS[init_info.transport](
             route, init_info.engine, rank, init_info.init_info
         )
-        self._buckets = BucketReceiver(route, self._receiver, spec.image(init_info.engine, rank))
+        self._buckets = BucketReceiver(
+            route, self._receiver, spec.destination(init_info.engine, rank)
+        )
         self._route = route
         self._plain = self._find_plain()
 

@@ -78,16 +78,16 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index in the buffer after the piece's last element."""
+        """Number of buffer elements up to and including the piece's last one."""
         return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
 
     def part(self, box: Box) -> Piece:
-        """The piece of `box`, which lies within this one's box."""
+        """The smaller piece that covers `box`, which lies within this piece's box."""
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
         return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The piece in its flat `buffer` as a view [rows, columns]."""
+        """A view [rows, columns] of the piece in its flat `buffer`."""
         assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
             f"{self} in a buffer {tuple(buffer.shape)}"
         )

@@ -26,13 +26,13 @@ class Copy(NamedTuple):
     """A region of a tensor to be copied from a source rank's buffer to a destination rank's."""
 
     source: int
-    """Source rank."""
+    """Source rank, which sends the region."""
     taken: Piece
-    """The region in the source's buffer."""
+    """Where the region lies in the source rank's buffer."""
     destination: int
-    """Destination rank."""
+    """Destination rank, which receives the region."""
     put: Piece
-    """The same region in the destination's buffer."""
+    """Where the region goes in the destination rank's buffer."""
 
     @property
     def tensor(self) -> str:
@@ -131,7 +131,7 @@ def make_plan(
 
 
 _Region = tuple[Box, list[tuple[int, Piece]]]
-"""(box, [(source rank, its piece)] that could send it)"""
+"""(region of a tensor, [(source rank, its piece)] that could send it)"""
 
 
 class _Need(NamedTuple):
@@ -174,9 +174,11 @@ def _regions(
     here: int | None,
     grain: int,
 ) -> list[_Region]:
-    """The regions that make up one destination piece; `here` is the source rank in the same memory.
+    """Split a piece that a rank needs into regions of one source each: [(region, possible
+    sources)].
 
-    Raises `ValueError` where sources do not cover the piece.
+    `here` is the source rank in the same memory. Raises `ValueError` where sources do not cover the
+    piece.
     """
     made: list[_Region] = []
     for box, candidates in boxes.items():

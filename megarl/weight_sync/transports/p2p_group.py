@@ -136,7 +136,7 @@ class P2PGroup:
         """
         spec = route.spec
         self.size, self.rank, self._senders, self._tensor = (
-            senders + spec.num_images,
+            senders + spec.num_destinations,
             rank,
             senders,
             spec.engine_tensor,

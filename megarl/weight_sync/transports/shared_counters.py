@@ -27,7 +27,8 @@ NOT_HERE = (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
-"""Pauses between two looks at a condition, from the first on; each is 1.5 times the one before."""
+"""Seconds between two polls of a condition: the first pause, which grows by half, and the
+longest."""
 
 
 def wait_until(
