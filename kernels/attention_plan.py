@@ -96,10 +96,10 @@ class AttentionPlan:
         return [int(own.index.numel()) for own in self.positions]
 
     def work(self, rank: int, owner: int | None) -> Any:
-        """Work list for the queries of group `rank` and the keys of group `owner` (None: of all
-        groups).
+        """Work list for queries of Ulysses group `rank` and keys of group `owner`, None if it is
+        empty.
 
-        None where no query sees any of the keys. Made when first asked for, then kept.
+        `owner` None stands for the keys of all groups. Made when first asked for, then kept.
         """
         if (rank, owner) not in self._works:
             if owner is None:

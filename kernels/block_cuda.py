@@ -92,8 +92,7 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
 
 
 class FlashOperator:
-    """`Operator` for `aten::_flash_attention_forward` (tensors [B, L, H, D]), which supports GQA
-    itself."""
+    """`Operator` for `aten::_flash_attention_forward`, which supports GQA; tensors [B, L, H, D]."""
 
     upcasts = False
 
@@ -246,8 +245,10 @@ class CudnnOperator:
 
 
 class FlashBlock(PieceBlock):
-    """`Block` through FlashAttention-2: 16-bit inputs, head widths that are multiples of 8 up to
-    256."""
+    """`Block` through FlashAttention-2.
+
+    16-bit inputs and head widths that are multiples of 8 up to 256.
+    """
 
     def __init__(self) -> None:
         super().__init__(FlashOperator())

@@ -59,8 +59,10 @@ class TritonBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], float32, in
-        place."""
+        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
+
+        Both are float32.
+        """
         common = self._common(q, k, v, scale)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -89,8 +91,10 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D], float32, in
-        place."""
+        """Add gradients of these queries and keys to `grad_q`, `grad_k` and `grad_v`, in place.
+
+        They are float32, [Lq, Hq, D] and twice [Lk, Hkv, D].
+        """
         common = self._common(q, k, v, scale)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -131,8 +135,7 @@ class TritonBlock:
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """Tensors [L, H, D] in the form in which kernels loop over them, and whether that is
-        descriptors."""
+        """(kernel arguments for `tensors` [L, H, D], whether they are tensor descriptors)."""
         length, heads, width = tensors[0].shape
         fits = all(
             x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0

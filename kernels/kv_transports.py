@@ -40,8 +40,10 @@ class ForwardSums(NamedTuple):
     """[Hq, Lq] float32 or float64"""
 
     def add(self, call: Call, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge attention to keys and values kv [Lk, 2, Hkv, D] of group `owner` (None: of all
-        groups)."""
+        """Merge attention to the keys and values kv [Lk, 2, Hkv, D] of Ulysses group `owner`.
+
+        `owner` None stands for those of all groups.
+        """
         work = call.plan.work(call.outer.rank, owner)
         if work is not None:
             call.plan.block.forward(
@@ -83,8 +85,10 @@ class Transport(Protocol):
     """
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        """Merge attention to the keys of all ranks into `sums`; kv [L, 2, Hkv, D] are this rank's
-        own."""
+        """Merge attention to the keys of all ranks into `sums`.
+
+        kv [L, 2, Hkv, D] are this rank's own keys and values.
+        """
         ...
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 
 def _onednn() -> Any:
-    """oneDNN's linear operator, or None where torch lacks it or the processor gains nothing from
-    it."""
+    """oneDNN's linear operator, or None where torch or the processor does not support it."""
     if (
         not torch.backends.mkldnn.is_available()
         or "AVX512" not in torch.backends.cpu.get_cpu_capability()

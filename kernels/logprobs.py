@@ -39,8 +39,7 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary rows of this tensor-parallel rank, and all-reduces over the ranks with the
-    others."""
+    """This tensor-parallel rank's rows of the vocabulary, and all-reduces over all such ranks."""
 
     first: int
     """First vocabulary row on this rank. Shards may differ in size, and may be empty."""
@@ -78,8 +77,7 @@ def _chunks(
 
 
 def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of at most `BLOCK_BYTES`, at least one row each, of `rows` rows of `row_bytes`
-    bytes."""
+    """Slices of `rows` rows, each at most `BLOCK_BYTES` at `row_bytes` bytes a row."""
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 

@@ -21,8 +21,10 @@ padding."""
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a packed sequence lie; made once per micro-batch, used by every
-    layer."""
+    """Where the documents of a packed sequence lie.
+
+    Made once per micro-batch, used by every layer.
+    """
 
     starts: torch.Tensor
     """[D + 1] int32 on the sequence's device: first token of each document, then the length T."""

@@ -33,8 +33,10 @@ class Operator(Protocol):
         mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n] in the dtype of the
-        sums)."""
+        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]).
+
+        The log-sum-exp has the dtype of the sums, float32 or float64.
+        """
         ...
 
     def backward(
@@ -76,10 +78,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> None:
-    """Merge attention over further keys, `more` [n, H, D] with its lse [H, n], into `out` and
-    `lse`.
+    """Merge attention to further keys into `out` [n, H, D] and `lse` [H, n], in place.
 
-    In place. Entries of `lse` may be -inf, those of `more_lse` may not.
+    `more` and `more_lse` are the same quantities over the further keys. Entries of `lse` may be
+    -inf, those of `more_lse` may not.
     """
     # On a GPU the check would synchronise.
     if lse.device.type == "cpu" and bool((lse == -torch.inf).all()):

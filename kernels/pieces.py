@@ -31,8 +31,7 @@ SIDE_RATIO = 1.25
 
 @dataclass(frozen=True)
 class Span:
-    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), both sorted by
-    position."""
+    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), sorted by position."""
 
     q0: int
     q1: int
@@ -50,8 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of an attention kernel: a region of queries and keys, or a batch of padded
-    regions."""
+    """One call of an attention kernel: one region, or a batch of padded regions."""
 
     queries: slice | torch.Tensor
     """Rows of q, or [B, n] int64 for a batch, whose short regions are padded by repeating a row."""
@@ -134,10 +132,11 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[list[Span], torch.Tensor]:
-    """Split a masked attention problem into regions: (regions, [Lq] end of the keys each query
-    sees).
+    """Split a masked attention problem into regions that see all, a triangle, or a staircase of
+    keys.
 
     `queries` and `keys` are ascending positions; `starts` [Lq] those of the queries' documents.
+    Returns the regions, and the end of the keys that each query sees [Lq].
     """
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)

@@ -97,8 +97,10 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` heads run at the same time: the largest divisor that fits the L2
-    cache."""
+    """How many of `num_heads` heads run at the same time without exceeding the L2 cache.
+
+    The largest divisor of `num_heads` that fits, at least 1.
+    """
     return max(
         d
         for d in range(1, num_heads + 1)
@@ -188,8 +190,10 @@ class Work:
         return Work(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The function `visits` for this pair, on the device; computed when first asked for, since
-        tile sizes depend on head width and dtype."""
+        """The function `visits` for this pair, on the device.
+
+        Computed when first asked for, since tile sizes depend on head width and dtype.
+        """
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:
             rows, runs = visits(self.queries, self.keys, *key)

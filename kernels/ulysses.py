@@ -84,8 +84,7 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output of the group's tokens with this rank's heads -> own tokens with all
-    heads."""
+    """Attention output of the group's tokens, own heads -> own tokens, all heads."""
 
     @staticmethod
     def forward(ctx, out, call: Call):

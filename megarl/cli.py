@@ -215,8 +215,10 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one error line and exit with code 2; rank 0 first, as most mistakes concern every
-    rank."""
+    """Print one error line and exit with code 2.
+
+    Rank 0 prints first, since most mistakes concern every rank.
+    """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         print(f"megarl: error: {message}", file=sys.stderr)

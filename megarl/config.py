@@ -220,8 +220,10 @@ def refuse_renamed(tree: object, *, where: str) -> None:
 
 
 def from_tree(kind: type[C], tree: object, *, where: str) -> C:
-    """Nested dicts as class `kind`. Raises `ValueError`; `where` names their origin in the
-    message."""
+    """Nested dicts as class `kind`.
+
+    Raises `ValueError`; `where` names their origin in the message.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     try:

@@ -74,11 +74,10 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """Pack each rank's samples into packed sequences, equally many on every rank; some may be
-    empty.
+    """Pack each rank's samples into packed sequences, equally many on every rank.
 
-    `lengths_per_rank`: tokens of each sample, by rank; `budget`: tokens of a packed sequence.
-    Returns by rank and packed sequence the positions in the rank's lengths.
+    Some may be empty. `lengths_per_rank`: tokens of each sample, by rank; `budget`: tokens of a
+    packed sequence. Returns by rank and packed sequence the positions in the rank's lengths.
     """
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:

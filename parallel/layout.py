@@ -14,8 +14,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of data, sequence (also called context) and tensor parallelism; their product is the
-    number of ranks."""
+    """Degrees of data, sequence (context) and tensor parallelism; their product is all ranks."""
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
     """Slowest first: tensor-parallel neighbours have consecutive ranks, so that they share a

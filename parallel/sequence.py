@@ -28,14 +28,13 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets the r-th part. Over one document the last rank's attention costs nearly twice the
-    mean."""
+    """Rank r gets the r-th part; over one document the last rank's attention is the most."""
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Of 2 P parts rank r gets the r-th from the front and from the back: even over one
+    """Rank r gets the r-th of 2 P parts from the front and from the back: even over one
     document."""
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]

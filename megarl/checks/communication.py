@@ -33,8 +33,7 @@ def check_port() -> list[Finding]:
 
 
 def check_memfd() -> list[Finding]:
-    """Whether another process can read an anonymous memory file: the transport `shared_memory`
-    does."""
+    """Whether another process can read an anonymous memory file, as `shared_memory` requires."""
     fix = (
         "allow memfd_create and mount /proc without hidepid (a sandbox or seccomp profile"
         " forbids it)"

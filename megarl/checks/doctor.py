@@ -61,8 +61,10 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 def run_checks(
     checks: dict[str, Callable[[], list[Finding]]], *, within_s: float = ALL_WITHIN_S
 ) -> list[Finding]:
-    """All findings, in the order of `checks`; a check that raises or is late counts as a
-    failure."""
+    """All findings, in the order of `checks`.
+
+    A check that raises or is late counts as a failure.
+    """
     deadline = time.monotonic() + within_s
     pool = ThreadPoolExecutor(len(checks))
     started_at: dict[str, Future[list[Finding]]] = {

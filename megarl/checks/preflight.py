@@ -124,8 +124,10 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
 
 
 def data_name(config: PromptsConfig | DemonstrationsConfig, num_rows: int) -> str:
-    """Identity of the training data: a checkpoint's position in the data is valid only for the same
-    one."""
+    """Identity of the training data.
+
+    A checkpoint stores a position in the data, which is valid only for the same identity.
+    """
     order = {
         key: value
         for key, value in as_plain(config).items()
@@ -159,8 +161,10 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def check_verifier(config: EnvironmentConfig) -> None:
-    """The environment's verifier starts in a process of its own, as in the run; else
-    `ValueError`."""
+    """The environment's verifier starts in a process of its own, as in the run.
+
+    Raises `ValueError` otherwise.
+    """
 
     async def load_once() -> None:
         environment = Environment(config)

@@ -55,8 +55,10 @@ class CorrectionConfig:
 
 @config
 class AlgorithmConfig:
-    """The policy-gradient algorithm; by default DAPO's loss (arXiv:2503.14476) with GRPO's
-    advantages."""
+    """The policy-gradient algorithm.
+
+    By default DAPO's loss (arXiv:2503.14476) with GRPO's advantages.
+    """
 
     advantage: AdvantageName = "grpo"
     """How rewards become advantages: a name in megarl.objectives.advantages.ADVANTAGES."""

@@ -264,8 +264,10 @@ def _named(step: float, each: int) -> str:
 def _tooltip_row(
     one: Series, x: np.ndarray, y: np.ndarray, as_text: Callable[[float], str]
 ) -> dict[str, object]:
-    """The tooltip's data of a series: [position, height or null, steps as text, value as text] per
-    point."""
+    """The tooltip's data of a series.
+
+    A point is [position, height or null, steps as text, value as text].
+    """
     points = [
         [
             round(float(a), 4),

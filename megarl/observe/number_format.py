@@ -11,8 +11,10 @@ def percent(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Three significant digits with a unit prefix: 20345 -> 20.3k; tiny numbers as a power of
-    ten."""
+    """Three significant digits with a unit prefix: 20345 -> 20.3k.
+
+    Tiny numbers become a power of ten.
+    """
     if value == 0:
         return "0"
     size = abs(value)

@@ -120,14 +120,15 @@ def _change(before: float | None, after: float | None, as_text: Any) -> str:
 
 
 def _window(count: int) -> int:
-    """Steps that a smoothed line averages over: odd, about a twentieth of the run; 1 for short
-    runs."""
+    """Steps that a smoothed line averages over: odd, about a twentieth of the run.
+
+    It is 1 for short runs.
+    """
     return (count // 20) | 1
 
 
 def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
-    """A metric of the steps as series: its moving mean over the raw values, or only these if
-    short."""
+    """A metric of the steps as series: moving mean over raw values; for short runs raw values."""
     steps, values = run.series(name)
     window = _window(len(steps))
     if window == 1:

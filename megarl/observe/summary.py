@@ -72,8 +72,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:
-    """Evaluations by step, with the greedy evaluation's transcripts where there are several
-    kinds."""
+    """Evaluations by step, with the greedy evaluation's transcripts if there are several kinds."""
     found: dict[int, Evaluation] = {}
     greedy: set[int] = set()
     for record in read_records(path):

@@ -1,5 +1,4 @@
-"""Parameter tables by model type: from a `config.json` to every tensor's name, shape and engine
-slot.
+"""Parameter tables by model type: from `config.json` to every tensor's name, shape and use.
 
 To add a model type, add an entry to `FAMILIES`: the defaults of its configuration class in
 transformers, which layers have biases, whether heads are normalised, whether it has experts. Then
@@ -18,7 +17,7 @@ from typing import Any
 from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec
 
 Switch = bool | str
-"""True, False, or the name of the setting in config.json that decides."""
+"""Whether a model type has a property: True, False, or the setting in config.json that says so."""
 
 
 def _no_difference(settings: Mapping[str, Any]) -> str:
@@ -38,7 +37,7 @@ def _head_width_difference(settings: Mapping[str, Any]) -> str:
 
 def _output_bias_difference(settings: Mapping[str, Any]) -> str:
     # vLLM's loader ignores surplus biases, so this is the only check.
-    """How vLLM's treatment of an attention output bias differs from transformers', or an empty
+    """How vLLM treats an attention output bias differently from transformers, or an empty
     string."""
     return (
         "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
@@ -144,8 +143,10 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
 
 
 def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
-    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks; says what to
-    set."""
+    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks.
+
+    The message says what to set.
+    """
     family, settings = _read(config)
     sparse = {_is_sparse(layer, family, settings) for layer in range(settings["num_hidden_layers"])}
     sizes = {"num_attention_heads": settings["num_attention_heads"]}
@@ -234,10 +235,10 @@ def _unstacked(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> Paramet
 def _column_parallel(
     prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
 ) -> list[ParameterSpec]:
-    """Linear layers split by outputs that the engine stacks into one, `stack`, in the order of
-    `parts`.
+    """Linear layers that are split by outputs and stacked into the engine's layer `stack`.
 
-    `parts`: {layer name: (outputs, cut, KV heads)}; `inputs`: their common number of inputs.
+    `parts`: {layer name: (outputs, cut, KV heads)} in stacking order; `inputs`: their number of
+    inputs.
     """
     weights = [
         ParameterSpec(

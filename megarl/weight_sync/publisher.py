@@ -299,7 +299,8 @@ class Publisher:
     ) -> None:
         """Raise `RuntimeError` where an engine rank's version or digests differ from what was sent.
 
-        `sent` [destinations, tensors] int64: the trainer's digests; `answers`: status by [engine][rank].
+        `sent` [destinations, tensors] int64 are the trainer's digests, `answers` the status of each
+        [engine][rank].
         """
         for engine, ranks in enumerate(answers):
             for rank, status in enumerate(ranks):

@@ -38,8 +38,10 @@ NAME = "megarl"
 
 
 def not_loaded(problem: str) -> dict[str, Any]:
-    """Status of an engine rank without a complete weight version; `problem` is the reason or
-    empty."""
+    """Status of an engine rank without a complete weight version.
+
+    `problem` is the reason or empty.
+    """
     return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
 
 
@@ -118,8 +120,7 @@ class ReshardEngine(WeightTransferEngine):
                 )
 
     def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """{name: parameter} of a layer, with shapes and dtypes from before vLLM repacked the
-        weights."""
+        """{name: parameter} of a layer as they were before vLLM repacked the weights."""
         now = {name: value for name, value in layer._parameters.items() if value is not None}
         return now | {
             name: value
@@ -128,8 +129,10 @@ class ReshardEngine(WeightTransferEngine):
         }
 
     def start_weight_update(self) -> None:
-        """Called by vLLM before each update; raises `RuntimeError` where no transport is
-        connected."""
+        """Called by vLLM before each update.
+
+        Raises `RuntimeError` where no transport is connected.
+        """
         if self._receiver is None:
             raise RuntimeError(
                 "the engine has no transport to receive weights through; call"
@@ -189,8 +192,7 @@ class ReshardEngine(WeightTransferEngine):
         return found
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
-        """{name: flat parameter} of all modules whose parameters vLLM runs as they are in the
-        checkpoint."""
+        """{name: flat parameter} of all modules that vLLM runs with the checkpoint's parameters."""
         found = {}
         for path, layer in self.model.named_modules():
             raw, running = (

@@ -69,8 +69,7 @@ class RouteSpec:
 
     @property
     def num_destinations(self) -> int:
-        """Number of different receivers: engine ranks, or if shared the tensor ranks of one
-        engine."""
+        """Number of receivers: all engine ranks, or if shared the tensor ranks of one engine."""
         return self.engine_tensor if self.shared else self.engines * self.engine_tensor
 
     def destination(self, engine: int, rank: int) -> int:
@@ -98,8 +97,7 @@ def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
 
 @dataclass(frozen=True)
 class Route:
-    """Which region of which tensor goes from which trainer rank to which engine rank, in
-    buckets."""
+    """Which regions go from which trainer rank to which engine rank, in which bucket."""
 
     spec: RouteSpec
     """What the route was made from."""

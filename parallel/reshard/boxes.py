@@ -114,8 +114,7 @@ class Owned:
         self.sizes[buffer] = offset + box.area
 
     def slice(self, part: int, parts: int) -> Owned:
-        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of every
-        buffer.
+        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of a buffer.
 
         DeepSpeed's padding at the end of the last slice is not included.
         """
@@ -136,8 +135,7 @@ class Owned:
 
 
 def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements [start, stop) of a box in row order, as at most three (box, index of first
-    element)."""
+    """Elements [start, stop) of a box in row order, as at most three (box, first index)."""
     start, stop, width = max(start, 0), min(stop, box.area), box.columns
     made = []
     while start < stop:

@@ -54,8 +54,7 @@ class Bucket:
         }
 
     def part(self, piece: Piece) -> Piece | None:
-        """What a piece of a whole buffer has in this bucket, placed relative to it; None if
-        nothing."""
+        """The part of `piece` that lies in this bucket, placed relative to it, or None."""
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the usual: the buffer is whole, or at least the piece
@@ -100,8 +99,7 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
 
 
 def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """A plan's copies by bucket, split where a buffer is; they write to the bucket's part of a
-    buffer."""
+    """A plan's copies by bucket, with targets in the bucket; split where a buffer is."""
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         for name in bucket.sizes:
@@ -118,8 +116,7 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
 
 
 def _widths(owned: Owned) -> dict[str, int]:
-    """{buffer: elements of a row}; 0 for a buffer that is not made of equal whole rows (a
-    slice)."""
+    """{buffer: elements of a row}, 0 for a buffer without equal whole rows (a slice)."""
     found = dict.fromkeys(owned.sizes, -1)
     for piece in owned.pieces:
         fits = found[piece.buffer] in (-1, piece.stride) and piece.offset % piece.stride == 0

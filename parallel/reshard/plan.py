@@ -72,8 +72,8 @@ class Plan:
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Fewest bytes that any plan could move: what destinations need and their own memory
-        lacks."""
+        """Fewest bytes that any plan could move: needed by destinations, not in their own
+        memory."""
         wanted = 0
         for rank, owned in enumerate(self.destinations):
             here = self.local.get(rank)
@@ -88,7 +88,7 @@ class Plan:
         return wanted * itemsize
 
     def seconds(self, itemsize: int, *, bytes_per_s: float) -> float:
-        """Predicted time of the busiest rank, if every rank sends and receives at `bytes_per_s` at
+        """Predicted seconds of the busiest rank, which sends and receives at `bytes_per_s` at
         once."""
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
@@ -174,8 +174,7 @@ def _regions(
     here: int | None,
     grain: int,
 ) -> list[_Region]:
-    """Split a piece that a rank needs into regions of one source each: [(region, possible
-    sources)].
+    """Split a piece that a rank needs into regions, each with the sources that have it.
 
     `here` is the source rank in the same memory. Raises `ValueError` where sources do not cover the
     piece.
@@ -199,14 +198,12 @@ def _regions(
 
 
 def _grain(destinations: Sequence[Owned]) -> int:
-    """Elements that are assigned to a source at once: a small part of all, so that shares are
-    even."""
+    """Elements that are assigned to a source at once; few, so that shares are even."""
     return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
 
 
 def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) -> list[Copy]:
-    """Choose a source for every need: in the same memory, else the only one, else the least
-    loaded."""
+    """Choose a source for each need: the same memory, else the only one, else the least loaded."""
     load = [0] * num_sources
     chosen: list[tuple[int, Piece] | None] = [None] * len(needs)
     open_needs = []

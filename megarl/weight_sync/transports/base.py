@@ -63,8 +63,10 @@ class Sender(Protocol):
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send a bucket after its targets have been written; after the last one wait for
-        delivery."""
+        """Send a bucket after its targets have been written.
+
+        After the last one wait for delivery.
+        """
         ...
 
     def abort(self) -> None:
@@ -72,8 +74,8 @@ class Sender(Protocol):
         ...
 
     def progress(self, engine: int) -> int:
-        """Number of buckets of this version that all ranks of an engine have received, if known
-        here."""
+        """Number of buckets of this version that all ranks of an engine are known to have
+        received."""
         ...
 
     def close(self) -> None:
@@ -85,8 +87,7 @@ class Receiver(Protocol):
     """An engine rank's half; built with (route, engine number, tensor rank, sender's init_info)."""
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a weight version in order, with its memory block, uint8
-        [bucket.num_bytes].
+        """Each bucket of a version with its memory block, uint8 [bucket.num_bytes], in order.
 
         A block is valid until the next bucket is asked for. Raises `Aborted`, or what `watch`
         raises.

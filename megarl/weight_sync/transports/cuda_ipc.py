@@ -95,8 +95,10 @@ def _synchronize(*memories: torch.Tensor) -> None:
 
 
 class Sender(shared_memory.Sender):
-    """Trainer rank's half of the transport `cuda_ipc`; rank n allocates the memory of engine rank
-    n."""
+    """Trainer rank's half of the transport `cuda_ipc`.
+
+    Rank n allocates the memory of engine rank n.
+    """
 
     SHARED, LOCAL = False, True
 
@@ -109,8 +111,7 @@ class Sender(shared_memory.Sender):
         super().__init__(route, axis, folder)
 
     def init_info(self) -> dict[str, Any]:
-        """Path of the counters, number of senders, and CUDA IPC handles of all memories, for
-        receivers."""
+        """Data for receivers: path of the counters, number of senders, CUDA IPC handles."""
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
@@ -144,8 +145,10 @@ class Receiver(shared_memory.Receiver):
     """Engine rank's half of the transport `cuda_ipc`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` without a GPU, or where this process does not see the GPU of its
-        memory."""
+        """Open this engine rank's memory.
+
+        Raises `ValueError` without a GPU, or where this process does not see the memory's GPU.
+        """
         _require_gpu()
         super().__init__(route, engine, rank, init_info)
 

@@ -166,8 +166,10 @@ class Sender:
             raise self._write_error(error) from error
 
     def _publish(self, file: BinaryIO, watch: Watch) -> None:
-        """Flush this rank's file to disk; rank 0 waits for all files, then renames the version's
-        folder."""
+        """Flush this rank's file to disk.
+
+        Rank 0 waits for all files, then renames the version's folder.
+        """
         attempt = self._attempt
         file.flush()
         os.fsync(file.fileno())
@@ -248,8 +250,7 @@ class Receiver:
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a weight version with its memory block, read once the version is
-        complete."""
+        """Each bucket of a version with its memory block, read once the version is complete."""
         attempt = self._find_attempt(version, watch)
         attempt.until(attempt.folder.exists, watch)
         for bucket in self._route.buckets:

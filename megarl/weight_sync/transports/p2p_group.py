@@ -77,8 +77,10 @@ def _short(error: RuntimeError) -> str:
 
 
 class InFlight(Task):
-    """Messages that are being sent or received: {rank in the group: work}. Keeps their buffers
-    alive."""
+    """Messages that are being sent or received: {rank in the group: work}.
+
+    Keeps their buffers alive.
+    """
 
     def __init__(
         self, works: Mapping[int, dist.Work], memory: torch.Tensor, name: Callable[[int], str]
@@ -152,8 +154,10 @@ class P2PGroup:
         self._next_poll = 0.0
 
     def _open(self) -> TCPStore:
-        """Host the store, or open a connection to it; a thread that waits needs a connection of its
-        own."""
+        """Host the store, or open a connection to it.
+
+        A thread that waits needs a connection of its own.
+        """
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         try:
             return TCPStore(
@@ -179,8 +183,10 @@ class P2PGroup:
         return int(self._store.get(key)) if self._has([key]) else None
 
     def join(self, watch: Watch) -> None:
-        """Join the process group that this attempt uses; all ranks meet only where it is a new
-        one."""
+        """Join the process group that this attempt uses.
+
+        All ranks meet only where it is a new one.
+        """
         key = f"group/{self.attempt}"
         self.until(lambda: self._has([key]), watch, ABORT_POLL_S / 2)
         number = self.get(key)
@@ -272,8 +278,8 @@ class P2PGroup:
             ) from error
 
     def _refuse_aborted(self, error: RuntimeError) -> None:
-        """Raise `Aborted` instead of `error` if the attempt was aborted: that ends messages of all
-        ranks."""
+        """Raise `Aborted` instead of `error` if the attempt was aborted, which ends all
+        messages."""
         if self._aborted():
             raise Aborted(GIVEN_UP) from error
 
@@ -317,8 +323,7 @@ def _group(store: Store, number: int, rank: int, size: int, host: str, device: t
 
 
 def own_address() -> str:
-    """This host's address as other hosts reach it: the launcher's, if that is no loopback
-    address."""
+    """This host's address as other hosts reach it; the launcher's, unless it is a loopback."""
     launcher = os.environ.get("MASTER_ADDR", "")
     try:
         if (

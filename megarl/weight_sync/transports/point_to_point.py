@@ -60,8 +60,10 @@ class Sender:
         """Bytes of this version sent so far, by (source, destination)."""
 
     def init_info(self) -> dict[str, Any]:
-        """Address of rank 0's store, for receivers; all ranks will connect anew for the next
-        version."""
+        """Address of rank 0's store, for receivers.
+
+        All ranks will connect anew for the next version.
+        """
         self._stale = True
         return {
             "host": self._group.host,
@@ -71,8 +73,8 @@ class Sender:
         }
 
     def begin(self, version: int) -> None:
-        """Prepare to send a weight version: start a new attempt, so that reports of older ones are
-        ignored."""
+        """Prepare to send a version: start a new attempt, whose number marks all reports about
+        it."""
         barrier(self._axis)
         if self._axis.rank == 0:
             self._stale = self._stale or bool(self._group.get(f"aborted/{self._group.attempt}"))
@@ -185,8 +187,7 @@ class Receiver:
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a weight version with its memory block; the next bucket is received
-        meanwhile."""
+        """Each bucket of a version with its memory block; the next one is received meanwhile."""
         attempt = self._group.get("attempt")
         assert attempt, "senders begin first"
         self._group.attempt = attempt

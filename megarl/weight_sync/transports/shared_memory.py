@@ -84,8 +84,7 @@ class Sender:
         return [(copy, copy.put.view(buffers[copy.destination][copy.put.buffer])) for copy in own]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Count a bucket as written by this rank; engine ranks may read it once all ranks have done
-        so."""
+        """Count a bucket as written by this rank; engine ranks read it once all ranks wrote it."""
         self._counters.write(self._axis.rank, bucket.number + 1)
 
     def abort(self) -> None:
@@ -123,8 +122,7 @@ class Receiver:
         self._slots = self._open(init_info)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a weight version with its block in shared memory, once all senders wrote
-        it."""
+        """Each bucket of a version with its block in shared memory, once all senders wrote it."""
         for bucket in self._route.buckets:
             self._counters.until(
                 lambda number=bucket.number: self._counters.written() > number, watch
@@ -138,8 +136,7 @@ class Receiver:
         self._counters.close()
 
     def _finish_reading(self) -> None:
-        """Wait until a block has been read; nothing to do for host memory, which is read
-        synchronously."""
+        """Wait until a block has been read; host memory is read synchronously."""
 
     def _host_bytes(self) -> int:
         """Bytes of shared host memory for all engine ranks."""
