@@ -36,7 +36,7 @@ class AttentionPlan:
     """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
 
     lengths: list[int]
-    """Tokens of each rank of the sequence axis, in its order."""
+    """Number of tokens of each rank of the sequence (context-parallel) axis, in its order."""
     ulysses: int
     """Number of ranks in a Ulysses group."""
     positions: list[Positions]
@@ -44,9 +44,9 @@ class AttentionPlan:
     hops: int
     """Steps that keys and values travel around the ring; after them no query sees them."""
     block: Block
-    """The block attention kernel."""
+    """The block attention kernel that computes attention of some queries to some keys."""
     device: torch.device
-    """Device of the work lists."""
+    """Device on which the block kernel's work lists are."""
     _works: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -92,7 +92,7 @@ class AttentionPlan:
 
     @property
     def group_lengths(self) -> list[int]:
-        """Tokens of each Ulysses group."""
+        """Number of tokens of each Ulysses group."""
         return [int(own.index.numel()) for own in self.positions]
 
     def work(self, rank: int, owner: int | None) -> Any:

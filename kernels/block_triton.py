@@ -174,13 +174,13 @@ class TritonBlock:
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Token stride and head stride of each tensor [L, H, D], whose last dimension is contiguous."""
+    """Strides of token and head for each tensor [L, H, D], whose last dimension is contiguous."""
     assert all(x.stride(2) == 1 for x in tensors), "the head width must be contiguous"
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
-    """A tile as compile-time arguments of a kernel."""
+    """Tile sizes as compile-time arguments of a Triton kernel."""
     shape = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

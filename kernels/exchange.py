@@ -23,9 +23,9 @@ class Exchange(Protocol):
     """The ranks of one axis in a ring. All of them call the same methods in the same order."""
 
     rank: int
-    """This rank's number in the ring."""
+    """This rank's number in the ring of ranks, from 0."""
     size: int
-    """Number of ranks."""
+    """Number of ranks in the ring."""
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1

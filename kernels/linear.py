@@ -28,7 +28,7 @@ def _onednn() -> Any:
 
 
 ONEDNN = _onednn()
-"""The operator, or None."""
+"""oneDNN's linear operator, or None where it is not supported."""
 
 
 def onednn_supports(x: torch.Tensor) -> bool:
@@ -46,7 +46,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` through oneDNN, with its gradients."""
+    """A linear layer through oneDNN, with its gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):

@@ -46,9 +46,9 @@ class VocabularyShard:
     rows: int
     """Rows of the largest shard, so that all ranks split the tokens into the same chunks."""
     reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with maximum, in place; returns its argument."""
+    """All-reduce with maximum over the ranks of the vocabulary, in place; returns its argument."""
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with sum, in place; returns its argument."""
+    """All-reduce with sum over the ranks of the vocabulary, in place; returns its argument."""
 
 
 def _passes(hidden: torch.Tensor) -> ModuleType:
@@ -83,9 +83,9 @@ def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """hidden weight^T [C, V], not divided by the temperature.
+    """A chunk's logits hidden weight^T [C, V], not divided by the temperature.
 
-    Written to the first rows of `buffer`, or to new memory if it is small.
+    Written to the first rows of `buffer`, or to new memory if they are few.
     """
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
@@ -110,7 +110,7 @@ def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) ->
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums: float64 for float64, else float32."""
+    """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -222,7 +222,7 @@ def _chunked(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Our implementation, for all devices, dtypes and sharded vocabularies."""
+    """Log-probs and entropies chunk by chunk, for all devices, dtypes and split vocabularies."""
     return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)
 
 
@@ -233,7 +233,7 @@ def _liger(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Liger's implementation; see `megarl.kernels.logprobs_liger`."""
+    """Log-probs and entropies by Liger; see `megarl.kernels.logprobs_liger`."""
     from megarl.kernels.logprobs_liger import liger_logprobs
 
     return liger_logprobs(hidden, weight, targets, temperature, shard)

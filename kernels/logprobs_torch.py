@@ -26,7 +26,7 @@ LOWEST_LOG_P = -1e4
 
 
 def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:
-    """Slices of `num_rows` rows, each at most `BLOCK_BYTES` of `vocabulary` numbers a row."""
+    """Slices of a matrix [num_rows, vocabulary] into blocks of rows of at most `BLOCK_BYTES`."""
     step = max(1, BLOCK_BYTES // (itemsize * max(vocabulary, 1)))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 

@@ -59,19 +59,19 @@ class Operator(Protocol):
 
 
 def _order(index: torch.Tensor) -> torch.Tensor | None:
-    """[L] order that sorts positions, or None if they are sorted."""
+    """The permutation [L] that sorts positions, or None if they are sorted."""
     return None if bool((index[1:] > index[:-1]).all()) else index.argsort()
 
 
 def _heads(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Rows of x [L, H, D] as a kernel takes them, [B, H, n, D]."""
+    """Rows of x [L, H, D] in the layout of attention kernels, [B, H, n, D]."""
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1)[None]
     return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, n, D] to [B * n, H, D]."""
+    """Reshape [B, H, n, D] to [B * n, H, D]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
@@ -103,7 +103,7 @@ def _add(total: torch.Tensor, rows: slice | torch.Tensor, grad: torch.Tensor) ->
 
 
 class PieceBlock:
-    """`Block` that computes piece by piece through an operator."""
+    """Block attention through a plain attention kernel (`operator`), one call for each region."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator

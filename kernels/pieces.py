@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 64
-"""Queries of a masked tile; longer regular stretches become a rectangle or a triangle."""
+"""Queries of an attention tile with an explicit mask; longer regular stretches need no mask."""
 TILE_KEYS = 512
-"""Keys of a masked tile, at most."""
+"""Keys of an attention tile with an explicit mask, at most."""
 SMALL_SCORES = 128 * 128
 """Regions of at most this many scores are batched: about what one kernel call costs."""
 BATCH_SCORES = 2**20
@@ -65,7 +65,7 @@ class Piece:
     """Flat indices into `queries` [B * n] that are not padding; None where there is no padding."""
 
     def to(self, device: torch.device) -> Piece:
-        """The same piece with its tensors on `device`."""
+        """A copy of this kernel call's description with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
             x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
@@ -169,7 +169,7 @@ def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
 
 
 def _single(span: Span, upto: torch.Tensor) -> Piece:
-    """The kernel call for one region."""
+    """The kernel call for one region of queries and keys."""
     mask = _mask(span, upto)[None, None] if span.kind == "stairs" else None
     return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
 

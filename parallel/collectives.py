@@ -114,7 +114,7 @@ def all_gather_parts(
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity in forward, all-reduce in backward."""
+    """Autograd function of `sum_gradient`: identity in forward, all-reduce in backward."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -127,7 +127,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumValues(torch.autograd.Function):
-    """All-reduce in forward, identity in backward."""
+    """Autograd function of `sum_values`: all-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx, x, axis):

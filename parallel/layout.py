@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, the product of all degrees."""
         return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:

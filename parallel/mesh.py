@@ -19,7 +19,7 @@ class Axis:
     """A group of ranks that communicate, seen from one of them."""
 
     name: str
-    """Name for error messages."""
+    """Name of the axis, for error messages."""
     size: int
     """Number of ranks."""
     rank: int

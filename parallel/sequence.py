@@ -15,7 +15,7 @@ import torch
 from megarl.parallel.balance import ATTENTION_TOKENS
 
 Cut = Callable[[list[int], int], list[torch.Tensor]]
-"""(starts [D + 1], ranks) -> each rank's positions [L_r] int64."""
+"""Function of (document starts [D + 1], number of ranks) -> each rank's positions [L_r] int64."""
 
 
 def _edges(first: int, last: int, parts: int) -> list[int]:
@@ -66,7 +66,7 @@ CUTS: dict[str, Cut] = {
     "zigzag_document": zigzag_document,
     "striped": striped,
 }
-"""{name, as in `training.sequence.cut`: split}"""
+"""Ways to split a packed sequence over ranks, by their name in `training.sequence.cut`."""
 
 CANDIDATES = ("contiguous", "zigzag", "zigzag_document")
 """Splits that `auto` chooses from; contiguous first, which needs fewest messages for short

@@ -81,7 +81,7 @@ print("sum", value.item())
 
 
 def check_gloo() -> list[Finding]:
-    """An all-reduce of two gloo processes on this host."""
+    """Whether two gloo processes on this host can all-reduce."""
     started_at = time.monotonic()
     # A file as store: a port that is free now may be taken by Ray a moment later.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:

@@ -55,7 +55,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "Hugging Face hub": check_hub,
     "left-over processes": check_leftovers,
 }
-"""{name: check}, in the order of the table."""
+"""{name: function of a check}, in the order in which the results are printed."""
 
 
 def run_checks(

@@ -32,7 +32,7 @@ tokens_N are the response tokens of each sample.
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rewards relative to their groups."""
+    """Rewards relative to the mean of their group."""
 
     centred_N: Tensor
     """[N] float64, reward minus the mean of its group; exactly 0 where all rewards of it are
@@ -162,4 +162,4 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""{name: function}"""
+"""{name in `algorithm.advantage`: function from rewards to advantages}"""

@@ -44,9 +44,9 @@ class CorrectionConfig:
     kind: CorrectionName = "none"
     """`tis` uses min(w, high); `icepop` uses w inside [low, high] and 0 outside."""
     low: float = 0.5
-    """Lower bound of `icepop`."""
+    """Lower bound of the weight, for `icepop`."""
     high: float = 2.0
-    """Upper bound of `tis` and `icepop`."""
+    """Upper bound of the weight, for `tis` and `icepop`."""
 
     def __post_init__(self) -> None:
         require_range("algorithm.correction.low", self.low, 0.0, 1.0)

@@ -186,11 +186,11 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""{name: loss}"""
+"""{name in `algorithm.loss`: policy loss}"""
 
 AGGREGATIONS: dict[str, AggregationFunction] = {
     "token": token,
     "sequence": sequence,
     "constant": constant,
 }
-"""{name: aggregation}"""
+"""{name in `algorithm.aggregation`: function from token counts to weights of tokens}"""

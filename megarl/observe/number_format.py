@@ -6,7 +6,7 @@ import math
 
 
 def percent(value: float) -> str:
-    """0.174 -> 17.4%"""
+    """A share as percentage: 0.174 -> 17.4%."""
     return compact(100 * value) + "%"
 
 
@@ -27,7 +27,7 @@ def compact(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """3.1e-05 -> 3.1×10⁻⁵"""
+    """A number as a power of ten: 3.1e-05 -> 3.1×10⁻⁵."""
     if value == 0:
         return "0"
     digits, exponent = f"{value:.1e}".split("e")

@@ -310,7 +310,7 @@ def _examples(run: Run) -> tuple[str, str]:
 
 
 def _after(one: Evaluation) -> str:
-    """When an evaluation took place, as text."""
+    """When an evaluation took place, as text: "before training" or "after 3 steps"."""
     return (
         "before training"
         if one.step == 0
@@ -367,7 +367,7 @@ def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -
 
 
 def _side(when: str, one: dict[str, Any]) -> str:
-    """HTML of one response."""
+    """HTML of one response to a problem, with its verdict and length."""
     mark = ("right", "\N{CHECK MARK} right") if one["correct"] else ("wrong", "\N{BALLOT X} wrong")
     about = [when]
     if one.get("tokens") is not None:

@@ -17,7 +17,7 @@ from megarl.observe.config import ObserveConfig
 
 
 class Sink(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics, for example TensorBoard."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of step `step`."""

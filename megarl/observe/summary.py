@@ -29,7 +29,7 @@ class Run:
     """The content of a run folder."""
 
     metrics: list[dict[str, Any]]
-    """One record per step, in order."""
+    """The metrics of each step, ordered by step."""
     evaluations: list[Evaluation]
     """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]

@@ -28,7 +28,7 @@ class InitInfo:
     engine: int
     """This engine's number, from 0."""
     init_info: dict[str, Any]
-    """What the transport's sender returned from `init_info`."""
+    """The address of the trainer, as returned by `init_info` of the transport's sender."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ Switch = bool | str
 
 
 def _no_difference(settings: Mapping[str, Any]) -> str:
-    """No known difference between vLLM and transformers."""
+    """An empty string: no known difference between vLLM and transformers."""
     return ""
 
 
@@ -223,19 +223,19 @@ def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_on(switch: Switch, settings: Mapping[str, Any]) -> bool:
-    """The switch's value under these settings."""
+    """Whether a model with these settings has the property that `switch` describes."""
     return switch if isinstance(switch, bool) else bool(settings[switch])
 
 
 def _unstacked(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> ParameterSpec:
-    """A tensor that is a parameter of the engine by itself, under the same name."""
+    """Parameter spec of a tensor that the engine stores by itself under the same name."""
     return ParameterSpec(name, shape, cut, name)
 
 
 def _column_parallel(
     prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
 ) -> list[ParameterSpec]:
-    """Linear layers that are split by outputs and stacked into the engine's layer `stack`.
+    """Parameter specs of linear layers that are split by outputs and stacked into one, `stack`.
 
     `parts`: {layer name: (outputs, cut, KV heads)} in stacking order; `inputs`: their number of
     inputs.
@@ -254,14 +254,17 @@ def _column_parallel(
 
 
 def _row_parallel(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
-    """A linear layer split by inputs; its bias is added once, so every rank has all of it."""
+    """Parameter specs of a linear layer that is split by inputs.
+
+    Its bias is added once, so every rank has all of it.
+    """
     return [_unstacked(f"{name}.weight", (outputs, inputs), "inputs")] + (
         [_unstacked(f"{name}.bias", (outputs,))] if bias else []
     )
 
 
 def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of an attention layer."""
+    """Parameter specs of an attention layer's tensors."""
     hidden, width = settings["hidden_size"], settings["head_dim"]
     queries, heads = settings["num_attention_heads"] * width, settings["num_key_value_heads"]
     parts: dict[str, tuple[int, Cut, int]] = {
@@ -280,7 +283,7 @@ def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list
 
 
 def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of a gated MLP."""
+    """Parameter specs of a gated MLP's tensors."""
     hidden, inner, bias = (
         settings["hidden_size"],
         settings["intermediate_size"],
@@ -296,7 +299,7 @@ def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[Par
 
 
 def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of a mixture of experts: router, then the weights of each expert.
+    """Parameter specs of a mixture of experts: router, then the weights of each expert.
 
     The engine stacks them expert by expert: gate and up in w13 [experts, 2 x inner, hidden], down
     in w2 [experts, hidden, inner].

@@ -342,5 +342,5 @@ class Publisher:
         return self._on_main(f"the probe of version {version}", score)
 
     def close(self) -> None:
-        """Release the transport."""
+        """Release the transport's memory, files and connections."""
         self._sender.close()

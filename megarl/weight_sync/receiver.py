@@ -49,7 +49,7 @@ class WeightSyncWorker:
     """Methods added to vLLM's worker (`worker_extension_cls`), which the trainer calls by RPC."""
 
     weight_transfer_engine: Any
-    """The worker's `ReshardEngine`."""
+    """The worker's `ReshardEngine`, which vLLM creates."""
 
     def megarl_weight_status(self) -> dict[str, Any]:
         """Outcome of this rank's last weight update, a dict:
@@ -86,7 +86,7 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(str(error))
 
     def _connect(self, init_info: InitInfo) -> None:
-        """Do the work of `init_transfer_engine`; raises `ValueError` or `RuntimeError`."""
+        """Compute the route, check it against the running model, and connect; raises errors."""
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
@@ -150,7 +150,7 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(f"{type(error).__name__}: {error}")
 
     def _receive(self, update_info: UpdateInfo) -> None:
-        """Do the work of `receive_weights`."""
+        """Receive and install one weight version; raises errors, which the caller reports."""
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
@@ -248,7 +248,7 @@ class ReshardEngine(WeightTransferEngine):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
-        """Called by vLLM after each update."""
+        """Called by vLLM after each update; repacks a tied output head."""
         if self._is_tied():
             # The tied head shares the embedding's storage but, on CPU, multiplies with its own
             # packed copy of it.
@@ -260,7 +260,7 @@ class ReshardEngine(WeightTransferEngine):
         return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
-        """Close the transport."""
+        """Close the connection to the trainer."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

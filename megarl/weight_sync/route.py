@@ -45,7 +45,7 @@ class RouteSpec:
     """{tensor name: [dimension, first index of each rank's part ..., length]} for tensors that the
     trainer's tensor-parallel ranks split."""
     engines: int
-    """Number of engines."""
+    """Number of inference engines."""
     engine_tensor: int
     """Tensor-parallel degree of one engine."""
     shared: bool
@@ -100,9 +100,9 @@ class Route:
     """Which regions go from which trainer rank to which engine rank, in which bucket."""
 
     spec: RouteSpec
-    """What the route was made from."""
+    """The numbers from which the route was computed."""
     plan: Plan
-    """Every copy, from the trainer's parts to the engines' parts."""
+    """Every copy from the trainer ranks' parts of tensors to the engine ranks' parts."""
     buckets: list[Bucket]
     """The units of transfer, in the order in which they are sent."""
     copies: list[list[Copy]]
@@ -155,7 +155,7 @@ class Route:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest bucket."""
+        """Bytes of the largest bucket of the route."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
     def owned(self, destination: int) -> Owned:

@@ -44,7 +44,7 @@ class Box(NamedTuple):
         return self.rows * self.columns
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection with `other`, or None."""
+        """The box of elements that are also in `other`, or None."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
     """Name of the tensor, or `ZEROS`."""
     box: Box
     buffer: str
-    """Name of the buffer."""
+    """Name of the flat buffer in which the piece lies."""
     offset: int
     stride: int
 

@@ -25,7 +25,7 @@ class Bucket:
     """Buffers of a receiving rank, or parts of them, and their places in one memory block."""
 
     number: int
-    """Position in the order of transfer, from 0."""
+    """Position of the bucket in the order of transfer, from 0."""
     offsets: Mapping[str, int]
     """{buffer: its first byte in the bucket's memory block}"""
     sizes: Mapping[str, int]
@@ -33,7 +33,7 @@ class Bucket:
     starts: Mapping[str, int]
     """{buffer: index in the whole buffer of the first element that is in this bucket}"""
     itemsize: int
-    """Bytes of an element."""
+    """Bytes of one element of the buffers."""
 
     @cached_property
     def num_bytes(self) -> int:

@@ -103,9 +103,10 @@ class Sender(shared_memory.Sender):
     SHARED, LOCAL = False, True
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused.
+        """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
+        world.
 
-        Raises `ValueError` without a GPU.
+        `folder` is unused. Raises `ValueError` without a GPU.
         """
         _require_gpu()
         super().__init__(route, axis, folder)

@@ -203,7 +203,7 @@ class Sender:
             shutil.rmtree(self._attempt.root, ignore_errors=True)
 
     def _own_path(self, suffix: str = "") -> Path:
-        """This rank's file."""
+        """Path of the file that this rank writes."""
         return self._attempt.partial / f"from-{self._axis.rank}{suffix}"
 
     def _close_file(self) -> None:
@@ -234,7 +234,7 @@ class Receiver:
     """Engine rank's half of the transport `disk`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` where this host does not see the sender's folder."""
+        """Find the sender's folder. Raises `ValueError` where this host does not see it."""
         self._route, self._destination, self._root = (
             route,
             route.spec.destination(engine, rank),
@@ -271,7 +271,7 @@ class Receiver:
             _write(self._read, json.dumps([attempt.number, bucket.number + 1]))
 
     def close(self) -> None:
-        """Nothing is kept open between versions."""
+        """Does nothing: no file is open between weight versions."""
 
     def _find_messages(self, route: Route) -> list[list[tuple[int, int, list[Copy]]]]:
         """By bucket, this rank's messages: (source rank, first byte in its file, message)."""

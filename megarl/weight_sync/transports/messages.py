@@ -14,7 +14,7 @@ from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
 
 Message = list[Copy]
-"""The regions of a message; their elements follow each other without gaps."""
+"""The tensor regions of a message, in the order of their elements in its flat buffer."""
 
 
 def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
@@ -42,7 +42,7 @@ def incoming(route: Route, destination: int) -> list[dict[int, Message]]:
 
 
 def length(message: Message) -> int:
-    """Number of elements of a message."""
+    """Number of elements of all regions in a message."""
     return sum(copy.area for copy in message)
 
 

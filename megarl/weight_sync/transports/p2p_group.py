@@ -49,7 +49,7 @@ class Task:
         self._thread.start()
 
     def _run(self) -> None:
-        """The thread's body."""
+        """Run the function and keep its result or error."""
         try:
             self._result = self._work()
         except BaseException as error:  # raised again by `result`
@@ -57,11 +57,11 @@ class Task:
         self._done.set()
 
     def done(self) -> bool:
-        """Whether the function has returned or raised."""
+        """Whether the thread's function has returned or raised."""
         return self._done.is_set()
 
     def result(self) -> Any:
-        """The function's result, or raise its error; only once `done`."""
+        """The result of the thread's function, or raise its error; only once `done`."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -210,7 +210,8 @@ class P2PGroup:
     def send(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Start sending {destination: flat tensor}; the tensors are parts of `memory`."""
+        """Start sending {destination: flat tensor} to engine ranks; the tensors are parts of
+        `memory`."""
         assert self._group is not None
         return self._start(
             self._group.send,
@@ -299,7 +300,7 @@ class P2PGroup:
         return self._in_flight[-1]
 
     def _name(self, rank: int) -> str:
-        """What a rank of the group is called in error messages."""
+        """Name of a rank of the group for error messages, for example "rank 0 of engine 1"."""
         if rank < self._senders:
             return f"trainer rank {rank}"
         engine, rank = divmod(rank - self._senders, self._tensor)

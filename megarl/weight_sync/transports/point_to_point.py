@@ -34,7 +34,7 @@ from megarl.weight_sync.transports.messages import (
 from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, local_device, own_address
 
 SLOTS = 2
-"""Buckets in flight at once."""
+"""Number of weight buckets that are in flight at the same time."""
 
 
 class Sender:
@@ -44,7 +44,11 @@ class Sender:
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused."""
+        """Connect to rank 0's store, which rank 0 hosts. Collective over `axis`, the trainer's
+        world.
+
+        `folder` is unused.
+        """
         self._route, self._axis, device = route, axis, local_device()
         host = own_address() if axis.rank == 0 else ""
         own = P2PGroup(route, axis.size, 0, host, 0, device) if axis.rank == 0 else None
@@ -168,8 +172,10 @@ class Receiver:
     """Engine rank's half of the transport `point_to_point`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
-        the trainer's store cannot be reached.
+        """Connect to the trainer's store.
+
+        Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
+        the store cannot be reached.
         """
         device = local_device() if init_info["device"] == "cuda" else torch.device("cpu")
         if device.type != init_info["device"]:

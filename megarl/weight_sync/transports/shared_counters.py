@@ -101,15 +101,15 @@ class SharedCounters:
         self._set(1 + self._senders + receiver, count)
 
     def written(self) -> int:
-        """Buckets that every sender has written."""
+        """Number of buckets that every sender has written."""
         return int(self._counters[1 : 1 + self._senders].min())
 
     def all_read(self) -> int:
-        """Buckets that every receiver has read."""
+        """Number of buckets that every receiver has read."""
         return int(self._counters[1 + self._senders :].min())
 
     def was_read(self, receiver: int) -> int:
-        """Buckets that one receiver has read."""
+        """Number of buckets that one receiver has read."""
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: Watch) -> None:

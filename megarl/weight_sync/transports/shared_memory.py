@@ -52,7 +52,10 @@ class Sender:
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused."""
+        """Make or open the shared memory. Collective over `axis`, the trainer's world.
+
+        `folder` is unused.
+        """
         self._route, self._axis = route, axis
         num_bytes = self._host_bytes()
         own = open_counters(route, axis.size, num_bytes) if axis.rank == 0 else None
@@ -113,7 +116,10 @@ class Receiver:
     """Engine rank's half of the transport `shared_memory`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `RuntimeError` where the trainer's memory cannot be opened from this process."""
+        """Open the trainer's shared memory.
+
+        Raises `RuntimeError` where this process cannot open it.
+        """
         self._route, self._destination = route, route.spec.destination(engine, rank)
         self._counters = open_counters(
             route, init_info["senders"], self._host_bytes(), init_info["path"]
