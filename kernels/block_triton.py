@@ -46,7 +46,8 @@ class TritonBlock:
         self.tiles, self.descriptors = tiles, descriptors
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
-        """Work list for this pair on `device`; None where no query attends to any key."""
+        """Work list for these queries and keys on `device`, or None where no query attends to any
+        key."""
         return Work.of(queries, keys, device)
 
     def forward(

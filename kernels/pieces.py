@@ -54,8 +54,8 @@ class Piece:
     queries: slice | torch.Tensor
     """Rows of q, or [B, n] int64 for a batch, whose short regions are padded by repeating a row."""
     keys: slice | torch.Tensor
-    """Rows of k and v, or [B, m] int64 for a batch, whose short regions are padded in the same
-    way."""
+    """Rows of k and v, or [B, m] int64 for a batch, whose short regions are padded by repeating a
+    row."""
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None

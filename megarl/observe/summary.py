@@ -36,13 +36,14 @@ class Run:
     """Transcripts of the first and the last step that has any."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite."""
+        """([n] steps, [n] values) of a metric over the steps that have it; NaN where it was not
+        finite."""
         return _series(
             [(record["step"], record[name]) for record in self.metrics if name in record]
         )
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the evaluations."""
+        """([n] steps, [n] values) of a metric over the evaluations that have it."""
         return _series(
             [(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics]
         )

@@ -99,7 +99,10 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
 
 
 def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """A plan's copies by bucket, with targets in the bucket; split where a buffer is."""
+    """Assign a plan's copies to buckets; a copy into a buffer that spans buckets is split.
+
+    Returns by bucket the copies, whose targets are relative to the bucket's part of the buffer.
+    """
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         for name in bucket.sizes:
