@@ -36,17 +36,17 @@ class AttentionPlan:
     """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
 
     lengths: list[int]
-    """Tokens of each rank of the sequence axis, in its order."""
+    """Number of tokens of each rank of the sequence (context-parallel) axis, in its order."""
     ulysses: int
-    """Ranks of one Ulysses group."""
+    """Number of ranks in a Ulysses group."""
     positions: list[Positions]
     """By Ulysses group, the positions of its ranks' tokens, rank after rank."""
     hops: int
     """Steps that keys and values travel around the ring; after them no query sees them."""
     block: Block
-    """The block attention kernel."""
+    """The block attention kernel that computes attention of some queries to some keys."""
     device: torch.device
-    """Device of the work lists."""
+    """Device on which the block kernel's work lists are."""
     _works: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -92,14 +92,14 @@ class AttentionPlan:
 
     @property
     def group_lengths(self) -> list[int]:
-        """Tokens of each Ulysses group."""
+        """Number of tokens of each Ulysses group."""
         return [int(own.index.numel()) for own in self.positions]
 
     def work(self, rank: int, owner: int | None) -> Any:
-        """Work list for the queries of group `rank` and the keys of group `owner` (None: of all
-        groups).
+        """Work list for queries of Ulysses group `rank` and keys of group `owner`, None if it is
+        empty.
 
-        None where no query sees any of the keys. Made when first asked for, then kept.
+        `owner` None stands for the keys of all groups. Made when first asked for, then kept.
         """
         if (rank, owner) not in self._works:
             if owner is None:

@@ -60,8 +60,7 @@ def _walk(
     source, head, start, head_stride, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head as `_rows`, through a tensor descriptor if DESCRIBED, else through a
-    pointer."""
+    """Rows of one head, loaded like `_rows`, or by a tensor descriptor if DESCRIBED."""
     if DESCRIBED:
         values = source.load([start, tl.cast(head * HEAD, tl.int32)])
     else:
@@ -182,8 +181,7 @@ def row_sums_kernel(
     grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(grad_out out), and lse in base 2 with +inf for rows that see nothing (p =
-    0)."""
+    """delta = rowsum(grad_out out), and lse in base 2, +inf for rows that see nothing."""
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
     offsets = start + tl.arange(0, ROWS)
@@ -251,8 +249,7 @@ def grad_keys_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of keys and values of one KV head, summed over its query heads in
-    order."""
+    """Gradients of a tile of keys and values of one KV head, summed over its query heads."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS

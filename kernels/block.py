@@ -1,5 +1,4 @@
-"""The contract of block attention: attention of some queries to some keys, masked by token
-positions.
+"""The contract of block attention: some queries attend to some keys, masked by token positions.
 
     query i attends to key j where  doc_start[i] <= index[j] <= index[i]
 
@@ -19,8 +18,10 @@ import torch
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of some tokens in a packed sequence; CPU tensors, from which work lists are
-    made."""
+    """Positions of some tokens in a packed sequence.
+
+    CPU tensors, from which work lists are made.
+    """
 
     index: torch.Tensor
     """[L] int64: position in the packed sequence; all different, in any order."""
@@ -29,8 +30,7 @@ class Positions:
 
     @staticmethod
     def of(index: torch.Tensor, starts: torch.Tensor) -> Positions:
-        """Positions of the tokens at `index` [L], in a packed sequence whose documents begin at
-        `starts`.
+        """Positions of the tokens at `index` [L] of a packed sequence with given document `starts`.
 
         `starts` is [D + 1] for D documents; its last entry is the length of the sequence.
         """
@@ -48,10 +48,9 @@ class Block(Protocol):
     """
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Any:
-        """Work list for a pair of queries and keys, made once per micro-batch and used by every
-        layer.
+        """Work list for these queries and keys, or None where no query attends to any key.
 
-        None where no query attends to any key.
+        It is made once per micro-batch and used by every layer.
         """
         ...
 
@@ -87,10 +86,10 @@ class Block(Protocol):
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add this block's gradients to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D],
-        in place.
+        """Add this block's gradients to `grad_q`, `grad_k` and `grad_v`, in place.
 
-        `out` and `lse` are the final ones, over all keys. With them each block's gradients are
-        exact, and the gradients of all blocks add up (FlashAttention-2, arXiv:2307.08691).
+        They have the shapes of q [Lq, Hq, D], k and v [Lk, Hkv, D]. `out` and `lse` are the final
+        ones, over all keys. With them each block's gradients are exact, and the gradients of all
+        blocks add up (FlashAttention-2, arXiv:2307.08691).
         """
         ...

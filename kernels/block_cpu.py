@@ -1,5 +1,4 @@
-"""Block attention on CPU through torch's flash attention, which returns and accepts the
-log-sum-exp."""
+"""Block attention on CPU through torch's flash attention, which exposes the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,8 +8,10 @@ from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:
-    """`Operator` for CPU: `aten::_scaled_dot_product_flash_attention_for_cpu`, in float32 or
-    float64."""
+    """`Operator` for CPU, in float32 or float64.
+
+    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`.
+    """
 
     upcasts = True
 

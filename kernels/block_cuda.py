@@ -40,10 +40,11 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) 
 def masked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, Hq, n, D], log-sum-exp [B, Hq, n]) of a masked piece, by matrix products.
+    """Attention with an explicit mask, by matrix products: (out [B, Hq, n, D], lse [B, Hq, n]).
 
-    q [B, Hq, n, D], k and v [B, Hkv, m, D], mask [B, 1, n or 1, m]. Computes in float32, or float64
-    for float64 inputs. Every query must see at least one key.
+    q [B, Hq, n, D], k and v [B, Hkv, m, D], mask [B, 1, n or 1, m]. lse is the log-sum-exp of the
+    scaled scores. Computes in float32, or float64 for float64 inputs. Every query must see at least
+    one key.
     """
     heads, dtype = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
     q, k, v = q.to(dtype).unflatten(1, heads), k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]
@@ -62,7 +63,7 @@ def masked_backward(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v of a masked piece, in their shapes, by matrix products.
+    """Gradients of q, k and v for `masked_forward`: attention with an explicit mask, by matmuls.
 
     Inputs as in `masked_forward`; `out` and `lse` are those over all keys.
     """
@@ -92,8 +93,7 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
 
 
 class FlashOperator:
-    """`Operator` for `aten::_flash_attention_forward` (tensors [B, L, H, D]), which supports GQA
-    itself."""
+    """`Operator` for `aten::_flash_attention_forward`, which supports GQA; tensors [B, L, H, D]."""
 
     upcasts = False
 
@@ -246,8 +246,10 @@ class CudnnOperator:
 
 
 class FlashBlock(PieceBlock):
-    """`Block` through FlashAttention-2: 16-bit inputs, head widths that are multiples of 8 up to
-    256."""
+    """`Block` through FlashAttention-2.
+
+    16-bit inputs and head widths that are multiples of 8 up to 256.
+    """
 
     def __init__(self) -> None:
         super().__init__(FlashOperator())

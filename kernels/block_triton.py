@@ -46,7 +46,8 @@ class TritonBlock:
         self.tiles, self.descriptors = tiles, descriptors
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
-        """Work list for this pair on `device`; None where no query attends to any key."""
+        """Work list for these queries and keys on `device`, or None where no query attends to any
+        key."""
         return Work.of(queries, keys, device)
 
     def forward(
@@ -59,7 +60,10 @@ class TritonBlock:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """As `Block.forward`; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are float32."""
+        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
+
+        Both are float32.
+        """
         common = self._common(q, k, v, scale)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -88,8 +92,10 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """As `Block.backward`; `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv, D] are
-        float32."""
+        """Add gradients of these queries and keys to `grad_q`, `grad_k` and `grad_v`, in place.
+
+        They are float32, [Lq, Hq, D] and twice [Lk, Hkv, D].
+        """
         common = self._common(q, k, v, scale)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -126,12 +132,11 @@ class TritonBlock:
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        """Tile sizes of the kernel `name` for these queries."""
+        """Tile sizes that the kernel `name` uses for queries like q."""
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
-        """(tensor descriptors or the tensors [L, H, D] themselves, whether they are
-        descriptors)."""
+        """(kernel arguments for `tensors` [L, H, D], whether they are tensor descriptors)."""
         length, heads, width = tensors[0].shape
         fits = all(
             x.stride(1) == width and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -170,13 +175,13 @@ class TritonBlock:
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Token stride and head stride of each tensor [L, H, D], whose last dimension is contiguous."""
+    """Strides of token and head for each tensor [L, H, D], whose last dimension is contiguous."""
     assert all(x.stride(2) == 1 for x in tensors), "the head width must be contiguous"
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
-    """A tile as compile-time arguments of a kernel."""
+    """Tile sizes as compile-time arguments of a Triton kernel."""
     shape = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

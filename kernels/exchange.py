@@ -23,15 +23,14 @@ class Exchange(Protocol):
     """The ranks of one axis in a ring. All of them call the same methods in the same order."""
 
     rank: int
-    """This rank's number in the ring."""
+    """This rank's number in the ring of ranks, from 0."""
     size: int
-    """Number of ranks."""
+    """Number of ranks in the ring."""
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> Pending:
-        """Send `tensor` to rank + `offset` and start receiving from rank - `offset`, modulo the
-        size.
+        """Send `tensor` to rank + `offset` and receive from rank - `offset`, modulo the size.
 
         The received tensor has `shape` and the dtype of `tensor`, which must not change before
         `wait` has returned. Channels are independent of each other.
@@ -39,18 +38,24 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank; `lengths` are their sizes in dimension 0, the others
-        agree."""
+        """Every rank's tensor, by rank.
+
+        `lengths` are their sizes in dimension 0, the others agree.
+        """
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `pieces[self.rank]`; pieces differ in the size of dimension 0
-        only."""
+        """The sum over ranks of `pieces[self.rank]`.
+
+        The pieces differ in the size of dimension 0 only.
+        """
         ...
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to rank r; returns what each rank sent to this one, with these
-        `shapes`."""
+        """Send `pieces[r]` to rank r.
+
+        Returns what each rank sent to this one, with these `shapes`.
+        """
         ...

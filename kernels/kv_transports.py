@@ -18,13 +18,13 @@ KEYS_CHANNEL, GRADIENTS_CHANNEL = 0, 1
 
 
 class Call(NamedTuple):
-    """What forward and backward of one attention call share."""
+    """Arguments that forward and backward of one attention call share."""
 
     plan: AttentionPlan
     inner: Exchange
-    """The ranks of this Ulysses group."""
+    """Communication with the ranks of this Ulysses group."""
     outer: Exchange
-    """The ranks with the same number in each Ulysses group: the ring."""
+    """Communication with the ranks of the same number in the other Ulysses groups: the ring."""
     scale: float
     transport: Transport
 
@@ -33,15 +33,17 @@ class ForwardSums(NamedTuple):
     """Queries of this rank and the attention output over the keys seen so far."""
 
     q: torch.Tensor
-    """[Lq, Hq, D]"""
+    """Queries [Lq, Hq, D]."""
     out: torch.Tensor
-    """[Lq, Hq, D] float32 or float64"""
+    """Attention output over the keys seen so far, [Lq, Hq, D] float32 or float64."""
     lse: torch.Tensor
-    """[Hq, Lq] float32 or float64"""
+    """Log-sum-exp of the scaled scores seen so far, [Hq, Lq] float32 or float64."""
 
     def add(self, call: Call, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge attention to keys and values kv [Lk, 2, Hkv, D] of group `owner` (None: of all
-        groups)."""
+        """Merge attention to the keys and values kv [Lk, 2, Hkv, D] of Ulysses group `owner`.
+
+        `owner` None stands for those of all groups.
+        """
         work = call.plan.work(call.outer.rank, owner)
         if work is not None:
             call.plan.block.forward(
@@ -83,8 +85,10 @@ class Transport(Protocol):
     """
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        """Merge attention to the keys of all ranks into `sums`; kv [L, 2, Hkv, D] are this rank's
-        own."""
+        """Merge attention to the keys of all ranks into `sums`.
+
+        kv [L, 2, Hkv, D] are this rank's own keys and values.
+        """
         ...
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
@@ -110,7 +114,7 @@ class Ring:
 
     @staticmethod
     def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
-        """Start receiving the keys and values of the next step."""
+        """Start receiving the next ring step's keys and values."""
         owner = (call.outer.rank - step - 1) % call.outer.size
         return call.outer.shift(
             kv, (call.plan.group_lengths[owner], *kv.shape[1:]), channel=KEYS_CHANNEL
@@ -173,4 +177,4 @@ TRANSPORTS: dict[str, Transport] = {
     "ring_lean": Ring(overlap=False),
     "all_gather": AllGather(),
 }
-"""{name, as in `training.sequence.transport`: transport}"""
+"""Ways to bring queries and keys together, by their name in `training.sequence.transport`."""

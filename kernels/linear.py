@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 
 def _onednn() -> Any:
-    """oneDNN's linear operator, or None where torch lacks it or the processor gains nothing from
-    it."""
+    """oneDNN's linear operator, or None where torch or the processor does not support it."""
     if (
         not torch.backends.mkldnn.is_available()
         or "AVX512" not in torch.backends.cpu.get_cpu_capability()
@@ -29,7 +28,7 @@ def _onednn() -> Any:
 
 
 ONEDNN = _onednn()
-"""The operator, or None."""
+"""oneDNN's linear operator, or None where it is not supported."""
 
 
 def onednn_supports(x: torch.Tensor) -> bool:
@@ -47,7 +46,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` through oneDNN, with its gradients."""
+    """A linear layer through oneDNN, with its gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):

@@ -39,17 +39,16 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary rows of this tensor-parallel rank, and all-reduces over the ranks with the
-    others."""
+    """This tensor-parallel rank's rows of the vocabulary, and all-reduces over all such ranks."""
 
     first: int
     """First vocabulary row on this rank. Shards may differ in size, and may be empty."""
     rows: int
     """Rows of the largest shard, so that all ranks split the tokens into the same chunks."""
     reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with maximum, in place; returns its argument."""
+    """All-reduce with maximum over the ranks of the vocabulary, in place; returns its argument."""
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with sum, in place; returns its argument."""
+    """All-reduce with sum over the ranks of the vocabulary, in place; returns its argument."""
 
 
 def _passes(hidden: torch.Tensor) -> ModuleType:
@@ -78,16 +77,15 @@ def _chunks(
 
 
 def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of at most `BLOCK_BYTES`, at least one row each, of `rows` rows of `row_bytes`
-    bytes."""
+    """Slices of `rows` rows, each at most `BLOCK_BYTES` at `row_bytes` bytes a row."""
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """hidden weight^T [C, V], not divided by the temperature.
+    """A chunk's logits hidden weight^T [C, V], not divided by the temperature.
 
-    Written to the first rows of `buffer`, or to new memory if it is small.
+    Written to the first rows of `buffer`, or to new memory if they are few.
     """
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
@@ -112,7 +110,7 @@ def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) ->
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums: float64 for float64, else float32."""
+    """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -224,7 +222,7 @@ def _chunked(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Our implementation, for all devices, dtypes and sharded vocabularies."""
+    """Log-probs and entropies chunk by chunk, for all devices, dtypes and split vocabularies."""
     return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)
 
 
@@ -235,7 +233,7 @@ def _liger(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Liger's implementation; see `megarl.kernels.logprobs_liger`."""
+    """Log-probs and entropies by Liger; see `megarl.kernels.logprobs_liger`."""
     from megarl.kernels.logprobs_liger import liger_logprobs
 
     return liger_logprobs(hidden, weight, targets, temperature, shard)

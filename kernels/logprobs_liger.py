@@ -26,7 +26,10 @@ def liger_logprobs(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `megarl.kernels.logprobs.linear_logprobs`; raises `ValueError` where Liger cannot run."""
+    """Log-probs of targets and entropies by Liger; arguments as in `logprobs.linear_logprobs`.
+
+    Raises `ValueError` where Liger cannot run: no CUDA GPU, a split vocabulary, or no package.
+    """
     if shard is not None:
         raise ValueError(REFUSED.format("does not take a vocabulary split over ranks"))
     if not hidden.is_cuda:

@@ -26,7 +26,7 @@ LOWEST_LOG_P = -1e4
 
 
 def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:
-    """Slices of `num_rows` rows, each at most `BLOCK_BYTES` of `vocabulary` numbers a row."""
+    """Slices of a matrix [num_rows, vocabulary] into blocks of rows of at most `BLOCK_BYTES`."""
     step = max(1, BLOCK_BYTES // (itemsize * max(vocabulary, 1)))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
@@ -34,8 +34,10 @@ def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice
 def _target_columns(
     targets: torch.Tensor, first: int, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column [C, 1] in this shard (any column if outside), and whether it is inside
-    [C]."""
+    """Each target's column [C, 1] in this shard, and whether it is inside the shard [C] bool.
+
+    The column of a target outside is arbitrary.
+    """
     column = targets - first
     return column.clamp(0, vocabulary - 1)[:, None], (column >= 0) & (column < vocabulary)
 
@@ -43,12 +45,12 @@ def _target_columns(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First pass over logits [C, V]: m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m), z[target] -
-    m.
+    """First pass over logits [C, V]: softmax statistics of each row, all [C].
 
-    All results are [C], float32 or float64 for float64 logits. `targets` [C] int64 are ids of the
-    whole vocabulary; for one outside this shard z[target] - m is 0. A row of only -inf has m = -inf
-    and s = t = 0. `logits` is not changed.
+    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, in float32, or
+    float64 for float64 logits. `targets` [C] int64 are ids of the whole vocabulary; for one outside
+    this shard z[target] - m is 0. A row of only -inf has m = -inf and s = t = 0. `logits` is not
+    changed.
     """
     num_rows, vocabulary = logits.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

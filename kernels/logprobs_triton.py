@@ -1,7 +1,7 @@
-"""The two passes over a chunk of logits as Triton kernels: one read each, and one write in the
-second.
+"""The two passes over a chunk of logits as Triton kernels.
 
-Same functions, formulas and conventions as logprobs_torch.py, with which tests compare them.
+The first reads the logits once, the second reads and writes them once. Functions, formulas and
+conventions are those of logprobs_torch.py, with which tests compare them.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -72,8 +72,10 @@ def _gradient(
     logits_ptr, targets_ptr, m_ptr, log_s_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr,
     stride, first, vocabulary, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of one row, in place; away from the target it is p (slope log p +
-    offset)."""
+    """Gradient of one block of one row, in place.
+
+    Away from the target it is p (slope log p + offset).
+    """
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row.to(tl.int64) * stride
@@ -100,7 +102,10 @@ def _check(logits: torch.Tensor) -> None:
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `logprobs_torch.statistics`, on a GPU; raises `ValueError` for float64."""
+    """Softmax statistics of logits [C, V] on a GPU; the contract is `logprobs_torch.statistics`.
+
+    Raises `ValueError` for float64.
+    """
     _check(logits)
     num_rows, vocabulary = logits.shape
     found = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
@@ -124,7 +129,10 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """As `logprobs_torch.gradient_`, on a GPU; raises `ValueError` for float64."""
+    """Replace logits [C, V] by their gradient on a GPU; the contract is `logprobs_torch.gradient_`.
+
+    Raises `ValueError` for float64.
+    """
     _check(logits)
     num_rows, vocabulary = logits.shape
     if num_rows:

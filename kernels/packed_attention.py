@@ -21,13 +21,15 @@ padding."""
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a packed sequence lie; made once per micro-batch, used by every
-    layer."""
+    """Where the documents of a packed sequence lie.
+
+    Made once per micro-batch, used by every layer.
+    """
 
     starts: torch.Tensor
     """[D + 1] int32 on the sequence's device: first token of each document, then the length T."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
     batches: list[torch.Tensor]
     """By batch, [B, L] int64: positions of its documents' tokens. Short documents repeat their last
     one."""

@@ -33,8 +33,10 @@ class Operator(Protocol):
         mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n] in the dtype of the
-        sums)."""
+        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]).
+
+        The log-sum-exp has the dtype of the sums, float32 or float64.
+        """
         ...
 
     def backward(
@@ -57,29 +59,29 @@ class Operator(Protocol):
 
 
 def _order(index: torch.Tensor) -> torch.Tensor | None:
-    """[L] order that sorts positions, or None if they are sorted."""
+    """The permutation [L] that sorts positions, or None if they are sorted."""
     return None if bool((index[1:] > index[:-1]).all()) else index.argsort()
 
 
 def _heads(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Rows of x [L, H, D] as a kernel takes them, [B, H, n, D]."""
+    """Rows of x [L, H, D] in the layout of attention kernels, [B, H, n, D]."""
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1)[None]
     return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, n, D] to [B * n, H, D]."""
+    """Reshape [B, H, n, D] to [B * n, H, D]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> None:
-    """Merge attention over further keys, `more` [n, H, D] with its lse [H, n], into `out` and
-    `lse`.
+    """Merge attention to further keys into `out` [n, H, D] and `lse` [H, n], in place.
 
-    In place. Entries of `lse` may be -inf, those of `more_lse` may not.
+    `more` and `more_lse` are the same quantities over the further keys. Entries of `lse` may be
+    -inf, those of `more_lse` may not.
     """
     # On a GPU the check would synchronise.
     if lse.device.type == "cpu" and bool((lse == -torch.inf).all()):
@@ -101,7 +103,7 @@ def _add(total: torch.Tensor, rows: slice | torch.Tensor, grad: torch.Tensor) ->
 
 
 class PieceBlock:
-    """`Block` that computes piece by piece through an operator."""
+    """Block attention through a plain attention kernel (`operator`), one call for each region."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator

@@ -18,52 +18,54 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 64
-"""Queries of a masked tile; longer regular stretches become a rectangle or a triangle."""
+"""Queries of an attention tile with an explicit mask; longer regular stretches need no mask."""
 TILE_KEYS = 512
-"""Keys of a masked tile, at most."""
+"""Keys of an attention tile with an explicit mask, at most."""
 SMALL_SCORES = 128 * 128
-"""Pieces of at most so many scores are batched: a kernel call costs as much as about these."""
+"""Regions of at most this many scores are batched: about what one kernel call costs."""
 BATCH_SCORES = 2**20
-"""Scores of one batch, at most; bounds the memory of masks and copies."""
+"""Attention scores of one batched kernel call, at most; bounds the memory of masks and copies."""
 SIDE_RATIO = 1.25
-"""Side lengths of the pieces in a batch differ by at most about this factor; bounds the padding."""
+"""Sides of the regions in a batch differ by at most about this factor; bounds the padding."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [q0, q1) and keys [k0, k1), both sorted by position, and which keys they see."""
+    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), sorted by position."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: str
-    """"full" (all), "causal" (square, lower triangle) or "stairs" (needs a mask)."""
+    """Which keys the queries see: "full" (all), "causal" (square, lower triangle), "stairs" (by
+    mask)."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(queries, keys)"""
+        """(number of queries, number of keys)."""
         return self.q1 - self.q0, self.k1 - self.k0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of an attention kernel: a span, or several spans padded to one shape."""
+    """One call of an attention kernel: one region, or a batch of padded regions."""
 
     queries: slice | torch.Tensor
-    """Rows of q, or [B, n] int64 with short spans padded by repeating their last row."""
+    """Rows of q, or [B, n] int64 for a batch, whose short regions are padded by repeating a row."""
     keys: slice | torch.Tensor
-    """Rows of k and v, or [B, m] int64, padded in the same way."""
+    """Rows of k and v, or [B, m] int64 for a batch, whose short regions are padded by repeating a
+    row."""
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
-    """[B, 1, n or 1, m] float32 to be added to scores: 0, or -inf for hidden keys; no query is all
+    """[B, 1, n or 1, m] float32 added to scores: 0, or -inf for hidden keys; no query is all
     -inf."""
     real: torch.Tensor | None = None
     """Flat indices into `queries` [B * n] that are not padding; None where there is no padding."""
 
     def to(self, device: torch.device) -> Piece:
-        """The same piece with its tensors on `device`."""
+        """A copy of this kernel call's description with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
             x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
@@ -73,8 +75,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """The pieces of one pair of queries and keys; a query is at most once in a piece, but in many
-    pieces."""
+    """The kernel calls (pieces) that compute attention of some queries to some keys.
+
+    A query is at most once in a piece, but in many pieces.
+    """
 
     query_order: torch.Tensor | None
     """[Lq] int64 order of the queries by position; None where they are sorted already."""
@@ -128,9 +132,11 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[list[Span], torch.Tensor]:
-    """Split a staircase: (spans, [Lq] end of the keys that each query sees).
+    """Split a masked attention problem into regions that see all, a triangle, or a staircase of
+    keys.
 
     `queries` and `keys` are ascending positions; `starts` [Lq] those of the queries' documents.
+    Returns the regions, and the end of the keys that each query sees [Lq].
     """
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)
@@ -157,20 +163,22 @@ def spans_of(
 
 
 def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
-    """[n, m] float32 mask of a span: -inf for keys that a query does not see."""
+    """[n, m] float32 attention mask of a region: -inf for keys that a query does not see."""
     hidden = torch.arange(span.k0, span.k1)[None] >= upto[span.q0 : span.q1, None]
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
 def _single(span: Span, upto: torch.Tensor) -> Piece:
-    """A piece of one span."""
+    """The kernel call for one region of queries and keys."""
     mask = _mask(span, upto)[None, None] if span.kind == "stairs" else None
     return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
 
 
 def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
-    """A piece of several spans of one kind, padded; causal spans are padded after every real
-    query."""
+    """One kernel call for several regions of one kind, padded to the same shape.
+
+    In causal regions the padding lies after every real query.
+    """
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
     q_first, q_last = (
         torch.tensor([span.q0 for span in spans])[:, None],
@@ -196,7 +204,7 @@ def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
 
 
 def pieces_of(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
-    """Pieces for all spans; small ones of similar shape are batched."""
+    """Kernel calls for all regions `spans`; small ones of similar shape are batched."""
     groups: dict[tuple[str, int, int], list[Span]] = {}
     pieces = []
     for span in spans:

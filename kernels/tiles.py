@@ -16,7 +16,7 @@ PADDING = 256
 """Position arrays are padded to a multiple of the largest tile, so that kernels load without
 masks."""
 FAR = 2**31 - 1
-"""A position after every token's."""
+"""A position after that of every token; it marks padding."""
 L2_BYTES = 32 * 2**20
 """Bytes of L2 cache that the keys and values of concurrently running heads may fill (H200: 50
 MB)."""
@@ -28,7 +28,7 @@ class Tile:
 
     rows: int
     columns: int
-    """Rows of the other side in one iteration."""
+    """Rows of the other side that a program processes in one iteration."""
     num_warps: int
     num_stages: int
 
@@ -97,8 +97,10 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` heads run at the same time: the largest divisor that fits the L2
-    cache."""
+    """How many of `num_heads` heads run at the same time without exceeding the L2 cache.
+
+    The largest divisor of `num_heads` that fits, at least 1.
+    """
     return max(
         d
         for d in range(1, num_heads + 1)
@@ -174,7 +176,7 @@ class Work:
     _visits: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
-    """Results of `visits` by tile sizes."""
+    """Cached tile visits, by tile sizes."""
 
     @staticmethod
     def of(queries: Positions, keys: Positions, device: torch.device) -> Work | None:
@@ -188,8 +190,10 @@ class Work:
         return Work(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The function `visits` for this pair, on the device; computed when first asked for, since
-        tile sizes depend on head width and dtype."""
+        """Which tiles each tile has to visit, on the device; see the module's function `visits`.
+
+        Computed when first asked for, since tile sizes depend on head width and dtype.
+        """
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:
             rows, runs = visits(self.queries, self.keys, *key)

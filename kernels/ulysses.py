@@ -12,12 +12,12 @@ from megarl.kernels.kv_transports import Call
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums: float64 for float64, else float32."""
+    """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _inner_lengths(call: Call) -> list[int]:
-    """Tokens of each rank of this Ulysses group."""
+    """Number of tokens of each rank of this Ulysses group."""
     first = call.outer.rank * call.inner.size
     return call.plan.lengths[first : first + call.inner.size]
 
@@ -84,8 +84,7 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output of the group's tokens with this rank's heads -> own tokens with all
-    heads."""
+    """Attention output of the group's tokens, own heads -> own tokens, all heads."""
 
     @staticmethod
     def forward(ctx, out, call: Call):

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from megarl.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end a run in order."""
+"""Signals on which a run stops its processes and exits."""
 
 END_WITHIN_S = 6.0
 """Seconds after a signal until everything this process started has ended, by force if need be."""
@@ -41,7 +41,7 @@ class Command:
     """
 
     summary: str
-    """One line for the help text."""
+    """What the command does, for the help text."""
     run: str
     """"module:function" of (config, inputs) -> exit code; of (arguments) for a command without
     recipe."""
@@ -76,11 +76,11 @@ COMMANDS = {
         run="megarl.checks.doctor:main",
     ),
 }
-"""{name: subcommand}"""
+"""{name on the command line: subcommand}"""
 
 
 def usage() -> str:
-    """The help text."""
+    """The help text of the command line."""
     lines = ["usage: megarl COMMAND ...", ""]
     for name, command in COMMANDS.items():
         recipe = " RECIPE.yaml [--section.key value ...]" if command.config else ""
@@ -215,8 +215,10 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one error line and exit with code 2; rank 0 first, as most mistakes concern every
-    rank."""
+    """Print one error line and exit with code 2.
+
+    Rank 0 prints first, since most mistakes concern every rank.
+    """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         print(f"megarl: error: {message}", file=sys.stderr)

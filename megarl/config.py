@@ -198,7 +198,7 @@ _Loader.add_implicit_resolver(
 
 
 def read(kind: type[C], recipe: str | Path) -> C:
-    """Read a YAML recipe as class `kind`.
+    """Read a YAML recipe as configuration class `kind`.
 
     Raises `ValueError` with the file, the dotted key and the problem.
     """
@@ -228,8 +228,10 @@ def refuse_renamed(tree: object, *, where: str) -> None:
 
 
 def from_tree(kind: type[C], tree: object, *, where: str) -> C:
-    """Nested dicts as class `kind`. Raises `ValueError`; `where` names their origin in the
-    message."""
+    """Convert nested dicts to configuration class `kind`, with all of its checks.
+
+    Raises `ValueError`; `where` names the dicts' origin in the message.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -261,7 +263,7 @@ def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
 
 
 def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
-    """Read `recipe` as class `kind` and apply overrides of the form `--section.key value`.
+    """Read `recipe` as configuration class `kind` and apply overrides `--section.key value`.
 
     Raises `ValueError` for mistakes in the recipe. tyro prints help and mistakes in overrides, and
     exits.

@@ -21,8 +21,10 @@ def config(cls: type[T]) -> type[T]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds; messages say what was found and what to
-    set."""
+    """Raise `ValueError(message)` unless `condition` holds.
+
+    Messages say what was found and what to set.
+    """
     if not condition:
         raise ValueError(message)
 
@@ -30,8 +32,10 @@ def require(condition: bool, message: str) -> None:
 def require_range(
     name: str, value: float | None, low: float | None = None, high: float | None = None
 ) -> None:
-    """Raise `ValueError` unless `low <= value <= high`. A bound of None is no bound, a value of
-    None valid."""
+    """Raise `ValueError` unless `low <= value <= high`.
+
+    A bound of None is no bound, a value of None valid.
+    """
     if value is None:
         return
     if (low is not None and not value >= low) or (high is not None and not value <= high):

@@ -74,7 +74,11 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """`rows` for each rank, with the same number of rows on all of them; some rows may be empty."""
+    """Pack each rank's samples into packed sequences, equally many on every rank.
+
+    Some may be empty. `lengths_per_rank`: tokens of each sample, by rank; `budget`: tokens of a
+    packed sequence. Returns by rank and packed sequence the positions in the rank's lengths.
+    """
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:
         packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]

@@ -24,8 +24,10 @@ T = TypeVar("T")
 def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Reduce `tensor` over the axis, in place; returns it. Raises `ValueError` if not
-    contiguous."""
+    """Reduce `tensor` over the axis, in place; returns it.
+
+    Raises `ValueError` if not contiguous.
+    """
     if axis.size > 1:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -80,8 +82,7 @@ def on_first(work: Callable[[], object], axis: Axis) -> str:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis has called this; the process group's timeout is the
-    deadline."""
+    """Wait until every rank of the axis is here; the process group's timeout is the deadline."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
 
@@ -103,15 +104,17 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
 def all_gather_parts(
     tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """The ranks' tensors concatenated along `dim`, on all ranks; `lengths` are their sizes
-    there."""
+    """The ranks' tensors concatenated along `dim`, on all ranks.
+
+    `lengths` are their sizes there.
+    """
     if axis.size == 1:
         return tensor
     return torch.cat(gather_parts(tensor.movedim(dim, 0), axis, lengths)).movedim(0, dim)
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity in forward, all-reduce in backward."""
+    """Autograd function of `sum_gradient`: identity in forward, all-reduce in backward."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -124,7 +127,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumValues(torch.autograd.Function):
-    """All-reduce in forward, identity in backward."""
+    """Autograd function of `sum_values`: all-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -146,6 +149,5 @@ def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of `x` over the ranks, used differently by each; its gradient is summed over the
-    ranks."""
+    """The sum of `x` over the ranks, used differently by each: gradients are summed too."""
     return sum_gradient(sum_values(x, axis), axis)

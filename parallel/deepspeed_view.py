@@ -24,7 +24,7 @@ class DeepSpeedView:
         )
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks with the same weights: data x sequence."""
+        """Process group of the ranks with the same weights: data x sequence."""
         return self._gradient_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -34,7 +34,7 @@ class DeepSpeedView:
         return self._gradient.rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Tensor-parallel ranks."""
+        """Process group of the tensor-parallel ranks."""
         return self._tensor_group
 
     def get_model_parallel_world_size(self) -> int:

@@ -46,8 +46,7 @@ class RingExchange:
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> InFlight:
-        """Send `tensor` to rank + `offset` and start receiving from rank - `offset`, modulo the
-        size.
+        """Send `tensor` to rank + `offset` and receive from rank - `offset`, modulo the size.
 
         The received tensor has `shape` and the dtype of `tensor`, which must not change before
         `wait` has returned. Channels are independent of each other.
@@ -67,13 +66,17 @@ class RingExchange:
         return InFlight(received, sent, list(works))
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank; `lengths` are their sizes in dimension 0, the others
-        agree."""
+        """Every rank's tensor, by rank.
+
+        `lengths` are their sizes in dimension 0, the others agree.
+        """
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `pieces[self.rank]`; pieces differ in the size of dimension 0
-        only."""
+        """The sum over ranks of `pieces[self.rank]`.
+
+        The pieces differ in the size of dimension 0 only.
+        """
         if self.size == 1:
             return pieces[0]
         own, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
@@ -88,8 +91,10 @@ class RingExchange:
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to rank r; returns what each rank sent to this one, with these
-        `shapes`."""
+        """Send `pieces[r]` to rank r.
+
+        Returns what each rank sent to this one, with these `shapes`.
+        """
         if self.size == 1:
             return [pieces[0]]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])

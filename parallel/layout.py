@@ -15,8 +15,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of data, sequence (also called context) and tensor parallelism; their product is the
-    number of ranks."""
+    """Degrees of data, sequence (context) and tensor parallelism; their product is all ranks."""
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
     """Slowest first: tensor-parallel neighbours have consecutive ranks, so that they share a
@@ -35,7 +34,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, the product of all degrees."""
         return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:

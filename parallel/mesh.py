@@ -19,7 +19,7 @@ class Axis:
     """A group of ranks that communicate, seen from one of them."""
 
     name: str
-    """Name for error messages."""
+    """Name of the axis, for error messages."""
     size: int
     """Number of ranks."""
     rank: int
@@ -32,8 +32,9 @@ class Axis:
 
 
 class ProcessMesh:
-    """The axes of a layout for this process. As a context manager it destroys its groups at the
-    end.
+    """The axes of a layout for this process.
+
+    As a context manager it destroys its groups at the end.
 
     * `data`: ranks with different samples
     * `sequence`: ranks that share packed sequences, split by token (context parallel)
@@ -42,9 +43,9 @@ class ProcessMesh:
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: all ranks
     * `ulysses` and `ring`: `sequence` = ring x ulysses; neighbours exchange tokens for heads
-      (Ulysses), and keys and values travel around the ring
+    (Ulysses), and keys and values travel around the ring
     * `ring_back`: the ranks of `ring` with a process group of their own, so that gradients do not
-      queue behind keys
+    queue behind keys
     """
 
     USES = {
@@ -130,10 +131,10 @@ class ProcessMesh:
         self.ring_back = self.axis("ring_back", circles, own=True)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """This rank's axis among `groups`, a partition of all ranks; every rank must make the same
-        call.
+        """This rank's axis among `groups`, which are a partition of all ranks.
 
-        Axes with the same ranks share a process group, unless `own` asks for a separate one.
+        Every rank must make the same call. Axes with the same ranks share a process group, unless
+        `own` asks for a separate one.
         """
         made = {} if own else self._made
         for places in groups:

@@ -15,7 +15,7 @@ import torch
 from megarl.parallel.balance import ATTENTION_TOKENS
 
 Cut = Callable[[list[int], int], list[torch.Tensor]]
-"""(starts [D + 1], ranks) -> each rank's positions [L_r] int64."""
+"""Function of (document starts [D + 1], number of ranks) -> each rank's positions [L_r] int64."""
 
 
 def _edges(first: int, last: int, parts: int) -> list[int]:
@@ -28,14 +28,13 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets the r-th part. Over one document the last rank's attention costs nearly twice the
-    mean."""
+    """Rank r gets the r-th part; over one document the last rank's attention is the most."""
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Of 2 P parts rank r gets the r-th from the front and from the back: even over one
+    """Rank r gets the r-th of 2 P parts from the front and from the back: even over one
     document."""
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
@@ -67,7 +66,7 @@ CUTS: dict[str, Cut] = {
     "zigzag_document": zigzag_document,
     "striped": striped,
 }
-"""{name, as in `training.sequence.cut`: split}"""
+"""Ways to split a packed sequence over ranks, by their name in `training.sequence.cut`."""
 
 CANDIDATES = ("contiguous", "zigzag", "zigzag_document")
 """Splits that `auto` chooses from; contiguous first, which needs fewest messages for short

@@ -25,16 +25,17 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 @dataclass(frozen=True)
 class Shard:
-    """How the ranks of an axis split a tensor: rank r has [edges[r], edges[r + 1]) of dimension
-    `dim`."""
+    """How ranks split a tensor: rank r has [edges[r], edges[r + 1]) of dimension `dim`."""
 
     dim: int
     edges: tuple[int, ...]
 
     @staticmethod
     def even(dim: int, whole: int, parts: int) -> Shard:
-        """Split `whole` indices over `parts` ranks as evenly as possible; the first ranks get one
-        more."""
+        """Split `whole` indices over `parts` ranks as evenly as possible.
+
+        The first ranks get one more.
+        """
         base, extra = divmod(whole, parts)
         return Shard(dim, tuple(base * part + min(part, extra) for part in range(parts + 1)))
 
@@ -64,16 +65,14 @@ class Shard:
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """`part` as a parameter that DeepSpeed counts on every tensor-parallel rank in gradient
-    norms."""
+    """`part` as a parameter that DeepSpeed counts on every tensor-parallel rank in norms."""
     made = nn.Parameter(part, requires_grad=like.requires_grad)
     made.tensor_model_parallel = True  # type: ignore[attr-defined]
     return made
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Sum a parameter's gradient over the axis: for one that all ranks have whole but use in
-    part."""
+    """Sum the gradient over the axis, of a parameter that all ranks have whole but use in part."""
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
     )
@@ -109,11 +108,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class SharedColumnLinear(nn.Module):
-    """Outputs [first, first + count) of a layer that every rank has whole: x [..., K] -> [...,
-    count].
+    """Outputs [first, first + count) of a layer that every rank has whole.
 
-    For key and value projections with fewer heads than ranks. The weight's gradient is summed over
-    the axis.
+    x [..., K] -> [..., count]. For key and value projections with fewer heads than ranks. The
+    weight's gradient is summed over the axis.
     """
 
     def __init__(
@@ -155,10 +153,10 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token ids [...] -> embeddings [..., K]; each rank looks up its own tokens, results are
-    summed.
+    """Token ids [...] -> embeddings [..., K].
 
-    Token id `padding`, if given, gets no gradient, as in `torch.nn.Embedding`.
+    Each rank looks up its own tokens, results are summed. Token id `padding`, if given, gets no
+    gradient, as in `torch.nn.Embedding`.
     """
 
     def __init__(self, weight: nn.Parameter, first: int, padding: int | None, axis: Axis) -> None:

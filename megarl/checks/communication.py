@@ -33,8 +33,7 @@ def check_port() -> list[Finding]:
 
 
 def check_memfd() -> list[Finding]:
-    """Whether another process can read an anonymous memory file: the transport `shared_memory`
-    does."""
+    """Whether another process can read an anonymous memory file, as `shared_memory` requires."""
     fix = (
         "allow memfd_create and mount /proc without hidepid (a sandbox or seccomp profile"
         " forbids it)"
@@ -82,7 +81,7 @@ print("sum", value.item())
 
 
 def check_gloo() -> list[Finding]:
-    """An all-reduce of two gloo processes on this host."""
+    """Whether two gloo processes on this host can all-reduce."""
     started_at = time.monotonic()
     # A file as store: a port that is free now may be taken by Ray a moment later.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:

@@ -55,14 +55,16 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "Hugging Face hub": check_hub,
     "left-over processes": check_leftovers,
 }
-"""{name: check}, in the order of the table."""
+"""{name: function of a check}, in the order in which the results are printed."""
 
 
 def run_checks(
     checks: dict[str, Callable[[], list[Finding]]], *, within_s: float = ALL_WITHIN_S
 ) -> list[Finding]:
-    """All findings, in the order of `checks`; a check that raises or is late counts as a
-    failure."""
+    """All findings, in the order of `checks`.
+
+    A check that raises or is late counts as a failure.
+    """
     deadline = time.monotonic() + within_s
     pool = ThreadPoolExecutor(len(checks))
     started_at: dict[str, Future[list[Finding]]] = {

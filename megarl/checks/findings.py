@@ -106,7 +106,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 def ask_python(
     program: str, *arguments: str, within_s: float = PROCESS_WITHIN_S, **environment: str
 ) -> Answer:
-    """Run a Python program with this interpreter; see `ask`."""
+    """Run a Python program with this interpreter for at most `within_s` seconds.
+
+    `arguments` are its command line, `environment` is added to the current one.
+    """
     return ask(
         [sys.executable, "-c", program, *arguments], within_s=within_s, environment=environment
     )

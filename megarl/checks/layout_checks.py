@@ -19,8 +19,10 @@ from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The layout for `num_ranks` ranks. Raises `ValueError` where settings contradict each
-    other."""
+    """The layout for `num_ranks` ranks.
+
+    Raises `ValueError` where settings contradict each other.
+    """
     wanted = training.layout
     require(
         wanted.sequence % training.sequence.ulysses == 0,
@@ -48,10 +50,9 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 def check_cut(
     training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig
 ) -> None:
-    """The model can be split as the layout says, and its attention can be packed; else
-    `ValueError`.
+    """The model can be split as the layout says, and its attention can be packed.
 
-    `hf` is the model's configuration in transformers.
+    Raises `ValueError` otherwise. `hf` is the model's configuration in transformers.
     """
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
@@ -83,8 +84,10 @@ def check_cut(
 
 
 def refuse_liger(tensor: int) -> None:
-    """Raise `ValueError` where Liger's log-probs cannot run: no GPU, no package, or split
-    vocabulary."""
+    """Raise `ValueError` where Liger's log-probs cannot run.
+
+    It needs a GPU, its package and a vocabulary that is not split.
+    """
     missing = {
         "a GPU": local_device().type == "cuda",
         "training.layout.tensor 1": tensor == 1,
@@ -98,8 +101,10 @@ def refuse_liger(tensor: int) -> None:
 
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` where the configured attention block cannot run on this device and
-    model."""
+    """Raise `ValueError` where the configured attention block cannot run here.
+
+    It depends on the device and on the model's head width.
+    """
     block, on_gpu, text = (
         training.sequence.block,
         local_device().type == "cuda",

@@ -70,7 +70,7 @@ def check_accelerators() -> list[Finding]:
 
 
 def check_memory() -> list[Finding]:
-    """Free memory, limited by the container's memory limit."""
+    """Free host memory, within the container's memory limit."""
     free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())

@@ -33,8 +33,7 @@ def check_model(
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
-    """Token ids that end a response: the tokenizer's, and those of the model's generation
-    settings."""
+    """Token ids that end a response: the tokenizer's, and the model's generation settings'."""
     found = [tokenizer.eos_token_id]
     try:
         more = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id

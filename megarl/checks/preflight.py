@@ -25,7 +25,7 @@ from megarl.trainer.loading import empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
 MIN_FREE_BYTES = 64 * 2**20
-"""Free disk space without which no run starts."""
+"""Bytes of free disk space without which no run starts."""
 
 
 def check_train(config: RunConfig) -> RunInputs:
@@ -168,8 +168,10 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def check_verifier(config: EnvironmentConfig) -> None:
-    """The environment's verifier starts in a process of its own, as in the run; else
-    `ValueError`."""
+    """The environment's verifier starts in a process of its own, as in the run.
+
+    Raises `ValueError` otherwise.
+    """
 
     async def load_once() -> None:
         environment = Environment(config)

@@ -120,7 +120,7 @@ def check_packages() -> list[Finding]:
 
 
 def _some(names: list[str]) -> str:
-    """The first four names, and how many there are besides."""
+    """The first four names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -151,7 +151,7 @@ def check_accelerated() -> list[Finding]:
 
 
 def check_vllm() -> list[Finding]:
-    """Whether vLLM imports, which loads its compiled kernels."""
+    """Whether `import vllm` succeeds, which loads vLLM's compiled kernels."""
     started_at = time.monotonic()
     answer = ask_python(
         "import vllm; from vllm.v1.engine.async_llm import AsyncLLM", VLLM_LOGGING_LEVEL="ERROR"

@@ -32,7 +32,7 @@ tokens_N are the response tokens of each sample.
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rewards relative to their groups."""
+    """Rewards relative to the mean of their group."""
 
     centred_N: Tensor
     """[N] float64, reward minus the mean of its group; exactly 0 where all rewards of it are
@@ -84,10 +84,9 @@ def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
 
 
 def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(x - mean) / (std + EPSILON), with mean and population std over all response tokens of the
-    step.
+    """(x - mean) / (std + EPSILON), where a sample counts once per response token.
 
-    Samples without response tokens get 0.
+    Mean and population std are over the whole step. Samples without response tokens get 0.
     """
     trained_N = tokens_N > 0
     if not bool(trained_N.any()):
@@ -117,8 +116,10 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2; use with `aggregation:
-    constant`."""
+    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2.
+
+    Use with `aggregation: constant`.
+    """
     _check(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
 
@@ -134,8 +135,7 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(r - mean) / (std + EPSILON) over all response tokens of the step: REINFORCE++,
-    arXiv:2501.03262.
+    """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + EPSILON) over all response tokens.
 
     There is no group baseline, so one sample per prompt is enough. A sample of T tokens counts T
     times in the statistics: over tokens, advantages have mean 0 and variance 1.
@@ -145,11 +145,11 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
 
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r minus its group's mean, then normalised over all response tokens: arXiv:2501.03262 w/
-    Baseline.
+    """REINFORCE++ with baseline, arXiv:2501.03262: r minus its group's mean, then normalised.
 
-    The second mean is over tokens, the first over samples. Where right and wrong answers differ in
-    length it is not 0, and a group of equal rewards gets a small value other than 0.
+    The normalisation is over all response tokens of the step. Its mean is over tokens, the group's
+    over samples. Where right and wrong answers differ in length it is not 0, and a group of equal
+    rewards gets a small value other than 0.
     """
     _check(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
@@ -162,4 +162,4 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""{name: function}"""
+"""{name in `algorithm.advantage`: function from rewards to advantages}"""

@@ -49,9 +49,9 @@ class CorrectionConfig:
     kind: CorrectionName = "none"
     """`tis` uses min(w, high); `icepop` uses w inside [low, high] and 0 outside."""
     low: float = 0.5
-    """Lower bound of `icepop`."""
+    """Lower bound of the weight, for `icepop`."""
     high: float = 2.0
-    """Upper bound of `tis` and `icepop`."""
+    """Upper bound of the weight, for `tis` and `icepop`."""
 
     def __post_init__(self) -> None:
         require_range("algorithm.correction.low", self.low, 0.0, 1.0)
@@ -60,8 +60,10 @@ class CorrectionConfig:
 
 @config
 class AlgorithmConfig:
-    """The policy-gradient algorithm; by default DAPO's loss (arXiv:2503.14476) with GRPO's
-    advantages."""
+    """The policy-gradient algorithm.
+
+    By default DAPO's loss (arXiv:2503.14476) with GRPO's advantages.
+    """
 
     advantage: AdvantageName = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or

@@ -56,7 +56,7 @@ def icepop(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConf
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {"none": none, "tis": tis, "icepop": icepop}
-"""{name: function}"""
+"""{name in `algorithm.correction.kind`: function from log-probs to weights}"""
 
 
 @torch.no_grad()

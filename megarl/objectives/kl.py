@@ -37,17 +37,17 @@ KLFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logp: Tensor, ref: Tensor) -> Tensor:
-    """[T] d = logp - ref. For rewards: as a loss its gradient is 0 on average."""
+    """KL estimator k1: [T] d = logp - ref. For rewards: as a loss its gradient is 0 on average."""
     return logp - ref.detach()
 
 
 def k2(logp: Tensor, ref: Tensor) -> Tensor:
-    """[T] d^2 / 2, with gradient d."""
+    """KL estimator k2: [T] d^2 / 2 with d = logp - ref; its gradient is d."""
     return 0.5 * (logp - ref.detach()).square()
 
 
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
-    """[T] exp(-d) - 1 + d >= 0, with gradient 1 - exp(-d).
+    """KL estimator k3: [T] exp(-d) - 1 + d >= 0 with d = logp - ref; its gradient is 1 - exp(-d).
 
     Computed with `expm1`, which keeps the digits of small d. Below d = -K3_LIMIT the tangent at
     that point continues it: value and gradient stay continuous and finite, and still pull the
@@ -62,4 +62,4 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}
-"""{name: function}"""
+"""{name in `algorithm.kl.estimator`: function from log-probs to per-token values}"""

@@ -65,7 +65,7 @@ def _log_ratio(logp_T: Tensor, old_T: Tensor) -> Tensor:
 def _clip_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Clipped objective as a loss: [T] -min(r A, clip(r, 1 - low, 1 + high) A), and where it
+    """Clipped objective as a loss: -min(r A, clip(r, 1 - low, 1 + high) A), and where it
     clipped."""
     unclipped_T = -ratio_T * advantages_T
     bounded_T = -ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
@@ -163,8 +163,10 @@ def token(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Mean over sequences of their token means: 1 / (sequences x T_i). GRPO, arXiv:2402.03300, eq.
-    3."""
+    """Mean over sequences of their token means: 1 / (sequences x T_i).
+
+    GRPO, arXiv:2402.03300, eq. 3.
+    """
     return _where_trained(tokens_N, (tokens_N > 0).sum() * tokens_N)
 
 
@@ -184,11 +186,11 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""{name: loss}"""
+"""{name in `algorithm.loss`: policy loss}"""
 
 AGGREGATIONS: dict[str, AggregationFunction] = {
     "token": token,
     "sequence": sequence,
     "constant": constant,
 }
-"""{name: aggregation}"""
+"""{name in `algorithm.aggregation`: function from token counts to weights of tokens}"""

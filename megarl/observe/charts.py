@@ -28,11 +28,11 @@ class _Scale:
     """Vertical axis: values to heights, 0 at the bottom and 1 at the top."""
 
     low: float
-    """Value at the bottom; its log10 on a logarithmic axis."""
+    """Value at the bottom of the axis; its log10 if the axis is logarithmic."""
     high: float
     log: bool
     marks: list[tuple[float, str]]
-    """(height, label) of each mark."""
+    """(height, label) of each mark on the axis."""
 
     def height(self, values: np.ndarray) -> np.ndarray:
         """[n] heights of [n] values; NaN for values that a logarithmic axis cannot show."""
@@ -137,10 +137,10 @@ class _Axis:
     bar_width: float
     """Distance of neighbouring bars, in steps."""
     marks: list[tuple[float, str]]
-    """(position, label)"""
+    """(position, label) of each mark on the axis."""
 
     def across(self, steps: np.ndarray) -> np.ndarray:
-        """[n] positions of [n] steps."""
+        """[n] horizontal positions of [n] steps."""
         return (steps - self.first) / (self.last - self.first)
 
 
@@ -264,8 +264,10 @@ def _named(step: float, each: int) -> str:
 def _tooltip_row(
     one: Series, x: np.ndarray, y: np.ndarray, as_text: Callable[[float], str]
 ) -> dict[str, object]:
-    """The tooltip's data of a series: [position, height or null, steps as text, value as text] per
-    point."""
+    """The tooltip's data of a series.
+
+    A point is [position, height or null, steps as text, value as text].
+    """
     points = [
         [
             round(float(a), 4),

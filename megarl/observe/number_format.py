@@ -6,13 +6,15 @@ import math
 
 
 def percent(value: float) -> str:
-    """0.174 -> 17.4%"""
+    """A share as percentage: 0.174 -> 17.4%."""
     return compact(100 * value) + "%"
 
 
 def compact(value: float) -> str:
-    """Three significant digits with a unit prefix: 20345 -> 20.3k; tiny numbers as a power of
-    ten."""
+    """Three significant digits with a unit prefix: 20345 -> 20.3k.
+
+    Tiny numbers become a power of ten.
+    """
     if value == 0:
         return "0"
     size = abs(value)
@@ -25,7 +27,7 @@ def compact(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """3.1e-05 -> 3.1×10⁻⁵"""
+    """A number as a power of ten: 3.1e-05 -> 3.1×10⁻⁵."""
     if value == 0:
         return "0"
     digits, exponent = f"{value:.1e}".split("e")
@@ -51,8 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Axis marks: multiples of 1, 2 or 5 times 10^n that cover `low` to `high` in about `count`
-    intervals.
+    """Axis marks from `low` to `high`: about `count` intervals of 1, 2 or 5 times 10^n.
 
     With `whole` only whole numbers.
     """

@@ -194,7 +194,7 @@ _SHOWN = (
     ("tokens/generated_per_s", "{:,.0f} tokens/s"),
     ("tokens/trained_per_s", "{:,.0f} tokens/s"),
 )
-"""(metric, format) of the main metrics."""
+"""(metric, text format) of the metrics that the progress display shows."""
 
 
 def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:

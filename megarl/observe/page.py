@@ -154,7 +154,7 @@ def _escaped(text: object) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """The whole HTML document around `body`."""
+    """The whole HTML document with this title and `body`."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri"

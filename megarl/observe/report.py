@@ -120,14 +120,15 @@ def _change(before: float | None, after: float | None, as_text: Any) -> str:
 
 
 def _window(count: int) -> int:
-    """Steps that a smoothed line averages over: odd, about a twentieth of the run; 1 for short
-    runs."""
+    """Steps that a smoothed line averages over: odd, about a twentieth of the run.
+
+    It is 1 for short runs.
+    """
     return (count // 20) | 1
 
 
 def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
-    """A metric of the steps as series: its moving mean over the raw values, or only these if
-    short."""
+    """A metric of the steps as series: moving mean over raw values; for short runs raw values."""
     steps, values = run.series(name)
     window = _window(len(steps))
     if window == 1:
@@ -309,7 +310,7 @@ def _examples(run: Run) -> tuple[str, str]:
 
 
 def _after(one: Evaluation) -> str:
-    """When an evaluation took place, as text."""
+    """When an evaluation took place, as text: "before training" or "after 3 steps"."""
     return (
         "before training"
         if one.step == 0
@@ -366,7 +367,7 @@ def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -
 
 
 def _side(when: str, one: dict[str, Any]) -> str:
-    """HTML of one response."""
+    """HTML of one response to a problem, with its verdict and length."""
     mark = ("right", "\N{CHECK MARK} right") if one["correct"] else ("wrong", "\N{BALLOT X} wrong")
     about = [when]
     if one.get("tokens") is not None:

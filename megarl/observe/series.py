@@ -36,8 +36,10 @@ class Series:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """[n] mean over the `window` (odd) values around each, over fewer at the ends; NaN are left
-    out."""
+    """[n] mean over the `window` (odd) values around each, over fewer at the ends.
+
+    NaN are left out.
+    """
     known = np.isfinite(values)
     ones = np.ones(window)
     total = np.convolve(np.where(known, values, 0.0), ones, mode="full")
@@ -50,8 +52,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def thin(
     steps: np.ndarray, values: np.ndarray, limit: int = DRAWN_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `limit` points: minimum and maximum of each stretch, so that no spike is
-    lost."""
+    """At most about `limit` points that keep the minimum and maximum of each stretch."""
     if len(steps) <= limit:
         return steps, values
     chosen: list[int] = [0]
@@ -67,8 +68,7 @@ def thin(
 
 
 def gather(one: Series, limit: int = DRAWN_BARS, *, largest: bool = False) -> Series:
-    """At most `limit` points, each the mean of consecutive steps, or with `largest` their
-    maximum."""
+    """At most `limit` points, each the mean (with `largest` the maximum) of consecutive steps."""
     size = -(-len(one.steps) // limit)
     if size <= 1:
         return one

@@ -17,7 +17,7 @@ from megarl.observe.config import ObserveConfig
 
 
 class Sink(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics, for example TensorBoard."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of step `step`."""
@@ -29,8 +29,7 @@ class Sink(Protocol):
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON data: NaN and infinite floats become None, numpy and torch numbers
-    Python's."""
+    """`value` as JSON data: NaN and infinities as None, numpy and torch numbers as Python's."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

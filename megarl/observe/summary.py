@@ -29,20 +29,21 @@ class Run:
     """The content of a run folder."""
 
     metrics: list[dict[str, Any]]
-    """One record per step, in order."""
+    """The metrics of each step, ordered by step."""
     evaluations: list[Evaluation]
     """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]
     """Transcripts of the first and the last step that has any."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the steps; NaN where it was not finite."""
+        """([n] steps, [n] values) of a metric over the steps that have it; NaN where it was not
+        finite."""
         return _series(
             [(record["step"], record[name]) for record in self.metrics if name in record]
         )
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric of the evaluations."""
+        """([n] steps, [n] values) of a metric over the evaluations that have it."""
         return _series(
             [(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics]
         )
@@ -72,8 +73,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:
-    """Evaluations by step, with the greedy evaluation's transcripts where there are several
-    kinds."""
+    """Evaluations by step, with the greedy evaluation's transcripts if there are several kinds."""
     found: dict[int, Evaluation] = {}
     greedy: set[int] = set()
     for record in read_records(path):
@@ -121,7 +121,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """`summary` of a run that has been read."""
+    """The numbers that `summary` returns, from a run folder that has been read."""
     evaluated = any(
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations

@@ -28,7 +28,7 @@ class InitInfo:
     engine: int
     """This engine's number, from 0."""
     init_info: dict[str, Any]
-    """What the transport's sender returned from `init_info`."""
+    """The address of the trainer, as returned by `init_info` of the transport's sender."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class UpdateInfo:
 class BucketReceiver:
     """Receives one engine rank's buckets through a transport and digests what was stored."""
 
-    def __init__(self, route: Route, receiver: Receiver, image: int) -> None:
-        """`image`: this rank's number among the destinations of the route's plan."""
-        self.route, self.receiver, self.owned = route, receiver, route.owned(image)
+    def __init__(self, route: Route, receiver: Receiver, destination: int) -> None:
+        """`destination`: number of this engine rank in the route's plan."""
+        self.route, self.receiver, self.owned = route, receiver, route.owned(destination)
         self._tensor_index = {name: index for index, name in enumerate(route.tensors)}
         self._copies: list[list[Copy]] = [
-            [copy for copy in copies if copy.destination == image] for copies in route.copies
+            [copy for copy in copies if copy.destination == destination] for copies in route.copies
         ]
-        self._padding = [route.padding(bucket, image) for bucket in route.buckets]
+        self._padding = [route.padding(bucket, destination) for bucket in route.buckets]
 
     def buckets(
         self, version: int, watch: Watch, seconds: dict[str, float]
@@ -63,11 +63,11 @@ class BucketReceiver:
         received = self.receiver.receive(version, watch)
         while True:
             started_at = time.perf_counter()
-            bucket, image = next(received, (None, None))
+            bucket, block = next(received, (None, None))
             seconds["wait"] += time.perf_counter() - started_at
-            if bucket is None or image is None:
+            if bucket is None or block is None:
                 return
-            buffers = bucket.buffers(image, self.route.dtype)
+            buffers = bucket.buffers(block, self.route.dtype)
             for piece in self._padding[bucket.number]:
                 piece.view(buffers[piece.buffer]).zero_()
             yield bucket, buffers

@@ -58,8 +58,10 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
 
 
 def digest(stored: torch.Tensor, box: Box) -> int:
-    """Digest of a region `stored` [rows, columns] as a signed 64-bit integer; `box` is its
-    place."""
+    """Digest of a region `stored` [rows, columns] as a signed 64-bit integer.
+
+    `box` is the place of the region in the whole tensor.
+    """
     if stored.device.type != "cpu":
         return _on_device(stored, _seed(box))
     hasher = xxhash.xxh3_64(seed=_seed(box))
@@ -75,8 +77,8 @@ def _chunks(view: torch.Tensor, num_bytes: int = CHUNK_BYTES) -> list[tuple[int,
 
 
 def _bytes_of(region: torch.Tensor) -> Any:
-    """The bytes of a CPU tensor [rows, columns] as numpy uint8 [rows, columns x itemsize], not
-    copied."""
+    """The bytes of a CPU tensor [rows, columns] as a numpy view, uint8 [rows, columns x
+    itemsize]."""
     return region.detach().view(torch.uint8).numpy()
 
 

@@ -1,5 +1,4 @@
-"""Configuration of weight synchronisation: how new weights reach the engines and how that is
-checked."""
+"""Configuration of weight synchronisation: how weights reach the engines and are checked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Parameter tables by model type: from a `config.json` to every tensor's name, shape and engine
-slot.
+"""Parameter tables by model type: from `config.json` to every tensor's name, shape and use.
 
 To add a model type, add an entry to `FAMILIES`: the defaults of its configuration class in
 transformers, which layers have biases, whether heads are normalised, whether it has experts. Then
@@ -18,11 +17,11 @@ from typing import Any
 from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec
 
 Switch = bool | str
-"""True, False, or the name of the setting in config.json that decides."""
+"""Whether a model type has a property: True, False, or the setting in config.json that says so."""
 
 
 def _no_difference(settings: Mapping[str, Any]) -> str:
-    """No known difference between vLLM and transformers."""
+    """An empty string: no known difference between vLLM and transformers."""
     return ""
 
 
@@ -38,7 +37,7 @@ def _head_width_difference(settings: Mapping[str, Any]) -> str:
 
 def _output_bias_difference(settings: Mapping[str, Any]) -> str:
     # vLLM's loader ignores surplus biases, so this is the only check.
-    """How vLLM's treatment of an attention output bias differs from transformers', or an empty
+    """How vLLM treats an attention output bias differently from transformers, or an empty
     string."""
     return (
         "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
@@ -144,8 +143,10 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
 
 
 def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
-    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks; says what to
-    set."""
+    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks.
+
+    The message says what to set.
+    """
     family, settings = _read(config)
     sparse = {_is_sparse(layer, family, settings) for layer in range(settings["num_hidden_layers"])}
     sizes = {"num_attention_heads": settings["num_attention_heads"]}
@@ -222,22 +223,22 @@ def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_on(switch: Switch, settings: Mapping[str, Any]) -> bool:
-    """The switch's value under these settings."""
+    """Whether a model with these settings has the property that `switch` describes."""
     return switch if isinstance(switch, bool) else bool(settings[switch])
 
 
 def _unstacked(name: str, shape: tuple[int, ...], cut: Cut = "whole") -> ParameterSpec:
-    """A tensor that is a parameter of the engine by itself, under the same name."""
+    """Parameter spec of a tensor that the engine stores by itself under the same name."""
     return ParameterSpec(name, shape, cut, name)
 
 
 def _column_parallel(
     prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
 ) -> list[ParameterSpec]:
-    """Linear layers split by outputs that the engine stacks into one, `stack`, in the order of
-    `parts`.
+    """Parameter specs of linear layers that are split by outputs and stacked into one, `stack`.
 
-    `parts`: {layer name: (outputs, cut, KV heads)}; `inputs`: their common number of inputs.
+    `parts`: {layer name: (outputs, cut, KV heads)} in stacking order; `inputs`: their number of
+    inputs.
     """
     weights = [
         ParameterSpec(
@@ -253,14 +254,17 @@ def _column_parallel(
 
 
 def _row_parallel(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
-    """A linear layer split by inputs; its bias is added once, so every rank has all of it."""
+    """Parameter specs of a linear layer that is split by inputs.
+
+    Its bias is added once, so every rank has all of it.
+    """
     return [_unstacked(f"{name}.weight", (outputs, inputs), "inputs")] + (
         [_unstacked(f"{name}.bias", (outputs,))] if bias else []
     )
 
 
 def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of an attention layer."""
+    """Parameter specs of an attention layer's tensors."""
     hidden, width = settings["hidden_size"], settings["head_dim"]
     queries, heads = settings["num_attention_heads"] * width, settings["num_key_value_heads"]
     parts: dict[str, tuple[int, Cut, int]] = {
@@ -279,7 +283,7 @@ def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list
 
 
 def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of a gated MLP."""
+    """Parameter specs of a gated MLP's tensors."""
     hidden, inner, bias = (
         settings["hidden_size"],
         settings["intermediate_size"],
@@ -295,7 +299,7 @@ def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[Par
 
 
 def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
-    """The tensors of a mixture of experts: router, then the weights of each expert.
+    """Parameter specs of a mixture of experts: router, then the weights of each expert.
 
     The engine stacks them expert by expert: gate and up in w13 [experts, 2 x inner, hidden], down
     in w2 [experts, hidden, inner].

@@ -79,7 +79,10 @@ def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
 
 
 def _vocab_part(parameter: ParameterSpec, rank: int, tensor: int) -> tuple[Box, Box]:
-    """Rank `rank`'s rows of a vocabulary, and the zero rows that pad it to the common size."""
+    """Tensor-parallel rank `rank`'s rows of a vocabulary, and the zero rows that pad them.
+
+    Raises `ValueError` where the padded vocabulary cannot be split over `tensor` ranks.
+    """
     box = matrix(parameter.shape)
     padded = -(-parameter.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
     if padded % tensor:
@@ -94,7 +97,10 @@ def _vocab_part(parameter: ParameterSpec, rank: int, tensor: int) -> tuple[Box, 
 
 
 def _part(parameter: ParameterSpec, rank: int, tensor: int) -> Box:
-    """Rank `rank`'s part of a tensor that is not a vocabulary."""
+    """The box that tensor-parallel rank `rank` owns of a tensor that is not a vocabulary.
+
+    Raises `ValueError` where the tensor cannot be split over `tensor` ranks.
+    """
     box = matrix(parameter.shape)
     if parameter.cut == "whole":
         return box

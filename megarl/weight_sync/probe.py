@@ -23,7 +23,7 @@ by 2e-6, and another machine's kernels by as much as float64.
 """
 
 PROBE_TOKENS = 48
-"""Tokens of the probe."""
+"""Number of tokens of the probe text."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Probe:
     samples: Samples
     """The text as one sequence."""
     tolerance: float
+    """Largest accepted log-prob difference."""
 
     @staticmethod
     def random(

@@ -151,7 +151,7 @@ class Publisher:
         Message and engines are the same on all ranks; only rank 0 has metrics.
         """
         world, route, metrics = self.mesh.world, self.route, {}
-        digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
+        digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
         problem, lost, answers = "", [], []
         try:
             answers = self._send(version, digests)
@@ -186,9 +186,10 @@ class Publisher:
         return self._on_main(f"publishing version {version}", compare), [], metrics
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
-        """Send this rank's parts and add their digests to `digests` [images, tensors] int64.
+        """Send this rank's part of a weight version and digest it.
 
-        Returns on rank 0 the status of every engine rank, [engine][rank]; elsewhere an empty list.
+        Adds to `digests` [destinations, tensors] int64. Returns on rank 0 the status of every
+        engine rank, [engine][rank]; elsewhere an empty list.
         """
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
         update: Update | None = None
@@ -298,7 +299,8 @@ class Publisher:
     ) -> None:
         """Raise `RuntimeError` where an engine rank's version or digests differ from what was sent.
 
-        `sent` [images, tensors] int64: the trainer's digests; `answers`: status by [engine][rank].
+        `sent` [destinations, tensors] int64 are the trainer's digests, `answers` the status of each
+        [engine][rank].
         """
         for engine, ranks in enumerate(answers):
             for rank, status in enumerate(ranks):
@@ -307,7 +309,7 @@ class Publisher:
                         f"engine {engine}, rank {rank} has version {status['version']} instead of"
                         f" {version}"
                     )
-                expected = sent[self.route.spec.image(engine, rank)]
+                expected = sent[self.route.spec.destination(engine, rank)]
                 differing = (
                     (expected != torch.tensor(status["digests"], dtype=torch.int64))
                     .nonzero()
@@ -340,5 +342,5 @@ class Publisher:
         return self._on_main(f"the probe of version {version}", score)
 
     def close(self) -> None:
-        """Release the transport."""
+        """Release the transport's memory, files and connections."""
         self._sender.close()

@@ -38,8 +38,10 @@ NAME = "megarl"
 
 
 def not_loaded(problem: str) -> dict[str, Any]:
-    """Status of an engine rank without a complete weight version; `problem` is the reason or
-    empty."""
+    """Status of an engine rank without a complete weight version.
+
+    `problem` is the reason or empty.
+    """
     return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
 
 
@@ -47,7 +49,7 @@ class WeightSyncWorker:
     """Methods added to vLLM's worker (`worker_extension_cls`), which the trainer calls by RPC."""
 
     weight_transfer_engine: Any
-    """The worker's `ReshardEngine`."""
+    """The worker's `ReshardEngine`, which vLLM creates."""
 
     def megarl_weight_status(self) -> dict[str, Any]:
         """Outcome of this rank's last weight update, a dict:
@@ -84,15 +86,17 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(str(error))
 
     def _connect(self, init_info: InitInfo) -> None:
-        """Do the work of `init_transfer_engine`; raises `ValueError` or `RuntimeError`."""
+        """Compute the route, check it against the running model, and connect; raises errors."""
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
-        self._compare(route.owned(spec.image(init_info.engine, rank)).sizes)
+        self._compare(route.owned(spec.destination(init_info.engine, rank)).sizes)
         self._receiver = RECEIVERS[init_info.transport](
             route, init_info.engine, rank, init_info.init_info
         )
-        self._buckets = BucketReceiver(route, self._receiver, spec.image(init_info.engine, rank))
+        self._buckets = BucketReceiver(
+            route, self._receiver, spec.destination(init_info.engine, rank)
+        )
         self._route = route
         self._plain = self._find_plain()
 
@@ -116,8 +120,7 @@ class ReshardEngine(WeightTransferEngine):
                 )
 
     def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """{name: parameter} of a layer, with shapes and dtypes from before vLLM repacked the
-        weights."""
+        """{name: parameter} of a layer as they were before vLLM repacked the weights."""
         now = {name: value for name, value in layer._parameters.items() if value is not None}
         return now | {
             name: value
@@ -126,8 +129,10 @@ class ReshardEngine(WeightTransferEngine):
         }
 
     def start_weight_update(self) -> None:
-        """Called by vLLM before each update; raises `RuntimeError` where no transport is
-        connected."""
+        """Called by vLLM before each update.
+
+        Raises `RuntimeError` where no transport is connected.
+        """
         if self._receiver is None:
             raise RuntimeError(
                 "the engine has no transport to receive weights through; call"
@@ -145,7 +150,7 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(f"{type(error).__name__}: {error}")
 
     def _receive(self, update_info: UpdateInfo) -> None:
-        """Do the work of `receive_weights`."""
+        """Receive and install one weight version; raises errors, which the caller reports."""
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
@@ -187,8 +192,7 @@ class ReshardEngine(WeightTransferEngine):
         return found
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
-        """{name: flat parameter} of all modules whose parameters vLLM runs as they are in the
-        checkpoint."""
+        """{name: flat parameter} of all modules that vLLM runs with the checkpoint's parameters."""
         found = {}
         for path, layer in self.model.named_modules():
             raw, running = (
@@ -244,7 +248,7 @@ class ReshardEngine(WeightTransferEngine):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
-        """Called by vLLM after each update."""
+        """Called by vLLM after each update; repacks a tied output head."""
         if self._is_tied():
             # The tied head shares the embedding's storage but, on CPU, multiplies with its own
             # packed copy of it.
@@ -256,7 +260,7 @@ class ReshardEngine(WeightTransferEngine):
         return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
-        """Close the transport."""
+        """Close the connection to the trainer."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

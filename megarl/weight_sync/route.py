@@ -45,11 +45,12 @@ class RouteSpec:
     """{tensor name: [dimension, first index of each rank's part ..., length]} for tensors that the
     trainer's tensor-parallel ranks split."""
     engines: int
-    """Number of engines."""
+    """Number of inference engines."""
     engine_tensor: int
     """Tensor-parallel degree of one engine."""
     shared: bool
-    """Whether all engines read the same images, so that each is sent once for all of them."""
+    """Whether all engines read the same memory, so that each bucket is sent once for all of
+    them."""
     dtype: str
     """Dtype of the engines' weights, a key of `DTYPES`."""
     bucket_bytes: int
@@ -58,8 +59,8 @@ class RouteSpec:
     """Fingerprint of the trainer's parameter table; an engine with another one has another
     model."""
     local: bool = False
-    """Whether destination n lies in the memory of trainer rank n, which then fills it as far as it
-    can."""
+    """Whether engine rank n is in the memory of trainer rank n, which then sends what it can
+    itself."""
 
     @property
     def layout(self) -> Layout:
@@ -67,13 +68,15 @@ class RouteSpec:
         return Layout(self.data, self.sequence, self.tensor)
 
     @property
-    def num_images(self) -> int:
-        """Number of destinations in the plan: one for each engine rank, or for each tensor rank if
-        shared."""
+    def num_destinations(self) -> int:
+        """Number of receivers: all engine ranks, or if shared the tensor ranks of one engine."""
         return self.engine_tensor if self.shared else self.engines * self.engine_tensor
 
-    def image(self, engine: int, rank: int) -> int:
-        """Number of the destination that rank `rank` of engine `engine` reads."""
+    def destination(self, engine: int, rank: int) -> int:
+        """Number of the plan's destination for rank `rank` of engine `engine`.
+
+        Where engines share memory, this is the tensor rank alone.
+        """
         return rank if self.shared else engine * self.engine_tensor + rank
 
     def plain(self) -> dict[str, Any]:
@@ -94,17 +97,16 @@ def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
 
 @dataclass(frozen=True)
 class Route:
-    """Which region of which tensor goes from which trainer rank to which engine rank, in
-    buckets."""
+    """Which regions go from which trainer rank to which engine rank, in which bucket."""
 
     spec: RouteSpec
-    """What the route was made from."""
+    """The numbers from which the route was computed."""
     plan: Plan
-    """Every copy, from the trainer's parts to the engines' parts."""
+    """Every copy from the trainer ranks' parts of tensors to the engine ranks' parts."""
     buckets: list[Bucket]
     """The units of transfer, in the order in which they are sent."""
     copies: list[list[Copy]]
-    """The plan's copies, by bucket."""
+    """By bucket, the copies from trainer ranks to engine ranks."""
     tensors: list[str]
     """Tensor names in the table's order, in which digests are listed."""
 
@@ -129,7 +131,7 @@ class Route:
         )
         engine = engine_owned(table, spec.engine_tensor)
         local = (
-            {image: image for image in range(min(spec.num_images, spec.layout.size))}
+            {number: number for number in range(min(spec.num_destinations, spec.layout.size))}
             if spec.local
             else {}
         )
@@ -153,18 +155,21 @@ class Route:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest bucket."""
+        """Bytes of the largest bucket of the route."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
-    def owned(self, image: int) -> Owned:
-        """What destination number `image` owns."""
-        return self.plan.destinations[image]
+    def owned(self, destination: int) -> Owned:
+        """The parts of tensors that the engine rank with number `destination` in the plan needs."""
+        return self.plan.destinations[destination]
 
-    def padding(self, bucket: Bucket, image: int) -> list[Piece]:
-        """The parts of a bucket that no tensor fills: zero rows that pad a vocabulary."""
+    def padding(self, bucket: Bucket, destination: int) -> list[Piece]:
+        """The parts of a bucket that no tensor fills: zero rows that pad a vocabulary.
+
+        `destination`: number of the engine rank in the plan.
+        """
         zeros = [
             piece
-            for piece in self.owned(image).pieces
+            for piece in self.owned(destination).pieces
             if piece.tensor == ZEROS and piece.buffer in bucket.sizes
         ]
         return [part for piece in zeros if (part := bucket.part(piece)) is not None]

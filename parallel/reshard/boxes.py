@@ -44,7 +44,7 @@ class Box(NamedTuple):
         return self.rows * self.columns
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection with `other`, or None."""
+        """The box of elements that are also in `other`, or None."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
@@ -72,22 +72,22 @@ class Piece(NamedTuple):
     """Name of the tensor, or `ZEROS`."""
     box: Box
     buffer: str
-    """Name of the buffer."""
+    """Name of the flat buffer in which the piece lies."""
     offset: int
     stride: int
 
     @property
     def end(self) -> int:
-        """Index in the buffer after the piece's last element."""
+        """Number of buffer elements up to and including the piece's last one."""
         return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
 
     def part(self, box: Box) -> Piece:
-        """The piece of `box`, which lies within this one's box."""
+        """The smaller piece that covers `box`, which lies within this piece's box."""
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
         return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The piece in its flat `buffer` as a view [rows, columns]."""
+        """A view [rows, columns] of the piece in its flat `buffer`."""
         assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
             f"{self} in a buffer {tuple(buffer.shape)}"
         )
@@ -114,8 +114,7 @@ class Owned:
         self.sizes[buffer] = offset + box.area
 
     def slice(self, part: int, parts: int) -> Owned:
-        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of every
-        buffer.
+        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of a buffer.
 
         DeepSpeed's padding at the end of the last slice is not included.
         """
@@ -136,8 +135,7 @@ class Owned:
 
 
 def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements [start, stop) of a box in row order, as at most three (box, index of first
-    element)."""
+    """Elements [start, stop) of a box in row order, as at most three (box, first index)."""
     start, stop, width = max(start, 0), min(stop, box.area), box.columns
     made = []
     while start < stop:

@@ -1,7 +1,7 @@
-"""Buckets: groups of a destination's buffers that are transferred together, in one block of memory.
+"""Buckets: groups of a rank's buffers that are received together, in one block of memory.
 
-That block is the bucket's image. Small buffers share a bucket; a buffer larger than a bucket is
-split between rows into buckets of its own.
+Small buffers share a bucket; a buffer larger than a bucket is split between rows into buckets of
+its own.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from megarl.parallel.reshard.boxes import Owned, Piece
 from megarl.parallel.reshard.plan import Copy, Plan
 
 ALIGN = 64
-"""Bytes to which each buffer in an image is aligned."""
+"""Bytes to which each buffer in a bucket's memory block is aligned."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Buffers of a destination, or parts of them, and their places in the bucket's image."""
+    """Buffers of a receiving rank, or parts of them, and their places in one memory block."""
 
     number: int
-    """Position in the order of transfer, from 0."""
+    """Position of the bucket in the order of transfer, from 0."""
     offsets: Mapping[str, int]
-    """{buffer: first byte in the image}"""
+    """{buffer: its first byte in the bucket's memory block}"""
     sizes: Mapping[str, int]
     """{buffer: number of its elements in this bucket}"""
     starts: Mapping[str, int]
-    """{buffer: index of the first of these elements in the whole buffer}"""
+    """{buffer: index in the whole buffer of the first element that is in this bucket}"""
     itemsize: int
-    """Bytes of an element."""
+    """Bytes of one element of the buffers."""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the image."""
+        """Bytes of the bucket's memory block."""
         return max(
             (
                 self.offsets[name] + _aligned(size * self.itemsize)
@@ -46,16 +46,15 @@ class Bucket:
             default=0,
         )
 
-    def buffers(self, image: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """{buffer: flat view} into an image, uint8 [num_bytes or more]."""
+    def buffers(self, block: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """{buffer: flat view} of the bucket's memory `block`, uint8 [num_bytes or more]."""
         return {
-            name: image[start : start + self.sizes[name] * self.itemsize].view(dtype)
+            name: block[start : start + self.sizes[name] * self.itemsize].view(dtype)
             for name, start in self.offsets.items()
         }
 
     def part(self, piece: Piece) -> Piece | None:
-        """The part of a piece that lies in this bucket, placed relative to it; None if there is
-        none."""
+        """The part of `piece` that lies in this bucket, placed relative to it, or None."""
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the usual: the buffer is whole, or at least the piece
@@ -100,8 +99,10 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
 
 
 def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """A plan's copies by bucket, split where a buffer is; their targets are relative to the
-    bucket."""
+    """Assign a plan's copies to buckets; a copy into a buffer that spans buckets is split.
+
+    Returns by bucket the copies, whose targets are relative to the bucket's part of the buffer.
+    """
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         for name in bucket.sizes:
@@ -118,8 +119,7 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
 
 
 def _widths(owned: Owned) -> dict[str, int]:
-    """{buffer: elements of a row}; 0 for a buffer that is not made of equal whole rows (a
-    slice)."""
+    """{buffer: elements of a row}, 0 for a buffer without equal whole rows (a slice)."""
     found = dict.fromkeys(owned.sizes, -1)
     for piece in owned.pieces:
         fits = found[piece.buffer] in (-1, piece.stride) and piece.offset % piece.stride == 0

@@ -26,13 +26,13 @@ class Copy(NamedTuple):
     """A region of a tensor to be copied from a source rank's buffer to a destination rank's."""
 
     source: int
-    """Source rank."""
+    """Source rank, which sends the region."""
     taken: Piece
-    """The region in the source's buffer."""
+    """Where the region lies in the source rank's buffer."""
     destination: int
-    """Destination rank."""
+    """Destination rank, which receives the region."""
     put: Piece
-    """The same region in the destination's buffer."""
+    """Where the region goes in the destination rank's buffer."""
 
     @property
     def tensor(self) -> str:
@@ -72,8 +72,8 @@ class Plan:
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Fewest bytes that any plan could move: what destinations need and their own memory
-        lacks."""
+        """Fewest bytes that any plan could move: needed by destinations, not in their own
+        memory."""
         wanted = 0
         for rank, owned in enumerate(self.destinations):
             here = self.local.get(rank)
@@ -88,7 +88,7 @@ class Plan:
         return wanted * itemsize
 
     def seconds(self, itemsize: int, *, bytes_per_s: float) -> float:
-        """Predicted time of the busiest rank, if every rank sends and receives at `bytes_per_s` at
+        """Predicted seconds of the busiest rank, which sends and receives at `bytes_per_s` at
         once."""
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
@@ -131,7 +131,7 @@ def make_plan(
 
 
 _Region = tuple[Box, list[tuple[int, Piece]]]
-"""(box, [(source rank, its piece)] that could send it)"""
+"""(region of a tensor, [(source rank, its piece)] that could send it)"""
 
 
 class _Need(NamedTuple):
@@ -174,9 +174,10 @@ def _regions(
     here: int | None,
     grain: int,
 ) -> list[_Region]:
-    """The regions that make up one destination piece; `here` is the source rank in the same memory.
+    """Split a piece that a rank needs into regions, each with the sources that have it.
 
-    Raises `ValueError` where sources do not cover the piece.
+    `here` is the source rank in the same memory. Raises `ValueError` where sources do not cover the
+    piece.
     """
     made: list[_Region] = []
     for box, candidates in boxes.items():
@@ -197,14 +198,12 @@ def _regions(
 
 
 def _grain(destinations: Sequence[Owned]) -> int:
-    """Elements that are assigned to a source at once: a small part of all, so that shares are
-    even."""
+    """Elements that are assigned to a source at once; few, so that shares are even."""
     return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
 
 
 def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) -> list[Copy]:
-    """Choose a source for every need: in the same memory, else the only one, else the least
-    loaded."""
+    """Choose a source for each need: the same memory, else the only one, else the least loaded."""
     load = [0] * num_sources
     chosen: list[tuple[int, Piece] | None] = [None] * len(needs)
     open_needs = []

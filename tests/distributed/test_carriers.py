@@ -59,7 +59,7 @@ def attempt(
 
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
     sources = scatter(route.plan.sources[axis.rank], weights(version))
-    digests = torch.zeros(route.spec.num_images, len(route.tensors), dtype=torch.int64)
+    digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
     place = {name: number for number, name in enumerate(route.tensors)}
 
     def watch() -> None:
@@ -135,13 +135,13 @@ def through(
         bring("version 4", 4)
         bring("never", 5, without=case.engines * case.engine_tensor - 1, timeout_s=NEVER_S)
         bring("version 5", 5)
-    images = [
-        route.spec.image(engine, rank)
+    destinations = [
+        route.spec.destination(engine, rank)
         for engine in range(case.engines)
         for rank in range(case.engine_tensor)
     ]
     found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written}
-    found |= {"buckets": len(route.buckets), "images": images}
+    found |= {"buckets": len(route.buckets), "destinations": destinations}
     barrier(axis)
     sender.close()
     return found
@@ -197,11 +197,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("weights"))
 
 
-def check_version(found: dict[str, Any], images: list[int]) -> None:
+def check_version(found: dict[str, Any], destinations: list[int]) -> None:
     assert not any(found["problems"]), found["problems"]
-    for image, answer in zip(images, found["answers"], strict=True):
+    for destination, answer in zip(destinations, found["answers"], strict=True):
         assert answer["wrong"] == []
-        assert answer["digests"] == found["digests"][image]
+        assert answer["digests"] == found["digests"][destination]
 
 
 def check_versions(here: dict[str, Any], transport: str) -> None:
@@ -209,7 +209,7 @@ def check_versions(here: dict[str, Any], transport: str) -> None:
     assert here["written"] == here["links"].total()
     versions = [name for name in here if name.startswith("version")]
     for name in versions:
-        check_version(here[name], here["images"])
+        check_version(here[name], here["destinations"])
         if transport == "point_to_point":
             assert here[name]["sent"] == here["links"]
     assert len({str(here[name]["digests"]) for name in versions}) == len(versions)
@@ -232,7 +232,7 @@ def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
     assert any(said in problem for problem in killed["problems"]), killed
     assert killed["answers"][0] == {"error": "died"}
     assert killed["progress"] == DIE_AT
-    check_version(here["version 3"], here["images"])
+    check_version(here["version 3"], here["destinations"])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -246,7 +246,7 @@ def test_receivers_of_a_version_given_up_are_told(transport: str, folder: str) -
         "Aborted",
     ]
     assert stopped["seconds"] < 3
-    check_version(here["version 4"], here["images"])
+    check_version(here["version 4"], here["destinations"])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -263,7 +263,7 @@ def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(
     )
     assert never["seconds"] < NEVER_S + 3
     assert never["seconds"] > 0.9 * NEVER_S or transport == "disk"  # whose senders wait for nobody
-    check_version(here["version 5"], here["images"])
+    check_version(here["version 5"], here["destinations"])
 
 
 @pytest.mark.gpu

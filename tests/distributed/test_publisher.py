@@ -38,7 +38,7 @@ class Engine:
             self.route, info["engine"], 0, info["init_info"]
         )
         self.intake = BucketReceiver(
-            self.route, self.receiver, self.route.spec.image(info["engine"], 0)
+            self.route, self.receiver, self.route.spec.destination(info["engine"], 0)
         )
 
     def take(self, version: int) -> list[dict[str, Any]]:

@@ -116,7 +116,9 @@ def engine(pipe: Connection) -> None:
             receiver = RECEIVERS[told["transport"]](
                 route, told["engine"], told["rank"], told["init_info"]
             )
-            intake = BucketReceiver(route, receiver, route.spec.image(told["engine"], told["rank"]))
+            intake = BucketReceiver(
+                route, receiver, route.spec.destination(told["engine"], told["rank"])
+            )
             pipe.send("connected")
             continue
         assert intake is not None

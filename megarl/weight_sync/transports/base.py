@@ -1,15 +1,16 @@
-"""The contract of a transport: bring the images of buckets from trainer ranks to engine ranks.
+"""The contract of a transport: bring buckets of weights from trainer ranks to engine ranks.
 
-An image is the memory block of one bucket as one engine rank needs it. A transport is one file with
-a `Sender` (trainer ranks) and a `Receiver` (engine ranks). To add one, list both classes in
+A bucket is one block of memory on each engine rank, into which trainer ranks copy regions of
+tensors (`megarl.parallel.reshard.buckets`). A transport is one file with a `Sender` (trainer ranks)
+and a `Receiver` (engine ranks). To add one, list both classes in
 `megarl.weight_sync.transports.registry` and the name in `WeightSyncConfig.transport`. Plans,
 digests and the engine's own parameters are not a transport's concern.
 
 One weight version, in calls:
 
     every trainer rank                              every engine rank
-    sender.begin(version)                           for bucket, image in receiver.receive(...):
-    for bucket in route.buckets:                        install image
+    sender.begin(version)                           for bucket, block in receiver.receive(...):
+    for bucket in route.buckets:                        install block
         for copy, target in sender.reserve(...):
             write copy to target
         sender.commit(...)
@@ -31,33 +32,41 @@ Watch = Callable[[], None]
 
 
 GIVEN_UP = "another process gave this version up"
-"""Message of `Aborted`."""
+"""Error message of a rank that stops because another rank abandoned the weight version."""
 
 
 class Sender(Protocol):
     """A trainer rank's half of a transport; built with (route, world axis, weight_sync.folder)."""
 
     SHARED: bool
-    """True if engines read the same images, so that each image is sent once for all engines."""
+    """True if all engines read the same memory, so that each bucket is sent once for all
+    engines."""
     LOCAL: bool
-    """True if destination n lies in the memory of trainer rank n."""
+    """True if engine rank n is in the memory of trainer rank n."""
 
     def init_info(self) -> dict[str, Any]:
         """Rank 0's address for receivers, as JSON-like data."""
         ...
 
     def begin(self, version: int) -> None:
-        """Discard the last version, prepare for this one. Collective; errors reach all ranks."""
+        """Prepare to send a weight version, whatever became of the last one.
+
+        Collective: returns once all ranks are ready, and raises errors on all ranks.
+        """
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """Wait for free memory; returns this rank's copies of the bucket with their targets
-        [rows, columns].
+        """Where this rank must write its part of a bucket; waits until that memory is free.
+
+        Returns a list of (copy: the region to read, target: tensor [rows, columns] to write it to).
         """
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send the bucket, whose targets are written; after the last bucket wait for delivery."""
+        """Send a bucket after its targets have been written.
+
+        After the last one wait for delivery.
+        """
         ...
 
     def abort(self) -> None:
@@ -65,7 +74,8 @@ class Sender(Protocol):
         ...
 
     def progress(self, engine: int) -> int:
-        """Number of buckets that all ranks of an engine have received, as far as is known here."""
+        """Number of buckets of this version that all ranks of an engine are known to have
+        received."""
         ...
 
     def close(self) -> None:
@@ -77,9 +87,9 @@ class Receiver(Protocol):
     """An engine rank's half; built with (route, engine number, tensor rank, sender's init_info)."""
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version in order, with its complete image, uint8 [bucket.num_bytes].
+        """Each bucket of a version with its memory block, uint8 [bucket.num_bytes], in order.
 
-        An image is valid until the next bucket is asked for. Raises `Aborted`, or what `watch`
+        A block is valid until the next bucket is asked for. Raises `Aborted`, or what `watch`
         raises.
         """
         ...

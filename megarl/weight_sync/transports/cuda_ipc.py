@@ -1,9 +1,9 @@
 """Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. Not yet run on a GPU.
 
-As `shared_memory`, but each engine rank has an image of its own on the GPU that it shares with a
-trainer rank: destination n with rank n. What that trainer rank owns stays on its GPU; other ranks
-open the image through CUDA IPC handles and write over NVLink or PCIe. Counters stay in host memory;
-one is raised only after the GPU has finished the work that it counts.
+As `shared_memory`, but each engine rank receives in memory of its own, on the GPU that it shares
+with the trainer rank of the same number. What that trainer rank owns stays on its GPU; other ranks
+open the memory through CUDA IPC handles and write over NVLink or PCIe. Counters stay in host
+memory; one is raised only after the GPU has finished the work that it counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megarl.weight_sync.transports.base import Watch
 # Positions in the arguments that `reduce_tensor` makes for `rebuild_cuda_tensor`; the other
 # arguments are known for a tensor of bytes.
 HANDLE = slice(7, 10)
-"""(storage handle, bytes, first byte)"""
+"""Positions of (storage handle, bytes, first byte) in the arguments of `rebuild_cuda_tensor`."""
 EVENTS = slice(11, 15)
-"""(reference counter's handle, its offset, event handle, whether to wait for it)"""
+"""Positions of (reference counter's handle, its offset, event handle, whether to wait for it)."""
 
 
 def _require_gpu() -> None:
@@ -95,25 +95,29 @@ def _synchronize(*memories: torch.Tensor) -> None:
 
 
 class Sender(shared_memory.Sender):
-    """A trainer rank's half; rank 0 makes the counters, rank n the image of destination n."""
+    """Trainer rank's half of the transport `cuda_ipc`.
+
+    Rank n allocates the memory of engine rank n.
+    """
 
     SHARED, LOCAL = False, True
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused.
+        """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
+        world.
 
-        Raises `ValueError` without a GPU.
+        `folder` is unused. Raises `ValueError` without a GPU.
         """
         _require_gpu()
         super().__init__(route, axis, folder)
 
     def init_info(self) -> dict[str, Any]:
-        """Path of the counters, number of senders, and a handle for every image."""
-        return super().init_info() | {"images": self._exported}
+        """Data for receivers: path of the counters, number of senders, CUDA IPC handles."""
+        return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Wait for the copies on the GPUs, then count the bucket as written."""
-        _synchronize(*self._images)
+        """Count a bucket as written by this rank, after its copies on the GPUs have finished."""
+        _synchronize(*self._memories)
         super().commit(bucket, watch)
 
     def _host_bytes(self) -> int:
@@ -122,27 +126,30 @@ class Sender(shared_memory.Sender):
     def _open(self) -> list[torch.Tensor]:
         route, axis = self._route, self._axis
         own = {
-            image: torch.empty(shared_memory.image_bytes(route), dtype=torch.uint8, device="cuda")
-            for image in range(route.spec.num_images)
-            if image % axis.size == axis.rank
+            number: torch.empty(shared_memory.memory_bytes(route), dtype=torch.uint8, device="cuda")
+            for number in range(route.spec.num_destinations)
+            if number % axis.size == axis.rank
         }
         by_rank = gather_objects(
-            {image: _export_handle(memory) for image, memory in own.items()}, axis
+            {number: _export_handle(memory) for number, memory in own.items()}, axis
         )
         self._exported = [
-            by_rank[image % axis.size][image] for image in range(route.spec.num_images)
+            by_rank[number % axis.size][number] for number in range(route.spec.num_destinations)
         ]
         return [
-            own[image] if image in own else _open_handle(exported)
-            for image, exported in enumerate(self._exported)
+            own[number] if number in own else _open_handle(exported)
+            for number, exported in enumerate(self._exported)
         ]
 
 
 class Receiver(shared_memory.Receiver):
-    """An engine rank's half of the transport."""
+    """Engine rank's half of the transport `cuda_ipc`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` without a GPU, or where this process does not see the image's GPU."""
+        """Open this engine rank's memory.
+
+        Raises `ValueError` without a GPU, or where this process does not see the memory's GPU.
+        """
         _require_gpu()
         super().__init__(route, engine, rank, init_info)
 
@@ -153,4 +160,4 @@ class Receiver(shared_memory.Receiver):
         return 0
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
-        return _open_handle(init_info["images"][self._image])
+        return _open_handle(init_info["memories"][self._destination])

@@ -68,7 +68,7 @@ def _sync(folder: Path) -> None:
 
 
 class _Attempt:
-    """Paths of one attempt to send a version; a version that is sent again has another number."""
+    """Paths of one attempt to send a weight version; sending it again is a new attempt."""
 
     def __init__(self, root: Path, version: int, number: int) -> None:
         self.root, self.version, self.number = root, version, number
@@ -82,7 +82,7 @@ class _Attempt:
 
 
 class Sender:
-    """A trainer rank's half of the transport; rank 0 makes and removes folders."""
+    """Trainer rank's half of the transport `disk`; rank 0 makes and removes folders."""
 
     SHARED = True
     LOCAL = False
@@ -113,11 +113,14 @@ class Sender:
         self._file: BinaryIO | None = None
 
     def init_info(self) -> dict[str, Any]:
-        """Path of the run's folder."""
+        """Path of the run's weight folder, for receivers."""
         return {"root": str(self._attempt.root)}
 
     def begin(self, version: int) -> None:
-        """Remove older versions. Raises `RuntimeError`, on all ranks, without free disk space."""
+        """Prepare to send a weight version: remove older ones and make its folder.
+
+        Raises `RuntimeError`, on all ranks, where the disk lacks space for it.
+        """
         self._close_file()
         self._attempt = attempt = _Attempt(self._attempt.root, version, self._attempt.number + 1)
         barrier(self._axis)
@@ -139,7 +142,7 @@ class Sender:
             raise RuntimeError(problem)
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """Targets in a buffer in memory, message after message; never waits."""
+        """Where this rank must write its part of a bucket: a buffer in host memory. Never waits."""
         found, start = [], 0
         for message in self._messages[bucket.number].values():
             found += parts(message, self._memory[start : start + length(message)])
@@ -147,7 +150,7 @@ class Sender:
         return found
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Append the buffer to this rank's file; after the last bucket publish the version.
+        """Append a written bucket to this rank's file; after the last bucket complete the version.
 
         Raises `RuntimeError` where the file cannot be written, for example on a full disk.
         """
@@ -163,7 +166,10 @@ class Sender:
             raise self._write_error(error) from error
 
     def _publish(self, file: BinaryIO, watch: Watch) -> None:
-        """Flush this rank's file to disk; rank 0 waits for all files and names the version."""
+        """Flush this rank's file to disk.
+
+        Rank 0 waits for all files, then renames the version's folder.
+        """
         attempt = self._attempt
         file.flush()
         os.fsync(file.fileno())
@@ -177,13 +183,13 @@ class Sender:
             _sync(attempt.root)
 
     def abort(self) -> None:
-        """Make the file that marks the attempt as aborted."""
+        """Create the file that tells all ranks that this version is aborted."""
         self._close_file()
         with contextlib.suppress(OSError):  # without the folder every other rank fails by itself
             self._attempt.stop.touch()
 
     def progress(self, engine: int) -> int:
-        """Buckets that all ranks of the engine have reported as read."""
+        """Number of buckets of this version that all ranks of an engine have read."""
         tensor, found = self._route.spec.engine_tensor, []
         for rank in range(tensor):
             number, count = _read(self._attempt.root / f"read-{engine}-{rank}") or (0, 0)
@@ -197,7 +203,7 @@ class Sender:
             shutil.rmtree(self._attempt.root, ignore_errors=True)
 
     def _own_path(self, suffix: str = "") -> Path:
-        """This rank's file."""
+        """Path of the file that this rank writes."""
         return self._attempt.partial / f"from-{self._axis.rank}{suffix}"
 
     def _close_file(self) -> None:
@@ -225,13 +231,13 @@ class Sender:
 
 
 class Receiver:
-    """An engine rank's half of the transport."""
+    """Engine rank's half of the transport `disk`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` where this host does not see the sender's folder."""
-        self._route, self._image, self._root = (
+        """Find the sender's folder. Raises `ValueError` where this host does not see it."""
+        self._route, self._destination, self._root = (
             route,
-            route.spec.image(engine, rank),
+            route.spec.destination(engine, rank),
             Path(init_info["root"]),
         )
         if not self._root.is_dir():
@@ -244,12 +250,12 @@ class Receiver:
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version with its image, read once the whole version is on disk."""
+        """Each bucket of a version with its memory block, read once the version is complete."""
         attempt = self._find_attempt(version, watch)
         attempt.until(attempt.folder.exists, watch)
         for bucket in self._route.buckets:
-            image = self._bytes[: bucket.num_bytes]
-            buffers = bucket.buffers(image, self._route.dtype)
+            block = self._bytes[: bucket.num_bytes]
+            buffers = bucket.buffers(block, self._route.dtype)
             for source, start, message in self._messages[bucket.number]:
                 size = length(message) * self._route.dtype.itemsize
                 # Copy on write, though nothing writes: torch warns of read-only memory.
@@ -261,11 +267,11 @@ class Receiver:
                     shape=(size,),
                 )
                 unpack(message, torch.from_numpy(found).view(self._route.dtype), buffers)
-            yield bucket, image
+            yield bucket, block
             _write(self._read, json.dumps([attempt.number, bucket.number + 1]))
 
     def close(self) -> None:
-        """Nothing is kept open between versions."""
+        """Does nothing: no file is open between weight versions."""
 
     def _find_messages(self, route: Route) -> list[list[tuple[int, int, list[Copy]]]]:
         """By bucket, this rank's messages: (source rank, first byte in its file, message)."""
@@ -273,7 +279,7 @@ class Receiver:
         for copies in route.copies:
             own = []
             for (source, destination), message in messages(copies).items():
-                if destination == self._image:
+                if destination == self._destination:
                     own.append((source, filled[source], message))
                 filled[source] += length(message) * route.dtype.itemsize
             found.append(own)

@@ -1,7 +1,7 @@
-"""Messages: all copies of one bucket from one source rank to one destination, in one flat buffer.
+"""Messages: what one trainer rank sends to one engine rank in one bucket, in one flat buffer.
 
 Sender and receiver derive the same messages from the route, so that a message has no header. Pairs
-of ranks without copies exchange none.
+of ranks with nothing to send exchange no message.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
 
 Message = list[Copy]
-"""The copies of a message; their elements follow each other without gaps."""
+"""The tensor regions of a message, in the order of their elements in its flat buffer."""
 
 
 def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
-    """{(source, destination): message} of one bucket's copies, sorted by source, then
-    destination."""
+    """{(source rank, destination rank): message} for the copies of one bucket, sorted."""
     found: dict[tuple[int, int], Message] = {}
     for copy in copies:
         found.setdefault((copy.source, copy.destination), []).append(copy)
@@ -27,23 +26,23 @@ def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
 
 
 def outgoing(route: Route, source: int) -> list[dict[int, Message]]:
-    """By bucket, {destination: message} of all messages that source rank `source` sends."""
+    """By bucket, {destination: message} of all messages that trainer rank `source` sends."""
     return [
         {pair[1]: found for pair, found in messages(copies).items() if pair[0] == source}
         for copies in route.copies
     ]
 
 
-def incoming(route: Route, image: int) -> list[dict[int, Message]]:
-    """By bucket, {source: message} of all messages that destination `image` receives."""
+def incoming(route: Route, destination: int) -> list[dict[int, Message]]:
+    """By bucket, {source: message} of all messages that engine rank `destination` receives."""
     return [
-        {pair[0]: found for pair, found in messages(copies).items() if pair[1] == image}
+        {pair[0]: found for pair, found in messages(copies).items() if pair[1] == destination}
         for copies in route.copies
     ]
 
 
 def length(message: Message) -> int:
-    """Number of elements of a message."""
+    """Number of elements of all regions in a message."""
     return sum(copy.area for copy in message)
 
 

@@ -49,7 +49,7 @@ class Task:
         self._thread.start()
 
     def _run(self) -> None:
-        """The thread's body."""
+        """Run the function and keep its result or error."""
         try:
             self._result = self._work()
         except BaseException as error:  # raised again by `result`
@@ -57,11 +57,11 @@ class Task:
         self._done.set()
 
     def done(self) -> bool:
-        """Whether the function has returned or raised."""
+        """Whether the thread's function has returned or raised."""
         return self._done.is_set()
 
     def result(self) -> Any:
-        """The function's result, or raise its error; only once `done`."""
+        """The result of the thread's function, or raise its error; only once `done`."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -77,8 +77,10 @@ def _short(error: RuntimeError) -> str:
 
 
 class InFlight(Task):
-    """Messages that are being sent or received: {rank in the group: work}. Keeps their buffers
-    alive."""
+    """Messages that are being sent or received: {rank in the group: work}.
+
+    Keeps their buffers alive.
+    """
 
     def __init__(
         self, works: Mapping[int, dist.Work], memory: torch.Tensor, name: Callable[[int], str]
@@ -136,7 +138,7 @@ class P2PGroup:
         """
         spec = route.spec
         self.size, self.rank, self._senders, self._tensor = (
-            senders + spec.num_images,
+            senders + spec.num_destinations,
             rank,
             senders,
             spec.engine_tensor,
@@ -152,8 +154,10 @@ class P2PGroup:
         self._next_poll = 0.0
 
     def _open(self) -> TCPStore:
-        """Host the store, or open a connection to it; a thread that waits needs a connection of its
-        own."""
+        """Host the store, or open a connection to it.
+
+        A thread that waits needs a connection of its own.
+        """
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         try:
             return TCPStore(
@@ -179,8 +183,10 @@ class P2PGroup:
         return int(self._store.get(key)) if self._has([key]) else None
 
     def join(self, watch: Watch) -> None:
-        """Join the process group that this attempt uses; all ranks meet only where it is a new
-        one."""
+        """Join the process group that this attempt uses.
+
+        All ranks meet only where it is a new one.
+        """
         key = f"group/{self.attempt}"
         self.until(lambda: self._has([key]), watch, ABORT_POLL_S / 2)
         number = self.get(key)
@@ -204,7 +210,8 @@ class P2PGroup:
     def send(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Start sending {destination: flat tensor}; the tensors are parts of `memory`."""
+        """Start sending {destination: flat tensor} to engine ranks; the tensors are parts of
+        `memory`."""
         assert self._group is not None
         return self._start(
             self._group.send,
@@ -272,8 +279,8 @@ class P2PGroup:
             ) from error
 
     def _refuse_aborted(self, error: RuntimeError) -> None:
-        """Raise `Aborted` instead of `error` if the attempt was aborted: that ends messages of all
-        ranks."""
+        """Raise `Aborted` instead of `error` if the attempt was aborted, which ends all
+        messages."""
         if self._aborted():
             raise Aborted(GIVEN_UP) from error
 
@@ -293,7 +300,7 @@ class P2PGroup:
         return self._in_flight[-1]
 
     def _name(self, rank: int) -> str:
-        """What a rank of the group is called in error messages."""
+        """Name of a rank of the group for error messages, for example "rank 0 of engine 1"."""
         if rank < self._senders:
             return f"trainer rank {rank}"
         engine, rank = divmod(rank - self._senders, self._tensor)
@@ -317,8 +324,7 @@ def _group(store: Store, number: int, rank: int, size: int, host: str, device: t
 
 
 def own_address() -> str:
-    """This host's address as other hosts reach it: the launcher's, if that is no loopback
-    address."""
+    """This host's address as other hosts reach it; the launcher's, unless it is a loopback."""
     launcher = os.environ.get("MASTER_ADDR", "")
     try:
         if (

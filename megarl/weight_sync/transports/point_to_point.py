@@ -1,6 +1,6 @@
 """Transport `point_to_point`: messages between hosts, gloo on CPU or NCCL on GPUs.
 
-    trainer rank: its regions -> a message for each (bucket, engine rank) -> engine rank: its image
+    trainer rank: its regions -> one message for each (bucket, engine rank) -> engine rank
 
 Only bytes of the plan are sent. Trainer ranks and engine ranks form a process group apart from all
 others (`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
@@ -34,17 +34,21 @@ from megarl.weight_sync.transports.messages import (
 from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, local_device, own_address
 
 SLOTS = 2
-"""Buckets in flight at once."""
+"""Number of weight buckets that are in flight at the same time."""
 
 
 class Sender:
-    """A trainer rank's half of the transport; rank 0 hosts the store where all ranks meet."""
+    """Trainer rank's half of the transport `point_to_point`; rank 0 hosts the store for meeting."""
 
     SHARED = False
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused."""
+        """Connect to rank 0's store, which rank 0 hosts. Collective over `axis`, the trainer's
+        world.
+
+        `folder` is unused.
+        """
         self._route, self._axis, device = route, axis, local_device()
         host = own_address() if axis.rank == 0 else ""
         own = P2PGroup(route, axis.size, 0, host, 0, device) if axis.rank == 0 else None
@@ -60,7 +64,10 @@ class Sender:
         """Bytes of this version sent so far, by (source, destination)."""
 
     def init_info(self) -> dict[str, Any]:
-        """Address of rank 0's store; the next version connects all ranks anew."""
+        """Address of rank 0's store, for receivers.
+
+        All ranks will connect anew for the next version.
+        """
         self._stale = True
         return {
             "host": self._group.host,
@@ -70,7 +77,8 @@ class Sender:
         }
 
     def begin(self, version: int) -> None:
-        """Start an attempt with a new number, so that reports of earlier ones are ignored."""
+        """Prepare to send a version: start a new attempt, whose number marks all reports about
+        it."""
         barrier(self._axis)
         if self._axis.rank == 0:
             self._stale = self._stale or bool(self._group.get(f"aborted/{self._group.attempt}"))
@@ -81,17 +89,18 @@ class Sender:
         self.sent.clear()
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """Wait until the bucket before the last has been sent; returns the targets.
+        """Where this rank must write its part of a bucket: its send buffer.
 
-        Destinations that need the same regions share their memory, which is then written more than
-        once with the same values.
+        Waits until the bucket that had the same buffer before has been sent. Engine ranks that need
+        the same regions share a part of the buffer, which is then written more than once with the
+        same values.
         """
         self._join(watch)
         self._wait(bucket.number - SLOTS, watch)
         return [pair for message, flat in self._messages(bucket) for pair in parts(message, flat)]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Start sending the bucket's messages; after the last bucket wait for all of them."""
+        """Start sending a written bucket; after the last bucket wait until all have been sent."""
         messages = {message[0].destination: flat for message, flat in self._messages(bucket)}
         for destination, flat in messages.items():
             self.sent[self._axis.rank, destination] += flat.nbytes
@@ -101,15 +110,15 @@ class Sender:
                 self._wait(number, watch)
 
     def abort(self) -> None:
-        """Report the attempt as aborted in the store, and cancel this rank's messages."""
+        """Mark this attempt as aborted in the store and cancel this rank's messages."""
         self._group.abort()
         self._in_flight.clear()
 
     def progress(self, engine: int) -> int:
-        """Buckets that all ranks of the engine have reported as received."""
+        """Number of buckets of this version that all ranks of an engine have received."""
         spec, attempt = self._route.spec, self._group.attempt
-        images = [spec.image(engine, rank) for rank in range(spec.engine_tensor)]
-        return min(self._group.get(f"received/{attempt}/{image}") or 0 for image in images)
+        numbers = [spec.destination(engine, rank) for rank in range(spec.engine_tensor)]
+        return min(self._group.get(f"received/{attempt}/{number}") or 0 for number in numbers)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -160,11 +169,13 @@ def _layout(messages: Mapping[int, Message]) -> tuple[list[tuple[Message, int]],
 
 
 class Receiver:
-    """An engine rank's half of the transport."""
+    """Engine rank's half of the transport `point_to_point`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
-        the trainer's store cannot be reached.
+        """Connect to the trainer's store.
+
+        Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
+        the store cannot be reached.
         """
         device = local_device() if init_info["device"] == "cuda" else torch.device("cpu")
         if device.type != init_info["device"]:
@@ -172,17 +183,17 @@ class Receiver:
                 "the trainer is on GPUs and this engine is not: weight_sync.transport"
                 " point_to_point needs both or neither"
             )
-        self._route, self._image = route, route.spec.image(engine, rank)
-        group_rank = init_info["senders"] + self._image
+        self._route, self._destination = route, route.spec.destination(engine, rank)
+        group_rank = init_info["senders"] + self._destination
         self._group = P2PGroup(
             route, init_info["senders"], group_rank, init_info["host"], init_info["port"], device
         )
-        self._messages = incoming(route, self._image)
+        self._messages = incoming(route, self._destination)
         self._memory = torch.empty(longest(self._messages), dtype=route.dtype, device=device)
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version with its image; the next bucket travels meanwhile."""
+        """Each bucket of a version with its memory block; the next one is received meanwhile."""
         attempt = self._group.get("attempt")
         assert attempt, "senders begin first"
         self._group.attempt = attempt
@@ -195,13 +206,13 @@ class Receiver:
             except BaseException:
                 self.close()
                 raise
-            image = self._bytes[: bucket.num_bytes]
-            buffers = bucket.buffers(image, self._route.dtype)
+            block = self._bytes[: bucket.num_bytes]
+            buffers = bucket.buffers(block, self._route.dtype)
             for source, flat in self._flats(bucket.number).items():
                 unpack(self._messages[bucket.number][source], flat, buffers)
             pending = None if self._route.is_last(bucket) else self._start(bucket.number + 1)
-            yield bucket, image
-            self._group.set(f"received/{attempt}/{self._image}", bucket.number + 1)
+            yield bucket, block
+            self._group.set(f"received/{attempt}/{self._destination}", bucket.number + 1)
 
     def close(self) -> None:
         """Leave the process group; messages in flight are cancelled."""

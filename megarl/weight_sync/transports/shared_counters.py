@@ -27,7 +27,8 @@ NOT_HERE = (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
-"""Pauses between two looks at a condition, from the first on; each is 1.5 times the one before."""
+"""Seconds between two polls of a condition: the first pause, which grows by half, and the
+longest."""
 
 
 def wait_until(
@@ -100,15 +101,15 @@ class SharedCounters:
         self._set(1 + self._senders + receiver, count)
 
     def written(self) -> int:
-        """Buckets that every sender has written."""
+        """Number of buckets that every sender has written."""
         return int(self._counters[1 : 1 + self._senders].min())
 
     def all_read(self) -> int:
-        """Buckets that every receiver has read."""
+        """Number of buckets that every receiver has read."""
         return int(self._counters[1 + self._senders :].min())
 
     def was_read(self, receiver: int) -> int:
-        """Buckets that one receiver has read."""
+        """Number of buckets that one receiver has read."""
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: Watch) -> None:

@@ -1,9 +1,10 @@
 """Transport `shared_memory`: trainer ranks and engines of one host share memory.
 
-    trainer ranks write their regions -> image of a bucket <- engine ranks read their own image
+    trainer ranks write their regions -> shared memory -> engine ranks read
 
 Two buckets are in memory at once: while engines read one, trainer ranks write the next. Tensor rank
-r of every engine reads the same image, so the bytes written do not grow with the number of engines.
+r of every engine reads the same memory, so the bytes written do not grow with the number of
+engines.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from megarl.weight_sync.transports.base import Watch
 from megarl.weight_sync.transports.shared_counters import SharedCounters
 
 SLOTS = 2
-"""Buckets in memory at once."""
+"""Number of weight buckets that are in shared memory at the same time."""
 
 
-def image_bytes(route: Route) -> int:
-    """Bytes of one destination's memory: `SLOTS` slots, each as large as the largest bucket."""
+def memory_bytes(route: Route) -> int:
+    """Bytes of shared memory for one engine rank: `SLOTS` times the largest bucket."""
     return SLOTS * route.largest_bytes
 
 
-def image_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """A bucket's image, uint8 [bucket.num_bytes], in its slot of a destination's memory."""
+def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
+    """The block of a bucket, uint8 [bucket.num_bytes], in an engine rank's shared memory."""
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
 
@@ -45,50 +46,56 @@ def open_counters(route: Route, senders: int, num_bytes: int, path: str = "") ->
 
 
 class Sender:
-    """A trainer rank's half of the transport; rank 0 makes the shared memory."""
+    """Trainer rank's half of the transport `shared_memory`; rank 0 makes the memory."""
 
     SHARED = True
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Collective over `axis`, the trainer's world. `folder` is unused."""
+        """Make or open the shared memory. Collective over `axis`, the trainer's world.
+
+        `folder` is unused.
+        """
         self._route, self._axis = route, axis
         num_bytes = self._host_bytes()
         own = open_counters(route, axis.size, num_bytes) if axis.rank == 0 else None
         path = broadcast_object(own.path if own else "", axis)
         self._counters = own or open_counters(route, axis.size, num_bytes, path)
-        self._images = self._open()
+        self._memories = self._open()
 
     def init_info(self) -> dict[str, Any]:
-        """Path of the shared memory, and the number of senders."""
+        """Path of the shared memory and number of senders, for receivers."""
         return {"path": self._counters.path, "senders": self._axis.size}
 
     def begin(self, version: int) -> None:
-        """Reset the counters."""
+        """Prepare to send a weight version: reset the counters of written and read buckets."""
         if self._axis.rank == 0:
             self._counters.clear()
         barrier(self._axis)
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """Wait until all engine ranks have read the bucket before the last; returns the targets."""
+        """Where this rank must write its part of a bucket in shared memory.
+
+        Waits until all engine ranks have read the bucket that had the same memory before.
+        """
         self._counters.until(lambda: self._counters.all_read() > bucket.number - SLOTS, watch)
-        images = [
-            bucket.buffers(image_of(memory, self._route, bucket), self._route.dtype)
-            for memory in self._images
+        buffers = [
+            bucket.buffers(block_of(memory, self._route, bucket), self._route.dtype)
+            for memory in self._memories
         ]
         own = [copy for copy in self._route.copies[bucket.number] if copy.source == self._axis.rank]
-        return [(copy, copy.put.view(images[copy.destination][copy.put.buffer])) for copy in own]
+        return [(copy, copy.put.view(buffers[copy.destination][copy.put.buffer])) for copy in own]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Count the bucket as written. The memory is not written again before `begin`."""
+        """Count a bucket as written by this rank; engine ranks read it once all ranks wrote it."""
         self._counters.write(self._axis.rank, bucket.number + 1)
 
     def abort(self) -> None:
-        """Set the stop flag in shared memory."""
+        """Set the stop flag in shared memory, which ends all waiting."""
         self._counters.abort()
 
     def progress(self, engine: int) -> int:
-        """Buckets that all ranks of the engine have read."""
+        """Number of buckets of this version that all ranks of an engine have read."""
         tensor = self._route.spec.engine_tensor
         return min(self._counters.was_read(engine * tensor + rank) for rank in range(tensor))
 
@@ -97,20 +104,23 @@ class Sender:
         self._counters.close()
 
     def _host_bytes(self) -> int:
-        """Bytes of host memory that the images need."""
-        return self._route.spec.num_images * image_bytes(self._route)
+        """Bytes of shared host memory for all engine ranks."""
+        return self._route.spec.num_destinations * memory_bytes(self._route)
 
     def _open(self) -> list[torch.Tensor]:
-        """By destination, its memory: uint8 [image_bytes]."""
-        return list(self._counters.memory().split(image_bytes(self._route)))
+        """The shared memory of each engine rank, uint8 [memory_bytes]."""
+        return list(self._counters.memory().split(memory_bytes(self._route)))
 
 
 class Receiver:
-    """An engine rank's half of the transport."""
+    """Engine rank's half of the transport `shared_memory`."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Raises `RuntimeError` where the trainer's memory cannot be opened from this process."""
-        self._route, self._image = route, route.spec.image(engine, rank)
+        """Open the trainer's shared memory.
+
+        Raises `RuntimeError` where this process cannot open it.
+        """
+        self._route, self._destination = route, route.spec.destination(engine, rank)
         self._counters = open_counters(
             route, init_info["senders"], self._host_bytes(), init_info["path"]
         )
@@ -118,12 +128,12 @@ class Receiver:
         self._slots = self._open(init_info)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket once all senders have written it, with its image in shared memory."""
+        """Each bucket of a version with its block in shared memory, once all senders wrote it."""
         for bucket in self._route.buckets:
             self._counters.until(
                 lambda number=bucket.number: self._counters.written() > number, watch
             )
-            yield bucket, image_of(self._slots, self._route, bucket)
+            yield bucket, block_of(self._slots, self._route, bucket)
             self._finish_reading()
             self._counters.read(self._number, bucket.number + 1)
 
@@ -132,12 +142,12 @@ class Receiver:
         self._counters.close()
 
     def _finish_reading(self) -> None:
-        """Wait until the image has been read; reads of host memory are synchronous."""
+        """Wait until a block has been read; host memory is read synchronously."""
 
     def _host_bytes(self) -> int:
-        """Bytes of host memory that the images need."""
-        return self._route.spec.num_images * image_bytes(self._route)
+        """Bytes of shared host memory for all engine ranks."""
+        return self._route.spec.num_destinations * memory_bytes(self._route)
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
-        """This rank's memory: uint8 [image_bytes]."""
-        return self._counters.memory().split(image_bytes(self._route))[self._image]
+        """The shared memory of this engine rank, uint8 [memory_bytes]."""
+        return self._counters.memory().split(memory_bytes(self._route))[self._destination]
