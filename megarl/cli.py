@@ -1,4 +1,4 @@
-"""The command line: `megarl train | sft | eval | doctor`; `python -m megarl` is the same.
+"""The command line: `megarl train | sft | eval | launch | doctor`; `python -m megarl` is the same.
 
     megarl train RECIPE.yaml [--section.key value ...] [--print-config]
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
@@ -28,7 +28,8 @@ from megarl.errors import UserError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 END_WITHIN_S = 6.0
-"""After a signal, everything this process started is gone within this time, by force if need be."""
+"""After a signal, everything a training process started is gone within this time, by force if need
+be."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Command:
     """`module:function` of (config) -> inputs; raises `ValueError` for what the user can
     correct.
     """
+    end_within_s: float = END_WITHIN_S
+    """After a signal, everything the command started is gone within this time."""
 
 
 COMMANDS = {
@@ -66,6 +69,11 @@ COMMANDS = {
         config="RunConfig",
         check="megarl.checks.preflight:check_eval",
         run="megarl.loops.evaluate:main",
+    ),
+    "launch": Command(
+        summary="a recipe of train on one node: Ray, engines and ranks (--help)",
+        run="megarl.cluster.launch:main",
+        end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
     ),
     "doctor": Command(
         summary="what this machine has, and whether it is enough",
@@ -100,7 +108,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         fail(f"unknown command {command!r}; use {', '.join(COMMANDS)}")
-    _guard()
+    _guard(COMMANDS[command].end_within_s)
     for number in SIGNALS:
         signal.signal(number, _end)
     try:
@@ -128,7 +136,7 @@ class Ended(BaseException):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """First signal: unwind. `_guard` sees to it that this takes no longer than `END_WITHIN_S`.
+    """First signal: unwind. `_guard` sees to it that this does not take too long.
     Later ones change nothing.
     """
     for known in SIGNALS:
@@ -136,9 +144,9 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ended(number)
 
 
-def _guard() -> None:
-    """Arm the time limit the moment a signal arrives, even while this process is inside a library's
-    C code.
+def _guard(within_s: float) -> None:
+    """Arm the time limit of `within_s` the moment a signal arrives, even while this process is
+    inside a library's C code.
 
     Python runs a handler only between its own instructions; the byte it writes to the wake-up
     descriptor comes at once.
@@ -150,21 +158,21 @@ def _guard() -> None:
         while True:
             number = ours.recv(1)[0]
             if number in SIGNALS:
-                time.sleep(END_WITHIN_S)
-                _end_now(number)
+                time.sleep(within_s)
+                _end_now(number, within_s)
 
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_now(number: int) -> None:
+def _end_now(number: int, within_s: float) -> None:
     """Unwinding hangs: in a collective, say, whose other ranks are gone. Kill what this process
     started, and leave.
     """
     import psutil
 
     print(
-        f"megarl: not down {END_WITHIN_S:g} s after signal {number}: killing what is left",
+        f"megarl: not down {within_s:g} s after signal {number}: killing what is left",
         file=sys.stderr,
         flush=True,
     )
