@@ -1,4 +1,4 @@
-"""The command line: `megarl train | sft | eval | doctor`; `python -m megarl` is the same.
+"""The command line: `megarl train | sft | eval | launch | doctor`; `python -m megarl` is the same.
 
     megarl train RECIPE.yaml [--section.key value ...] [--print-config]
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
@@ -50,6 +50,8 @@ class Command:
     check: str = ""
     """"module:function" of (config) -> inputs; raises `ValueError` for what the user can
     correct."""
+    end_within_s: float = END_WITHIN_S
+    """Seconds after a signal until everything the command started has ended."""
 
 
 COMMANDS = {
@@ -70,6 +72,11 @@ COMMANDS = {
         config="RunConfig",
         check="megarl.checks.preflight:check_eval",
         run="megarl.loops.evaluate:main",
+    ),
+    "launch": Command(
+        summary="a recipe of train on one node: Ray, engines and ranks (--help)",
+        run="megarl.cluster.launch:main",
+        end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
     ),
     "doctor": Command(
         summary="what this machine has, and whether it is enough",
@@ -105,7 +112,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         fail(f"unknown command {command!r}; use {', '.join(COMMANDS)}")
-    _guard()
+    _guard(COMMANDS[command].end_within_s)
     for number in SIGNALS:
         signal.signal(number, _end)
     try:
@@ -139,8 +146,8 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ended(number)
 
 
-def _guard() -> None:
-    """Start the thread that ends this process at most `END_WITHIN_S` seconds after a signal.
+def _guard(within_s: float) -> None:
+    """Start the thread that ends this process at most `within_s` seconds after a signal.
 
     Python runs signal handlers only between its own instructions, so a process inside a library's C
     code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
@@ -152,8 +159,8 @@ def _guard() -> None:
         while True:
             number = ours.recv(1)[0]
             if number in SIGNALS:
-                time.sleep(END_WITHIN_S)
-                _end_now(number)
+                time.sleep(within_s)
+                _end_now(number, within_s)
 
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
     threading.Thread(target=wait, daemon=True).start()

@@ -65,7 +65,7 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
     require(
         colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
         "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with"
-        " launch/dapo_14b.sh --recipe, or start Ray with only the engines' GPUs visible and set"
+        " megarl launch RECIPE.yaml, or start Ray with only the engines' GPUs visible and set"
         " RAY_ADDRESS",
     )
 

@@ -9,6 +9,20 @@ import secrets
 import sys
 from pathlib import Path
 
+RAY_SETTINGS = {
+    # Every rank must agree, and Ray's own default differs by role.
+    "RAY_AUTH_MODE": "token",
+    "RAY_DEDUP_LOGS": "0",
+    # Ray's 15 would starve engines beside trainer ranks.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray leaves CUDA_VISIBLE_DEVICES alone for actors that ask it for no GPU, such as colocated
+    # engines.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_MEMORY_MONITOR": "1",
+}
+"""Variables of Ray's own processes and of every rank."""
+
 
 def prepare_environment(num_threads: int) -> None:
     """Settings that libraries read when they are imported; call before torch is."""
@@ -19,16 +33,8 @@ def prepare_environment(num_threads: int) -> None:
         os.environ["PATH"] = programs + os.pathsep + os.environ.get("PATH", "")
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "RAY_AUTH_MODE", "token"
-    )  # every rank must agree, and Ray's own default differs by role
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # Ray's 15 would starve engines beside trainer ranks
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DISABLE_MEMORY_MONITOR", "1")
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 

@@ -104,6 +104,24 @@ def test_every_format_gives_the_same_prompts(suffix: str, tmp_path: Path) -> Non
     assert len(prompts(str(tmp_path / f"rows{suffix}"), limit=2)) == 2
 
 
+def test_values_stay_as_the_file_has_them(tmp_path: Path) -> None:
+    """Nothing is guessed: a reader that infers types turns 007 into 7 and NA into null."""
+    table = tmp_path / "rows.csv"
+    table.write_text("prompt,answer\nNA,007\nnull,1.50\n")
+    assert [(row.text, row.answer) for row in prompts(str(table))] == [
+        ("NA", "007"),
+        ("null", "1.50"),
+    ]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text(
+        '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 1.5}\n'
+        '{"prompt": "2024-01-01", "answer": "x"}\n'
+    )
+    found = list(prompts(str(lines)))
+    assert [row.answer for row in found] == ["1", "1.5", "x"]
+    assert found[2].text == "2024-01-01"
+
+
 def test_a_local_folder_goes_through_datasets(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", ROWS)

@@ -1,0 +1,275 @@
+"""`megarl launch`: one recipe on one node, under bash or sbatch.
+
+    recipe --launch_plan--> Plan, Gpus --commands--> Ray, torchrun --run--> exit code
+
+Whatever ends it, what it started has ended, and nothing else has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import IO
+
+from megarl import config as configs
+from megarl.cluster.launch_plan import (
+    USAGE,
+    Command,
+    Gpus,
+    Options,
+    Plan,
+    deal,
+    describe,
+    make_plan,
+    parse,
+    slurm_host,
+)
+from megarl.cluster.process_env import RAY_SETTINGS
+from megarl.errors import UserError
+from megarl.schema import require
+
+READY_WITHIN_S = 120.0
+"""Ray answers within this time after its start."""
+TRAINERS_END_WITHIN_S = 45.0
+RAY_ENDS_WITHIN_S = 15.0
+MARK = "MEGARL_LAUNCH"
+"""Variable that every process started here has in its environment."""
+POLL_S = 0.2
+
+
+def main(arguments: list[str]) -> int:
+    """Launch, or with --dry-run print what would be started. Returns the exit code."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if {"-h", "--help"} & set(words):
+        print(USAGE, end="")
+        return 0
+    try:
+        options = parse(arguments)
+        require(
+            Path(options.recipe).is_file(),
+            f"recipe {options.recipe} does not exist; name a .yaml file (see launch/recipes/)",
+        )
+        own = os.uname().nodename
+        host = slurm_host(os.environ, own)
+        config = configs.load(configs.RunConfig, options.recipe, list(options.overrides))
+        try:
+            plan = make_plan(config, options)
+        except ValueError as error:
+            raise ValueError(f"{options.recipe}: {error}") from error
+        gpus = find_gpus(plan, options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
+    state = Path(f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}")
+    port = options.port or free_port()
+    started = commands(plan, gpus, options, port=port, state=state)
+    facts = {
+        "recipe": str(Path(options.recipe).resolve()),
+        "folder": plan.folder,
+        "host": host,
+        "python": sys.executable,
+    }
+    if options.overrides:
+        facts["overrides"] = " ".join(options.overrides)
+    shown = describe(plan, gpus, facts, port, started)
+    elsewhere = host.split(".")[0] != own.split(".")[0]
+    there = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none"]
+    there += [f"--nodelist={host}", sys.executable, "-m", "megarl", "launch", *arguments]
+    if options.dry_run:
+        print(shown)
+        if elsewhere:
+            print(f"\nall of it on {host}, the allocation's host, through:\n  ", end="")
+            print(Command({}, there))
+        print("\nthe recipe passes; nothing was started")
+        return 0
+    if elsewhere:
+        say(f"this is not the allocation's host; going to {host}")
+        os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
+    print(shown, flush=True)
+    return run(started, state, port)
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(f"megarl launch: {text}", file=sys.stderr, flush=True)
+
+
+def find_gpus(plan: Plan, options: Options) -> Gpus:
+    """The plan's GPUs: of CUDA_VISIBLE_DEVICES, else of the node; a dry run assumes enough."""
+    if options.on_cpu:
+        return Gpus([], [[] for _ in range(plan.num_engines)])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        return deal(plan, visible.split(","), f"CUDA_VISIBLE_DEVICES is {visible}")
+    if options.dry_run:
+        return deal(plan, [str(gpu) for gpu in range(plan.num_gpus)], "")
+    listed = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60
+        ).stdout
+    count = sum(line.startswith("GPU") for line in listed.splitlines())
+    return deal(plan, [str(gpu) for gpu in range(count)], f"nvidia-smi lists {count} GPUs")
+
+
+def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path) -> list[Command]:
+    """Ray's head node, the question whether it is ready, and the trainer ranks."""
+    python = sys.executable
+    shared = RAY_SETTINGS | {MARK: str(state)}
+    # Ray hands out GPUs to disaggregated engines only: colocated ones follow the trainer ranks.
+    for_ray = [] if plan.colocated else [gpu for engine in gpus.engines for gpu in engine]
+    ray = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    ray += ["--disable-usage-stats", f"--port={port}", f"--ray-client-server-port={free_port()}"]
+    ray += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    ray += ["--include-dashboard=false", f"--num-gpus={len(for_ray)}", f"--temp-dir={state}/ray"]
+    ready = [python, "-m", "ray.scripts.scripts", "health-check", "--address", f"127.0.0.1:{port}"]
+    train = [python, "-m", "megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
+    train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", "train"]
+    train += [str(Path(options.recipe).resolve()), *options.overrides]
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.ranks)}
+    threads = {"OMP_NUM_THREADS": str(plan.num_threads)}
+    return [
+        Command(shared | {"CUDA_VISIBLE_DEVICES": ",".join(for_ray)}, ray),
+        Command({}, ready),
+        Command(shared | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | visible | threads, train),
+    ]
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def run(started: Sequence[Command], state: Path, port: int) -> int:
+    """Start Ray and the trainer ranks, wait for the ranks, and end everything; returns the ranks'
+    exit code, or 1 where Ray fails. Ray's logs stay in `state` after an error.
+    """
+    ray, ready, trainers = started
+    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    state.mkdir(mode=0o700)
+    # DeepSpeed looks for ninja beside Python; ranks, Ray and its workers agree on the token.
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    processes: list[tuple[subprocess.Popen[bytes], float]] = []
+    code = 143  # a signal's, unless one of the lines below is reached
+    try:
+        with (state / "ray.log").open("wb") as log:
+            head = start(ray, environment, log)
+        processes.append((head, RAY_ENDS_WITHIN_S))
+        if not wait_for_ray(head, ready, environment | RAY_SETTINGS):
+            show_end(state / "ray.log")
+            say(
+                f"error: Ray was not ready on port {port} within {READY_WITHIN_S:g} s (its last"
+                " lines are above); is the port taken (--port), or /tmp full?"
+            )
+            code = 1
+        else:
+            ranks = start(trainers, environment)
+            processes.append((ranks, TRAINERS_END_WITHIN_S))
+            while ranks.poll() is None and head.poll() is None:
+                time.sleep(POLL_S)
+            if ranks.poll() is not None:
+                code = ranks.returncode if ranks.returncode >= 0 else 128 - ranks.returncode
+            else:
+                show_end(state / "ray.log")
+                say(
+                    f"error: Ray ended with exit code {head.returncode} while the trainers were"
+                    " running (its last lines are above); ending them"
+                )
+                code = 1
+        return code
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # what was started is being ended
+        end(processes, str(state))
+        if code in (0, 2) or code >= 128:
+            shutil.rmtree(state, ignore_errors=True)
+        else:
+            say(f"exit code {code}; Ray's logs are in {state} (remove it when read)")
+
+
+def start(
+    command: Command, environment: dict[str, str], log: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own; `log` takes both of its outputs."""
+    return subprocess.Popen(
+        command.words,
+        env=environment | command.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=None if log is None else subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_for_ray(
+    head: subprocess.Popen[bytes], ready: Command, environment: dict[str, str]
+) -> bool:
+    """Whether Ray answers within `READY_WITHIN_S`."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while head.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            asked = subprocess.run(ready.words, env=environment, capture_output=True, timeout=20)
+            if asked.returncode == 0:
+                return True
+        time.sleep(POLL_S)
+    return False
+
+
+def show_end(log: Path) -> None:
+    """The last lines of a log, on standard error."""
+    lines = log.read_text(errors="replace").splitlines()[-20:]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def end(processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str) -> None:
+    """Ask each (process, patience in seconds) to end, the last one started first, then kill what is
+    left of everything that they started.
+    """
+    for process, patience_s in reversed(processes):
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+    leaders = {process.pid for process, _ in processes}
+    left = started_processes(mark, leaders)
+    for _ in range(10):
+        if not left:
+            return
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(POLL_S)
+        left = started_processes(mark, leaders)
+    if left:
+        say(f"still running after SIGKILL (a driver holds them): {' '.join(map(str, left))}")
+
+
+def started_processes(mark: str, leaders: Collection[int]) -> list[int]:
+    """Ids of living processes that have `mark` in their environment or are in the session of one of
+    `leaders`, and of all below them.
+    """
+    import psutil
+
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            marked = process.environ().get(MARK) == mark
+            if not marked and os.getsid(process.pid) not in leaders:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+    return sorted(found - {os.getpid()})

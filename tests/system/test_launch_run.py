@@ -1,0 +1,68 @@
+"""`megarl launch --cpu`: Ray, engines and ranks of a recipe run to their end on one node, and
+nothing is left of them, also after a signal.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support.commands import command, finish, megarl, records, start, tiny_run, write_recipe
+from support.tiny import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    write_model(folder / "model")
+    return folder
+
+
+def recipe(place: Path, name: str, **changes: object) -> str:
+    tree = tiny_run(place, place / "model", 2) | {"folder": str(place / name)} | changes
+    return write_recipe(place / f"{name}.yaml", tree)
+
+
+def states(pid: int) -> list[Path]:
+    return list(Path("/tmp").glob(f"megarl-{pid}-*"))
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
+    options = ("--cpu", "--gpus-train", "1", "--", "--rollout.placement", placement)
+    process, mark = start(command("launch", recipe(place, placement), *options))
+    done = finish(process, mark, timeout_s=400)
+    assert done.code == 0, (done.out[-2000:], done.err[-4000:])
+    assert done.survivors == []
+    assert "trainer rank 0           CPU" in done.out
+    assert [row["step"] for row in records(place / placement / "metrics.jsonl")] == [0, 1]
+    assert states(process.pid) == []
+
+
+def test_a_signal_ends_everything(place: Path) -> None:
+    path = recipe(place, "endless", steps=10**6)
+    process, mark = start(command("launch", path, "--cpu", "--gpus-train", "1"))
+    metrics = place / "endless" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+        assert process.poll() is None, finish(process, mark, 10).err[-4000:]
+        time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, mark, timeout_s=90)
+    assert done.code == 143, done.err[-4000:]
+    assert done.survivors == []
+    assert states(process.pid) == []
+
+
+def test_a_mistake_that_a_rank_finds_is_the_exit_code(place: Path) -> None:
+    """A folder that holds a run is refused by the ranks, not by the launcher."""
+    path = recipe(place, "twice")
+    (place / "twice").mkdir()
+    (place / "twice" / "metrics.jsonl").write_text("{}\n")
+    done = megarl("launch", path, "--cpu", "--gpus-train", "1", timeout_s=300)
+    assert done.code == 2, done.err[-4000:]
+    assert "already holds a run" in done.err
