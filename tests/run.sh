@@ -8,7 +8,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash launch/env.sh
 bin=$root/.venv/bin
-# A run finds the environment's own ninja first: another ninja would build DeepSpeed's operators again.
 export PATH=$bin:$PATH TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 style() {
   ruff check .
