@@ -31,8 +31,8 @@ log=$venv/install.log
 begun=$SECONDS
 echo "making the environment in .venv ($device); the log is .venv/install.log" >&2
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# As in a run, the environment's own ninja comes first: another ninja would throw away what this one has built.
-export PATH=$venv/bin:$PATH
+# As in a run (megarl/cluster/process_env.py): another ninja, or another folder, would build the operators again.
+export PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
 unset PYTHONDONTWRITEBYTECODE
 python=$venv/bin/python
 : >"$log"

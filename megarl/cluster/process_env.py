@@ -26,16 +26,26 @@ RAY_SETTINGS = {
 
 def prepare_environment(num_threads: int) -> None:
     """Settings that libraries read when they are imported; call before torch is."""
-    # Programs of this environment come first on PATH: DeepSpeed's operators, built by its ninja at
-    # installation, would be built again by every other ninja, which takes half a minute.
-    programs = str(Path(sys.executable).parent)
-    if os.environ.get("PATH", "").split(os.pathsep)[0] != programs:
-        os.environ["PATH"] = programs + os.pathsep + os.environ.get("PATH", "")
+    _use_built_operators()
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+
+def _use_built_operators() -> None:
+    """Find the DeepSpeed operators that launch/env.sh has built in this virtual environment.
+
+    They are built again, which takes half a minute, by a ninja of another version and for a virtual
+    environment in another folder. So this environment's programs come first on PATH, and its
+    operators have a folder of their own, unless TORCH_EXTENSIONS_DIR is set.
+    """
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    if path.split(os.pathsep)[0] != programs:
+        os.environ["PATH"] = os.pathsep.join((programs, path)) if path else programs
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:

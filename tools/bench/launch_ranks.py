@@ -64,6 +64,9 @@ def launch(
     Raises `RuntimeError` with the error of the rank that failed first, or if the ranks have not
     ended after `deadline_s` seconds.
     """
+    from megarl.cluster.process_env import prepare_environment
+
+    prepare_environment(1)  # ranks find DeepSpeed's built operators, as in a run
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder, port = Path(name), free_port()
         (folder / "task").write_text(json.dumps(task))
