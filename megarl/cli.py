@@ -166,12 +166,12 @@ def _guard(within_s: float) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_now(number: int) -> None:
+def _end_now(number: int, within_s: float) -> None:
     """Kill all child processes and exit: the regular way out hangs, for example in a collective."""
     import psutil
 
     print(
-        f"megarl: still running {END_WITHIN_S:g} s after signal {number}: killing child processes",
+        f"megarl: still running {within_s:g} s after signal {number}: killing child processes",
         file=sys.stderr,
         flush=True,
     )

@@ -67,7 +67,7 @@ class Reader:
         if mib not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
             spec = RouteSpec(**info["spec"])
-            route, image = Route.of(spec, self.case.table), spec.image(self.engine, self.part)
+            route, image = Route.of(spec, self.case.table), spec.destination(self.engine, self.part)
             receiver = RECEIVERS[info["transport"]](
                 route, self.engine, self.part, info["init_info"]
             )
