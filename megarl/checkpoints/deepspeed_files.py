@@ -31,9 +31,9 @@ import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from megarl.checkpoints.checkpoint import Progress, fingerprint, read_progress, written_under
+from megarl.checkpoints.state_files import read_state, write_state
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
 from megarl.parallel.reshard.owned import training_owned
@@ -173,7 +173,7 @@ def read_place(
     )
     place = Place(Layout(data, sequence, tensor), stage, precision, {})
     path = place.model_path(folder / "state" / "state", 0, 0)
-    first = _load(path)
+    first = read_state(path)
     if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
         raise ValueError(
             f"{folder} is of DeepSpeed {first['ds_version']}, and {deepspeed.__version__} is"
@@ -186,25 +186,6 @@ def read_place(
     return replace(place, table={name: rows[name] for name in names}), progress, first
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, mapped; nothing in it is run."""
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; name a checkpoint that is whole") from None
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    """A file of DeepSpeed's; raises `OSError` where it cannot be written, which torch calls a
-    `RuntimeError`.
-    """
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:
-        raise OSError(f"{path.name}: {error}") from None
-
-
 class _Source:
     """The optimizer files of a checkpoint, by kind and buffer."""
 
@@ -212,14 +193,19 @@ class _Source:
         self.files, self.owned = [], place.optimizer()
         for (tensor, replica), owned in zip(place.optimizer_files, self.owned, strict=True):
             if place.zero_stage == 0:
-                found, names = _load(place.model_path(folder, tensor, replica)), list(owned.sizes)
+                found, names = (
+                    read_state(place.model_path(folder, tensor, replica)),
+                    list(owned.sizes),
+                )
                 master, states = (
                     [found["module"][PREFIX + name] for name in names],
                     found["optimizer"],
                 )
             else:
                 found, names = (
-                    _load(place.optimizer_path(folder, tensor, replica))["optimizer_state_dict"],
+                    read_state(place.optimizer_path(folder, tensor, replica))[
+                        "optimizer_state_dict"
+                    ],
                     list(owned.sizes),
                 )
                 third = place.zero_stage == 3
@@ -301,12 +287,12 @@ def reshard_checkpoint(
             )
         states = {kind: moves.buffers(number, kind) for kind in KINDS}
         if zero_stage == 3 or replica == 0:
-            _save(
+            write_state(
                 _model_state(to, first, tensor, whole, states, moves.source),
                 to.model_path(files, tensor, replica),
             )
         if zero_stage:
-            _save(
+            write_state(
                 _optimizer_state(to, first, states, moves.source),
                 to.optimizer_path(files, tensor, replica),
             )

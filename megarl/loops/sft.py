@@ -17,11 +17,9 @@ from megarl.loops.schedule import due
 from megarl.parallel import balance
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.build import build_network
 from megarl.trainer.context import RunInputs, open_run
-from megarl.trainer.loading import load_model
-from megarl.trainer.model import PolicyModel
 from megarl.trainer.packing import pack_shared
-from megarl.trainer.policy import DTYPES
 from megarl.trainer.zero import TrainEngine
 from megarl.types import Demonstration, Samples, StepReport
 
@@ -41,8 +39,7 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
     assert demonstrations is not None
     with open_run(config, inputs) as context:
         mesh, training = context.mesh, config.training
-        model = load_model(config.model, dtype=DTYPES[training.precision], seed=config.seed)
-        network = PolicyModel(model, mesh, training)
+        network = build_network(config.model, training, mesh, context.device, seed=config.seed)
         engine = TrainEngine(network, training, mesh, context.device, total_steps=config.steps)
         context.stack.callback(engine.destroy)
         checkpoints = context.checkpoints(engine)

@@ -22,14 +22,11 @@ from megarl.objectives.losses import AGGREGATIONS, LOSSES
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.trainer.build import build_network
 from megarl.trainer.config import ModelConfig, TrainingConfig
-from megarl.trainer.loading import load_model
-from megarl.trainer.model import PolicyModel
 from megarl.trainer.packing import SequenceMean, pack_shared
 from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch, StepReport
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy:
@@ -55,15 +52,14 @@ class Policy:
             device,
             temperature,
         )
-        dtype = DTYPES[training.precision]
-        network = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
+        network = build_network(model, training, mesh, device, seed=seed)
         self.engine = TrainEngine(
             network, training, mesh, device, total_steps=total_steps * training.num_mini_batches
         )
-        self.reference: PolicyModel | None = None
+        self.reference: TrainEngine | None = None
         if algorithm.kl.coefficient > 0:
-            frozen = PolicyModel(load_model(model, dtype=dtype, seed=seed), mesh, training)
-            self.reference = frozen.to(device).eval().requires_grad_(False)
+            frozen = build_network(model, training, mesh, device, seed=seed)
+            self.reference = TrainEngine(frozen, training, mesh, device, trains=False)
         self.step = 0
 
     @property
