@@ -49,7 +49,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from megarl.checkpoints import files, store
-from megarl.checkpoints.checkpoint import DIGESTS, damage, fingerprint, read_progress, seal
+from megarl.checkpoints.manifest import DIGESTS, damage, seal
+from megarl.checkpoints.progress import fingerprint, read_progress
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets

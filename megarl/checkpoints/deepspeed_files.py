@@ -18,12 +18,11 @@ holds. What is read is mapped.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,13 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from megarl.checkpoints.checkpoint import Progress, fingerprint, read_progress, written_under
+from megarl.checkpoints.progress import (
+    Progress,
+    fingerprint,
+    read_progress,
+    write_progress,
+    written_under,
+)
 from megarl.checkpoints.state_files import read_state, write_state
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
@@ -300,9 +305,7 @@ def reshard_checkpoint(
         taken = source / "random" / f"rank_{rank % place.layout.size:05d}.safetensors"
         shutil.copyfile(taken, target / "random" / f"rank_{rank:05d}.safetensors")
     shutil.copytree(source / "model", target / "model")
-    (target / "run.json").write_text(
-        json.dumps(asdict(replace(progress, layout=written_under(layout, training))), indent=1)
-    )
+    write_progress(target, replace(progress, layout=written_under(layout, training)))
 
 
 def _adam(

@@ -104,6 +104,18 @@ def write_safetensors(
     Format: https://huggingface.co/docs/safetensors: length of the header, header, data without
     gaps.
     """
+    header = safetensors_header(output, dtypes)
+    size = sum(output.owned.sizes[name] * dtypes[name].itemsize for name in output.owned.sizes)
+    with open(output.path, "wb") as file:
+        file.write(header)
+        for buffer in buffers:
+            file.write(buffer.view(torch.uint8).numpy().data)
+        assert file.tell() == len(header) + size
+    return len(header) + size
+
+
+def safetensors_header(output: Output, dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """What comes before the data in a safetensors file: the header's length, and the header."""
     names_of = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     filled = 0
@@ -117,12 +129,7 @@ def write_safetensors(
         filled = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(output.path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for buffer in buffers:
-            file.write(buffer.view(torch.uint8).numpy().data)
-        assert file.tell() == 8 + len(text) + filled
-    return 8 + len(text) + filled
+    return len(text).to_bytes(8, "little") + text
 
 
 # -------------------------------------------------------------------------------------- layout.json
@@ -238,7 +245,22 @@ def write_whole(
     limit_bytes: int,
 ) -> int:
     """A Hugging Face checkpoint, in files of at most `limit_bytes` (or one tensor), with an index
-    where they are several.
+    where they are several; returns bytes written.
+    """
+    outputs, index = split_outputs(folder, shapes, dtypes, limit_bytes)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    return write_outputs(sources, stores, outputs, dtypes)
+
+
+def split_outputs(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    limit_bytes: int,
+) -> tuple[list[Output], dict[str, Any] | None]:
+    """The files of a Hugging Face checkpoint in `folder`, each of at most `limit_bytes` (or one
+    tensor), and the content of their index, or None where one file is enough.
     """
     sizes = {
         name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()
@@ -257,10 +279,8 @@ def write_whole(
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else WHOLE
         outputs.append(Output(folder / file, whole_owned(group)[0], group))
         where |= dict.fromkeys(group, file)
-    if many:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-    return write_outputs(sources, stores, outputs, dtypes)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    return outputs, index if many else None
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")

@@ -44,7 +44,7 @@ def write_state(state: dict[str, Any], path: Path) -> None:
 
 
 class StateFiles(CheckpointEngine):
-    """What DeepSpeed's engine reads and writes its checkpoint files with, in place of its own class,
+    """Reads and writes the checkpoint files of DeepSpeed's engine, in place of DeepSpeed's class,
     which unpickles whatever a file holds. Keeps which files were written, and why one was not.
     """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.checkpoints.checkpoint import choose, fingerprint, written_under
+from megarl.checkpoints.progress import choose, fingerprint, written_under
 from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
@@ -30,7 +30,7 @@ from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.context import RunInputs
-from megarl.trainer.loading import empty_model, load_model_config
+from megarl.trainer.loading import check_weights, empty_model, load_model_config
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
@@ -302,6 +302,7 @@ def check_model(
             f"model.path {config.path!r} has no .safetensors weights; set model.from_scratch to"
             " true for random weights, or point model.path at a trained model",
         )
+    check_weights(config)
     name = config.tokenizer or config.path
     tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
     check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)

@@ -2,7 +2,7 @@
 
     empty_model(config)                 names and shapes on the meta device, no weights
     PolicyModel(model, mesh, training)  the same, tensor-sharded
-    load_weights(model, ...)            parameters and buffers with values, in place of the empty ones
+    load_weights(model, ...)            parameters and buffers with values, in place of empty ones
 
 `load_weights` reads regions of mapped safetensors files. Under a tensor shard a rank reads that
 shard, under ZeRO 3 its slice of the shard; no rank holds more than its own part in memory. With
@@ -12,6 +12,7 @@ the module's name alone, so that every layout draws the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,10 +195,8 @@ def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
     """Take over the checkpoint's generation_config.json, where there is one: exports carry it."""
     if config.from_scratch:
         return
-    try:
+    with contextlib.suppress(OSError):  # some old models have none
         model.generation_config = GenerationConfig.from_pretrained(config.path)
-    except OSError:
-        pass  # most random and some old models have none
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:

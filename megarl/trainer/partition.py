@@ -1,7 +1,7 @@
-"""Parameters that are ZeRO 3 parameters from the start: a rank has its own slice, never the whole.
+"""Parameters that are ZeRO 3 parameters from the start: a rank has its slice, never the whole.
 
-DeepSpeed's `zero.Init` builds a parameter whole, sends it from rank 0 to all and cuts it; where each
-rank has read its slice already, only DeepSpeed's records of the parameter are left to be made.
+DeepSpeed's `zero.Init` builds a parameter whole, sends it from rank 0 to all and cuts it. Where
+each rank has read its slice already, only DeepSpeed's records of the parameter are to be made.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ class Weights(Protocol):
     """Whole tensors of a model."""
 
     def flat(self, name: str) -> torch.Tensor:
-        """The whole tensor of parameter `name`, flat, on the CPU, in the source's dtype. Valid until
-        the next call.
+        """The whole tensor of parameter `name`, flat, on the CPU, in the source's dtype. Valid
+        until the next call.
         """
         ...
 
     def has(self, name: str) -> bool:
-        """Whether there is a stored tensor `name`; asked for buffers, which few checkpoints have."""
+        """Whether a tensor `name` is stored; asked for buffers, which few checkpoints have."""
         ...
 
 

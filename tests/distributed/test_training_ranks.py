@@ -227,7 +227,7 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
     for words in told:
         assert words.count("rank 1: ") == 2 and words.count("No space left on device") == 2
         assert "earlier checkpoints are whole" in words
-    from megarl.checkpoints.checkpoint import damage
+    from megarl.checkpoints.manifest import damage
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())

@@ -24,7 +24,8 @@ from support.ranks import run_ranks
 from support.tiny import groups, write_model
 
 from megarl.checkpoints import deepspeed_files as zero_files
-from megarl.checkpoints.checkpoint import choose, damage, read_progress, seal
+from megarl.checkpoints.manifest import damage, seal
+from megarl.checkpoints.progress import choose, read_progress
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.families import parameter_table
 
