@@ -27,7 +27,7 @@ def read_state(path: Path, *, mapped: bool = True) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; name a checkpoint that is whole") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(
             f"{path} cannot be read: {first}; name a checkpoint that is whole"
         ) from None

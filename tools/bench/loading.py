@@ -3,9 +3,9 @@
     python tools/bench/loading.py [--layout 2x1x2] [--zero 3] [--dtype bfloat16] [--layers 16]
     python tools/bench/loading.py --way whole      what loading was before: every rank the model
 
-Makes a random Qwen2 of about 1 B parameters in a temporary folder (about 4 safetensors files, written
-tensor by tensor), starts the ranks of a layout (data x sequence x tensor) on gloo, and measures on
-each
+Makes a random Qwen2 of about 1 B parameters in a temporary folder (about 4 safetensors files,
+written tensor by tensor), starts the ranks of a layout (data x sequence x tensor) on gloo, and
+measures on each
 
 loading      from an empty process to a network whose parameters hold this rank's part
 optimizer    DeepSpeed's own copies (float32 master weights, flat buffers); with --optimizer only
