@@ -53,6 +53,9 @@ def use_linear(model: nn.Module) -> None:
 class PolicyModel(nn.Module):
     """Log-probs of a packed row on a mesh; owns the Hugging Face model, cut over the tensor axis,
     as `.model`.
+
+    The model is usually on the meta device, without weights (`megarl.trainer.build` then loads this
+    rank's part); AutoTP needs one that is loaded.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, training: TrainingConfig) -> None:

@@ -120,7 +120,8 @@ class RandomWeights:
     """Tensors drawn by the model's own initialisation, one module at a time, in float32.
 
     The generator of a module is seeded by `seed` and the module's name, so that a tensor does not
-    depend on which others are drawn, or in which order.
+    depend on which others are drawn, or in which order. A rank that owns a part of a tensor draws
+    all of it: every rank spends the time of drawing the model once.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
