@@ -100,6 +100,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     if new:
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
+        check_weights(config.model)
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
@@ -119,6 +120,7 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
+    check_weights(config.model)
     demonstrations = load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
     data = data_name(config.demonstrations, len(demonstrations))
     checkpoint = find_checkpoint(config, layout, data)
@@ -302,7 +304,6 @@ def check_model(
             f"model.path {config.path!r} has no .safetensors weights; set model.from_scratch to"
             " true for random weights, or point model.path at a trained model",
         )
-    check_weights(config)
     name = config.tokenizer or config.path
     tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
     check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)
