@@ -114,23 +114,51 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def load_whole(path: str, training: Any, mesh: Any) -> Any:
+    """What loading was before: every rank loads the model, DeepSpeed cuts it."""
+    import deepspeed
+    import transformers
+
+    from megarl.parallel.deepspeed_view import DeepSpeedView
+    from megarl.trainer.attention import ATTENTION
+    from megarl.trainer.build import DTYPES
+    from megarl.trainer.model import PolicyModel
+    from megarl.trainer.zero import deepspeed_config
+
+    dtype = DTYPES[training.precision]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=ATTENTION
+    )
+    network = PolicyModel(whole, mesh, training)
+    if training.zero_stage == 3:
+        view = DeepSpeedView(mesh)
+        deepspeed.init_distributed(
+            dist_init_required=False, auto_mpi_discovery=False, verbose=False
+        )
+        deepspeed.zero.Init(
+            module=network,
+            data_parallel_group=view.get_data_parallel_group(),
+            config_dict_or_path=deepspeed_config(training, mesh.gradient.size),
+            dtype=dtype,
+            mpu=view,
+        )
+    return network
+
+
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: load, set up the optimizer if asked, export."""
-    import deepspeed
     import torch
 
     from megarl.checkpoints.export import WeightExport
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier
-    from megarl.parallel.deepspeed_view import DeepSpeedView
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.parallel.reshard.owned import training_owned
     from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.build import DTYPES, build_network
     from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.model import PolicyModel
-    from megarl.trainer.zero import TrainEngine, deepspeed_config
+    from megarl.trainer.zero import TrainEngine
 
     torch.set_num_threads(1)
     device, found = mesh_module.initialise(timeout_s=600), {}
@@ -142,27 +170,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         base = anonymous_bytes()
         with peak_of("loading", found):
             if task["way"] == "whole":
-                import transformers
-
-                from megarl.trainer.attention import ATTENTION
-
-                whole = transformers.AutoModelForCausalLM.from_pretrained(
-                    config.path, dtype=dtype, attn_implementation=ATTENTION
-                )
-                network = PolicyModel(whole, mesh, training)
-                del whole
-                if training.zero_stage == 3:
-                    view = DeepSpeedView(mesh)
-                    deepspeed.init_distributed(
-                        dist_init_required=False, auto_mpi_discovery=False, verbose=False
-                    )
-                    deepspeed.zero.Init(
-                        module=network,
-                        data_parallel_group=view.get_data_parallel_group(),
-                        config_dict_or_path=deepspeed_config(training, mesh.gradient.size),
-                        dtype=dtype,
-                        mpu=view,
-                    )
+                network = load_whole(config.path, training, mesh)
             else:
                 network = build_network(config, training, mesh, device, seed=0)
         barrier(mesh.world)
