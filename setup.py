@@ -21,6 +21,7 @@ setup(
         "transformers",
         "sentencepiece",
         "numpy",
+        "blake3",
         "datasets",
         "math-verify",
         "psutil",
