@@ -87,6 +87,19 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
+def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
+    """Send a contiguous tensor to the axis's rank `to`, which calls `receive`; waits until the
+    tensor can be overwritten.
+    """
+    dist.send(tensor, dst=axis.ranks[to], group=axis.group)
+
+
+def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
+    """Fill a contiguous `tensor` with what the axis's rank `source` sends, and return it."""
+    dist.recv(tensor, src=axis.ranks[source], group=axis.group)
+    return tensor
+
+
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Every rank's tensor, by rank, on all ranks; `lengths` are their sizes in dimension 0."""
     if axis.size == 1:

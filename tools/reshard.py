@@ -48,8 +48,9 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from megarl.checkpoints import files
-from megarl.checkpoints.checkpoint import DIGESTS, damage, fingerprint, read_progress, seal
+from megarl.checkpoints import files, store
+from megarl.checkpoints.manifest import DIGESTS, damage, seal
+from megarl.checkpoints.progress import fingerprint, read_progress
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
@@ -241,7 +242,7 @@ class Source:
     model: Model
     folder: Path
     owned: list[Owned]
-    stores: list[files.Store]
+    stores: list[store.Store]
     left_out: list[str]
     """Tensors of the files that are no weights of their own."""
 
@@ -252,14 +253,14 @@ class Source:
 
 def open_hugging_face(folder: Path) -> Source:
     """A Hugging Face folder, its weights checked against what its config says."""
-    model, store = load_model(folder), files.open_whole(folder)
+    model, found = load_model(folder), store.open_whole(folder)
     wanted = model.shapes
-    left_out = [name for name in store.shapes if name.endswith(RECOMPUTED)]
-    if HEAD in store.shapes and HEAD not in wanted:
-        files.refuse_untied(store, folder, HEAD, embedding=next(iter(wanted)))
+    left_out = [name for name in found.shapes if name.endswith(RECOMPUTED)]
+    if HEAD in found.shapes and HEAD not in wanted:
+        store.refuse_untied(found, folder, HEAD, embedding=next(iter(wanted)))
         left_out.append(HEAD)
-    files.refuse_others(store, folder, wanted, left_out)
-    return Source(model, folder, whole_owned(wanted), [store], left_out)
+    store.refuse_others(found, folder, wanted, left_out)
+    return Source(model, folder, whole_owned(wanted), [found], left_out)
 
 
 def refuse_damaged(folder: Path) -> None:

@@ -1,15 +1,8 @@
 """A run's checkpoint from one layout and ZeRO stage to another: master weights and Adam's moments,
 each element as it was.
 
-What DeepSpeed's files hold of a tensor rank's parameters, in the model's order:
-
-    ZeRO 0       every parameter, in the one file of the tensor rank
-    ZeRO 1, 2    rank r of n (data x sequence): the r-th part of all of them in a row, padded to a
-                 multiple of 2 n
-    ZeRO 3       the r-th part of each, padded to a multiple of n, in a row; in groups of SUB_GROUP
-                 elements or a little more
-
-Each is a `Owned`, so that one plan moves all three kinds. The weights that layers compute with are
+What each file holds is an `Owned` (see `deepspeed_place`), so that one plan moves all kinds of
+state between all ZeRO stages. The weights that layers compute with are
 the master weights, rounded to the run's precision, under every stage; so they are made of them.
 Precision stays, as do step, prompt cursor and the exported model; ranks that the source has not
 take the random state of rank r modulo its ranks. Owned in memory: what one file of the target
@@ -18,12 +11,11 @@ holds. What is read is mapped.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,117 +23,28 @@ import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
-from megarl.checkpoints.checkpoint import Progress, fingerprint, read_progress, written_under
+from megarl.checkpoints.deepspeed_place import PREFIX, Place
+from megarl.checkpoints.progress import (
+    Progress,
+    fingerprint,
+    read_progress,
+    write_progress,
+    written_under,
+)
+from megarl.checkpoints.state_files import read_state, write_state
 from megarl.parallel.layout import Layout
-from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
-from megarl.parallel.reshard.owned import training_owned
+from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.plan import Copy, make_plan
 from megarl.trainer.config import TrainingConfig
-from megarl.weight_sync.parameters import ParameterSpec, training_shards
+from megarl.weight_sync.parameters import ParameterSpec
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-SUB_GROUP = 10**9
-"""DeepSpeed's `sub_group_size`, which megarl leaves as it is."""
-ALIGN = 2
-"""DeepSpeed's `nccl_start_alignment_factor`."""
-PREFIX = "model."
-"""Of parameters in the wrapped model, before the names that a checkpoint has."""
 FORMAT = "0.19."
 """Versions of DeepSpeed whose files look like this."""
 WRITTEN = re.compile(
     r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """The layout, ZeRO stage and precision of a run's checkpoint, and the parameters it is about,
-    in the model's order.
-    """
-
-    layout: Layout
-    zero_stage: int
-    precision: Literal["float32", "bfloat16"]
-    table: Mapping[str, ParameterSpec]
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that share a tensor rank's optimizer state."""
-        return self.layout.size // self.layout.tensor
-
-    @property
-    def optimizer_files(self) -> list[tuple[int, int]]:
-        """(tensor rank, replica) of each; of ZeRO 0, of each tensor rank one."""
-        replicas = self.replicas if self.zero_stage else 1
-        return [
-            (tensor, replica) for tensor in range(self.layout.tensor) for replica in range(replicas)
-        ]
-
-    def model_path(self, folder: Path, tensor: int, replica: int) -> Path:
-        """The file of weights and settings; ZeRO 3 has one a rank, without weights."""
-        part = f"zero_pp_rank_{replica}_" if self.zero_stage == 3 else ""
-        return folder / f"{part}mp_rank_{tensor:02d}_model_states.pt"
-
-    def optimizer_path(self, folder: Path, tensor: int, replica: int) -> Path:
-        half = "bf16_" if self.precision == "bfloat16" else ""
-        return folder / f"{half}zero_pp_rank_{replica}_mp_rank_{tensor:02d}_optim_states.pt"
-
-    @property
-    def shards(self) -> dict[str, Any]:
-        return training_shards(list(self.table.values()), self.layout.tensor)
-
-    def weights(self) -> list[Owned]:
-        """What each tensor rank computes with, a buffer a parameter."""
-        shapes = {name: row.shape for name, row in self.table.items()}
-        return training_owned(shapes, self.shards, Layout(tensor=self.layout.tensor), 0)
-
-    def shapes(self, tensor: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of a tensor rank."""
-        made = {}
-        for name, row in self.table.items():
-            shard = self.shards.get(name)
-            made[name] = tuple(
-                shard.lengths[tensor] if shard is not None and dim == shard.dim else length
-                for dim, length in enumerate(row.shape)
-            )
-        return made
-
-    def optimizer(self) -> list[Owned]:
-        """What each of `optimizer_files` holds of each kind."""
-        weights = self.weights()
-        if self.zero_stage == 0:
-            return weights
-        cut = _each_cut if self.zero_stage == 3 else _row_cut
-        return [
-            cut(weights[tensor], replica, self.replicas) for tensor, replica in self.optimizer_files
-        ]
-
-
-def _row_cut(owned: Owned, replica: int, replicas: int) -> Owned:
-    """ZeRO 1 and 2: all parameters in a row, padded, and of that a part."""
-    row = Owned()
-    for piece in owned.pieces:
-        row.add(piece.tensor, piece.box, "0")
-    row.add(ZEROS, Box(0, -row.sizes["0"] % (ALIGN * replicas), 0, 1), "0")
-    return row.slice(replica, replicas)
-
-
-def _each_cut(owned: Owned, replica: int, replicas: int) -> Owned:
-    """ZeRO 3: a part of each parameter, padded, in a row; a group ends where it has `SUB_GROUP`
-    elements.
-    """
-    parts, made, group = owned.slice(replica, replicas), Owned(), 0
-    pieces = defaultdict(list)
-    for piece in parts.pieces:
-        pieces[piece.buffer].append(piece)
-    for name, size in owned.sizes.items():
-        for piece in pieces[name]:
-            made.add(piece.tensor, piece.box, str(group))
-        made.add(ZEROS, Box(0, -(-size // replicas) - parts.sizes[name], 0, 1), str(group))
-        group += made.sizes[str(group)] >= SUB_GROUP
-    return made
 
 
 def read_place(
@@ -173,7 +76,7 @@ def read_place(
     )
     place = Place(Layout(data, sequence, tensor), stage, precision, {})
     path = place.model_path(folder / "state" / "state", 0, 0)
-    first = _load(path)
+    first = read_state(path)
     if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
         raise ValueError(
             f"{folder} is of DeepSpeed {first['ds_version']}, and {deepspeed.__version__} is"
@@ -186,25 +89,6 @@ def read_place(
     return replace(place, table={name: rows[name] for name in names}), progress, first
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, mapped; nothing in it is run."""
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; name a checkpoint that is whole") from None
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    """A file of DeepSpeed's; raises `OSError` where it cannot be written, which torch calls a
-    `RuntimeError`.
-    """
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:
-        raise OSError(f"{path.name}: {error}") from None
-
-
 class _Source:
     """The optimizer files of a checkpoint, by kind and buffer."""
 
@@ -212,14 +96,19 @@ class _Source:
         self.files, self.owned = [], place.optimizer()
         for (tensor, replica), owned in zip(place.optimizer_files, self.owned, strict=True):
             if place.zero_stage == 0:
-                found, names = _load(place.model_path(folder, tensor, replica)), list(owned.sizes)
+                found, names = (
+                    read_state(place.model_path(folder, tensor, replica)),
+                    list(owned.sizes),
+                )
                 master, states = (
                     [found["module"][PREFIX + name] for name in names],
                     found["optimizer"],
                 )
             else:
                 found, names = (
-                    _load(place.optimizer_path(folder, tensor, replica))["optimizer_state_dict"],
+                    read_state(place.optimizer_path(folder, tensor, replica))[
+                        "optimizer_state_dict"
+                    ],
                     list(owned.sizes),
                 )
                 third = place.zero_stage == 3
@@ -301,12 +190,12 @@ def reshard_checkpoint(
             )
         states = {kind: moves.buffers(number, kind) for kind in KINDS}
         if zero_stage == 3 or replica == 0:
-            _save(
+            write_state(
                 _model_state(to, first, tensor, whole, states, moves.source),
                 to.model_path(files, tensor, replica),
             )
         if zero_stage:
-            _save(
+            write_state(
                 _optimizer_state(to, first, states, moves.source),
                 to.optimizer_path(files, tensor, replica),
             )
@@ -314,9 +203,7 @@ def reshard_checkpoint(
         taken = source / "random" / f"rank_{rank % place.layout.size:05d}.safetensors"
         shutil.copyfile(taken, target / "random" / f"rank_{rank:05d}.safetensors")
     shutil.copytree(source / "model", target / "model")
-    (target / "run.json").write_text(
-        json.dumps(asdict(replace(progress, layout=written_under(layout, training))), indent=1)
-    )
+    write_progress(target, replace(progress, layout=written_under(layout, training)))
 
 
 def _adam(

@@ -26,67 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from megarl.checkpoints.store import DTYPES, INDEX, WHOLE, Store
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import whole_owned
 from megarl.parallel.reshard.plan import Copy, make_plan
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Of weights, by safetensors' names."""
-
 FORMAT = 1
 LAYOUT = "layout.json"
-
-
-class Store:
-    """The tensors of some safetensors files, mapped."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises `ValueError` for a file that is not whole, and for a name that two files have."""
-        self.paths: dict[str, Path] = {}
-        """Tensor -> its file."""
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[Path, Any] = {}
-        for path in paths:
-            try:
-                file = self._files[path] = safe_open(str(path), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"{path} cannot be read ({error}): it is truncated or not safetensors; fetch it"
-                    " again"
-                ) from None
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
-                if name in self.paths:
-                    raise ValueError(
-                        f"{name} is in {self.paths[name]} and in {path}; remove the file that does"
-                        " not belong to the checkpoint"
-                    )
-                part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{name} in {path} is of dtype {part.get_dtype()}; weights are of"
-                        f" {', '.join(DTYPES)}"
-                    )
-                self.paths[name], self.shapes[name] = path, tuple(part.get_shape())
-                self.dtypes[name] = DTYPES[part.get_dtype()]
-
-    def flat(self, name: str) -> torch.Tensor:
-        """A tensor in its file, flat; memory is used for what is read of it only."""
-        return self._files[self.paths[name]].get_tensor(name).reshape(-1)
-
-    def bytes_of(self, name: str) -> torch.Tensor:
-        """The same, as bytes: two tensors are equal bit by bit, or not."""
-        return self.flat(name).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -156,6 +104,18 @@ def write_safetensors(
     Format: https://huggingface.co/docs/safetensors: length of the header, header, data without
     gaps.
     """
+    header = safetensors_header(output, dtypes)
+    size = sum(output.owned.sizes[name] * dtypes[name].itemsize for name in output.owned.sizes)
+    with open(output.path, "wb") as file:
+        file.write(header)
+        for buffer in buffers:
+            file.write(buffer.view(torch.uint8).numpy().data)
+        assert file.tell() == len(header) + size
+    return len(header) + size
+
+
+def safetensors_header(output: Output, dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """What comes before the data in a safetensors file: the header's length, and the header."""
     names_of = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     filled = 0
@@ -169,12 +129,7 @@ def write_safetensors(
         filled = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(output.path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for buffer in buffers:
-            file.write(buffer.view(torch.uint8).numpy().data)
-        assert file.tell() == 8 + len(text) + filled
-    return 8 + len(text) + filled
+    return len(text).to_bytes(8, "little") + text
 
 
 # -------------------------------------------------------------------------------------- layout.json
@@ -280,79 +235,6 @@ def open_ranks(
 
 # ------------------------------------------------------------------------- Hugging Face checkpoints
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def open_whole(folder: Path) -> Store:
-    """A Hugging Face checkpoint's weights: one file, or those of its index. Raises `ValueError`
-    where they are not there.
-    """
-    whole, index = folder / WHOLE, folder / INDEX
-    if whole.exists() and index.exists():
-        raise ValueError(
-            f"{folder} has both {WHOLE} and {INDEX}; remove the one that does not belong to the"
-            " checkpoint"
-        )
-    if whole.exists():
-        return Store([whole])
-    if not index.exists():
-        raise ValueError(
-            f"{folder} has neither {WHOLE} nor {INDEX}; name the folder of a model saved as"
-            " safetensors"
-        )
-    try:
-        where = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(where.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} cannot be read ({error!r}); fetch it again") from None
-    missing = [
-        name for name in names if os.path.basename(name) != name or not (folder / name).is_file()
-    ]
-    if missing:
-        raise ValueError(f"{index} names {missing[0]}, which is not in the folder; fetch it again")
-    store = Store([folder / name for name in names])
-    for name, file in where.items():
-        if name not in store.paths or store.paths[name].name != file:
-            raise ValueError(
-                f"{index} says that {name} is in {file}, but it is not; fetch both again"
-            )
-    return store
-
-
-def refuse_others(
-    store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
-) -> None:
-    """Raise `ValueError` where a checkpoint's tensors, but for those `left_out`, are not those of
-    its config; it names one.
-    """
-    fix = "the weights and the config are not of one model: fetch both again"
-    for name, shape in wanted.items():
-        if name not in store.shapes:
-            raise ValueError(
-                f"{folder} has no tensor {name} {shape}, which its config.json asks for; {fix}"
-            )
-        if store.shapes[name] != shape:
-            raise ValueError(
-                f"{name} in {store.paths[name]} is {store.shapes[name]}, its config.json says"
-                f" {shape}; {fix}"
-            )
-    for name, path in store.paths.items():
-        if name not in wanted and name not in left_out:
-            raise ValueError(f"{name} in {path} is not in a model of its config.json; {fix}")
-
-
-def refuse_untied(store: Store, folder: Path, head: str, embedding: str) -> None:
-    """Raise `ValueError` where a head that the config ties to the embedding is not the same, bit by
-    bit.
-    """
-    if store.dtypes[head] != store.dtypes.get(embedding) or not torch.equal(
-        store.bytes_of(head), store.bytes_of(embedding)
-    ):
-        raise ValueError(
-            f"{folder} has a {head} that differs from {embedding}, but its config.json ties them; "
-            "set tie_word_embeddings to false there if the model is not tied, or remove the head"
-        )
-
 
 def write_whole(
     sources: Sequence[Owned],
@@ -363,7 +245,22 @@ def write_whole(
     limit_bytes: int,
 ) -> int:
     """A Hugging Face checkpoint, in files of at most `limit_bytes` (or one tensor), with an index
-    where they are several.
+    where they are several; returns bytes written.
+    """
+    outputs, index = split_outputs(folder, shapes, dtypes, limit_bytes)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    return write_outputs(sources, stores, outputs, dtypes)
+
+
+def split_outputs(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    limit_bytes: int,
+) -> tuple[list[Output], dict[str, Any] | None]:
+    """The files of a Hugging Face checkpoint in `folder`, each of at most `limit_bytes` (or one
+    tensor), and the content of their index, or None where one file is enough.
     """
     sizes = {
         name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()
@@ -382,10 +279,8 @@ def write_whole(
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else WHOLE
         outputs.append(Output(folder / file, whole_owned(group)[0], group))
         where |= dict.fromkeys(group, file)
-    if many:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-    return write_outputs(sources, stores, outputs, dtypes)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    return outputs, index if many else None
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")

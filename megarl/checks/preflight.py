@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from megarl.checkpoints.checkpoint import choose, fingerprint, written_under
+from megarl.checkpoints.progress import choose, fingerprint, written_under
 from megarl.checks.engine_checks import check_cache_memory, check_placement
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_model, stop_tokens
@@ -21,7 +21,7 @@ from megarl.parallel.mesh import local_device, num_ranks, rank
 from megarl.parallel.tensor import whole_shapes
 from megarl.schema import require
 from megarl.trainer.context import RolePlace, RunInputs
-from megarl.trainer.loading import empty_model
+from megarl.trainer.loading import check_weights, empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
 MIN_FREE_BYTES = 64 * 2**20
@@ -99,6 +99,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     if new:
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
+        check_weights(config.model)
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
     if on_cpu:
         check_cache_memory(config, hf, longest)
@@ -129,6 +130,7 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
     check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
+    check_weights(config.model)
     # Rank 0 reads for all, and sends every step's samples to the other ranks.
     demonstrations = (
         load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)

@@ -10,7 +10,7 @@ from megarl.schema import require
 from megarl.trainer.attention import refuse_unsupported
 from megarl.trainer.config import LayoutConfig, RoleConfig
 from megarl.trainer.context import RolePlace
-from megarl.trainer.loading import load_model_config
+from megarl.trainer.loading import check_weights, load_model_config
 from megarl.trainer.sharding import refuse_tensor
 
 
@@ -65,6 +65,7 @@ def check_reference(
             f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
             " set a reference that was made from the same model",
         )
+        check_weights(config.reference.model)
         hf = theirs
     try:
         refuse_tensor(hf, place.layout.tensor)

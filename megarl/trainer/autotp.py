@@ -6,7 +6,8 @@
 
 AutoTP is given the model, not the engine: `tensor_parallel.autotp_size` among DeepSpeed's settings
 would discard our mesh for groups of its own, and leave the reference model, which has no engine,
-whole. Embedding and head stay whole on every rank.
+whole. Embedding and head stay whole on every rank. AutoTP cuts weights, not shapes, so every rank
+loads the whole model into its host memory first; `training.tensor_backend: plan` does not.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.checkpoints.checkpoint import Checkpoints, Progress
+from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.progress import Progress
 from megarl.config import RunConfig, SftConfig, as_plain, dump
 from megarl.data.demonstrations import DemonstrationList
 from megarl.data.source import PromptList

@@ -16,15 +16,12 @@ import torch
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.trainer.build import build_network
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
-from megarl.trainer.loading import load_model
-from megarl.trainer.model import RoleModel
 from megarl.trainer.packing import pack_mini_batch, pack_shared
 from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Column = list[torch.Tensor]
 """Per mini-batch, one float32 for each token of this data rank's samples, [T] each; 0 where the
@@ -52,9 +49,8 @@ class Role:
         trained role, the optimizer. Every rank of `mesh` makes the role together.
         """
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
-        loaded = load_model(model, dtype=DTYPES[training.precision], seed=seed)
         self.engine = TrainEngine(
-            RoleModel(loaded, mesh, training, head),
+            build_network(model, training, mesh, device, seed=seed, head=head),
             training,
             mesh,
             device,

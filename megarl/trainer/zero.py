@@ -1,5 +1,5 @@
 """DeepSpeed behind three calls: backward on a micro-batch, one optimizer step, full weights by
-name.
+name; and the same model without an optimizer.
 
 The loss handed to `backward` is this rank's share of one global sum; DeepSpeed's mean over ranks is
 undone here.
@@ -11,7 +11,8 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -19,6 +20,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
@@ -52,12 +54,14 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) 
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)
 
 
-def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, object]:
+def deepspeed_config(
+    config: TrainingConfig, num_data_ranks: int, *, trains: bool = True
+) -> dict[str, object]:
     """DeepSpeed's own settings for `config`. Accumulation is ours: its step boundary is set by
     hand.
     """
     zero: dict[str, object] = {"stage": config.zero_stage, "contiguous_gradients": True}
-    if config.offload_optimizer:
+    if config.offload_optimizer and trains:
         zero["offload_optimizer"] = {"device": "cpu"}
     settings: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -76,7 +80,11 @@ def deepspeed_config(config: TrainingConfig, num_data_ranks: int) -> dict[str, o
 
 
 class TrainEngine:
-    """A policy model under DeepSpeed on this rank."""
+    """A model on this rank: trained under DeepSpeed, or frozen.
+
+    A frozen model (`trains=False`) has no optimizer and no gradients. Under ZeRO 3 its parameters
+    are partitioned like a trained model's, else it is this rank's tensor shard without DeepSpeed.
+    """
 
     def __init__(
         self,
@@ -85,48 +93,58 @@ class TrainEngine:
         mesh: ProcessMesh,
         device: torch.device,
         *,
-        total_steps: int,
+        total_steps: int = 0,
         trains: bool = True,
     ) -> None:
+        """`total_steps`: optimizer steps of the whole run, for the learning rate's schedule; unused
+        where nothing `trains`.
+        """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
-        self._engine: Any
-        if not trains:
-            self._engine = None
-            self._frozen = model.to(device).eval().requires_grad_(False)
-            return
-        if config.gradient_checkpointing:
+        self.trains, self._module, self._files = trains, model, StateFiles()
+        self._engine: Any = None
+        model.train(trains)
+        if trains and config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+        if not trains:
+            model.requires_grad_(False)
         model.to(device)
-        optimizer = OPTIMIZERS[config.optimizer.kind](
-            [p for p in model.parameters() if p.requires_grad], config.optimizer
-        )
-        drop_stale_locks()
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,  # pyright: ignore[reportArgumentType]
-                config=deepspeed_config(config, mesh.gradient.size),
-                mpu=DeepSpeedView(mesh),
-                dist_init_required=False,
-            )
-        self._write_problem = ""
-        self._engine.checkpoint_engine.save = self._keep_problem(
-            self._engine.checkpoint_engine.save
-        )
-        self._engine._copy_recovery_script = lambda folder: (
-            None
-        )  # a script that our checkpoints do not need
+        if trains or config.zero_stage == 3:
+            self._engine = self._initialise(model)
         self.steps_done = 0
         """Optimizer steps taken."""
+
+    def _initialise(self, model: RoleModel) -> Any:
+        """DeepSpeed's engine for `model`, with an optimizer where it trains."""
+        config, optimizer = self.config, None
+        if self.trains:
+            optimizer = OPTIMIZERS[config.optimizer.kind](
+                [p for p in model.parameters() if p.requires_grad], config.optimizer
+            )
+        drop_stale_locks()
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+                config=deepspeed_config(config, self.mesh.gradient.size, trains=self.trains),
+                mpu=DeepSpeedView(self.mesh),
+                dist_init_required=False,
+            )
+        made: Any = engine
+        made.checkpoint_engine = self._files
+        made._copy_recovery_script = lambda folder: None  # our checkpoints do not need the script
+        return made
 
     @property
     def module(self) -> RoleModel:
         """The model; under ZeRO 3 its parameters are empty outside of a forward pass."""
-        return self._frozen if self._engine is None else self._engine.module
+        return self._module
 
     def __call__(self, *args: object) -> Any:
-        return self.module(*args) if self._engine is None else self._engine(*args)
+        """What the head computes of a micro-batch; without gradients where nothing trains."""
+        if self.trains:
+            return self._engine(*args)
+        with torch.no_grad():
+            return (self._engine or self._module)(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's part of the step's loss; `last` marks the step's last
@@ -229,34 +247,25 @@ class TrainEngine:
     def _can_offload(self) -> bool:
         return (
             self.device.type == "cuda"
+            and self.trains
             and self.config.zero_stage > 0
             and not self.config.offload_optimizer
         )
 
-    def save(self, folder: str) -> None:
-        """This rank's part of model and optimizer state, in DeepSpeed's format; raises `OSError`
-        where it cannot be written.
+    def save(self, folder: str) -> list[Path]:
+        """Write this rank's part of model and optimizer state in DeepSpeed's format, and return the
+        files; raises `OSError` where one cannot be written.
 
         DeepSpeed waits for all ranks after writing, so a rank that cannot write must not leave
         before that.
         """
-        self._write_problem = ""
+        self._files.begin()
         self._engine.save_checkpoint(
             folder, tag="state", client_state={"steps_done": self.steps_done}, save_latest=False
         )
-        if self._write_problem:
-            raise OSError(self._write_problem)
-
-    def _keep_problem(self, write: Callable[..., Any]) -> Callable[..., None]:
-        """`write`, whose failure is kept for `save` to raise."""
-
-        def kept(*arguments: Any, **named: Any) -> None:
-            try:
-                write(*arguments, **named)
-            except (OSError, RuntimeError) as error:
-                self._write_problem = self._write_problem or str(error)
-
-        return kept
+        if self._files.problem:
+            raise OSError(self._files.problem)
+        return self._files.written
 
     def load(self, folder: str) -> None:
         """The counterpart of `save`; the caller has checked the files' digests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.parallel.layout import Layout
-from megarl.parallel.reshard.boxes import Owned, matrix
+from megarl.parallel.reshard.boxes import Box, Owned, matrix
 from megarl.parallel.tensor import Shard
 
 
@@ -27,20 +27,7 @@ def training_owned(
     for rank in range(layout.tensor):
         owned = Owned()
         for name, shape in shapes.items():
-            box, shard = matrix(shape), shards.get(name)
-            if shard is not None:
-                if shard.dim > 1 or len(shape) > 2:
-                    raise ValueError(
-                        f"{name} {shape} is cut along dimension {shard.dim}, which no reshard plan"
-                        " can describe"
-                    )
-                start, stop = shard.edges[rank], shard.edges[rank + 1]
-                box = (
-                    box._replace(top=start, bottom=stop)
-                    if shard.dim == 0
-                    else box._replace(left=start, right=stop)
-                )
-            owned.add(name, box, name)
+            owned.add(name, shard_box(name, shape, shards.get(name), rank), name)
         whole_ranks.append(owned)
     replicas, made = layout.size // layout.tensor, []
     for rank in range(layout.size):
@@ -51,6 +38,23 @@ def training_owned(
         )
         made.append(owned.slice(replica, replicas) if zero_stage == 3 and replicas > 1 else owned)
     return made
+
+
+def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:
+    """The box of tensor `name` (whole shape `shape`) that tensor rank `rank` owns; all of it where
+    the tensor is not sharded. Raises `ValueError` for a shard that is not a box of the matrix.
+    """
+    box = matrix(shape)
+    if shard is None:
+        return box
+    if shard.dim > 1 or len(shape) > 2:
+        raise ValueError(
+            f"{name} {shape} is cut along dimension {shard.dim}, which no reshard plan can describe"
+        )
+    start, stop = shard.edges[rank], shard.edges[rank + 1]
+    if shard.dim == 0:
+        return box._replace(top=start, bottom=stop)
+    return box._replace(left=start, right=stop)
 
 
 def whole_owned(shapes: Mapping[str, tuple[int, ...]]) -> list[Owned]:

@@ -204,16 +204,18 @@ def test_deepspeeds_cpu_optimizer_takes_the_same_steps(
 
 
 def save_with_a_full_disk(model: str, folder: str) -> str:
-    """Rank 1 cannot write, once in DeepSpeed's part and once in its own; returns what each rank was
-    told.
+    """Rank 1 cannot write: DeepSpeed's part, its random state, its file of the exported model, its
+    files to the disk. Returns what each rank was told.
     """
     from pathlib import Path
 
-    from megarl.checkpoints import checkpoint
+    from megarl.checkpoints import checkpoint, export
     from megarl.data.tokenizer import load_tokenizer
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
+    from megarl.parallel.reshard.owned import training_owned
+    from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.loading import load_model
     from megarl.trainer.model import RoleModel
@@ -221,6 +223,14 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
 
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
+
+    class FullDisk:
+        """A file on it: it can be opened, and not written."""
+
+        write, close = staticmethod(full), staticmethod(lambda: None)
+
+    def open_on_a_full_disk(file: export._File, header: bytes) -> None:
+        file._file = FullDisk()  # pyright: ignore[reportAttributeAccessIssue]
 
     import torch
 
@@ -235,20 +245,29 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
             Path(folder), keep=2, engine=engine, tokenizer=tokenizer, mesh=mesh, seed=0, data="d"
         )
         made.save(step=1, next_ordinal=4)
-        told = []
-        for step, name in ((2, "torch.save"), (3, "save_file")):
-            where, attribute = (
-                (torch, "save") if name == "torch.save" else (checkpoint, "save_file")
-            )
+        # From here on several files of weights, so that rank 1 writes one of them.
+        shapes = whole_shapes(network.model, {})
+        owned = training_owned(shapes, {}, mesh.layout, 1)
+        made._weights = export.WeightExport(
+            owned, shapes, torch.float32, file_bytes=60_000, band_bytes=9_000
+        )
+        told: list[str] = []
+        places: list[tuple[int, Any, str, Any]] = [
+            (2, torch, "save", full),
+            (3, checkpoint, "save_file", full),
+            (4, export._File, "open", open_on_a_full_disk),
+            (5, checkpoint, "digest_files", full),
+        ]
+        for step, where, attribute, fails in places:
             whole = getattr(where, attribute)
             if mesh.rank == 1:
-                setattr(where, attribute, full)
+                setattr(where, attribute, fails)
             try:
                 made.save(step=step, next_ordinal=8)
             except OSError as error:
                 told.append(str(error))
             setattr(where, attribute, whole)
-        made.save(step=4, next_ordinal=8)
+        made.save(step=6, next_ordinal=8)
     mesh_module.finalise()
     return "\n".join(told)
 
@@ -260,9 +279,10 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
         2, __file__, "save_with_a_full_disk", models[False], str(tmp_path), timeout_s=120
     )
     for words in told:
-        assert words.count("rank 1: ") == 2 and words.count("No space left on device") == 2
+        assert words.count("rank 1: ") == 4 and words.count("No space left on device") == 4
         assert "earlier checkpoints are whole" in words
-    from megarl.checkpoints.checkpoint import damage
+    from megarl.checkpoints.manifest import damage
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000006"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())
+    assert len(list((tmp_path / "step_000006" / "model").glob("*.safetensors"))) > 1

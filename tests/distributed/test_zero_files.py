@@ -24,7 +24,9 @@ from support.ranks import run_ranks
 from support.tiny import groups, write_model
 
 from megarl.checkpoints import deepspeed_files as zero_files
-from megarl.checkpoints.checkpoint import choose, damage, read_progress, seal
+from megarl.checkpoints import deepspeed_place
+from megarl.checkpoints.manifest import damage, seal
+from megarl.checkpoints.progress import choose, read_progress
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.families import parameter_table
 
@@ -399,7 +401,7 @@ def test_there_and_back(
         assert_same(wanted, content(at, model), rounded=False)
     assert len(list((at / "random").iterdir())) == 16
     assert load_file(at / "random" / "rank_00015.safetensors").keys() == {"torch"}
-    monkeypatch.setattr(zero_files, "SUB_GROUP", 5000)
+    monkeypatch.setattr(deepspeed_place, "SUB_GROUP", 5000)
     small = convert(at, tmp_path / "small", model, f32((2, 1, 1), 3))
     state = torch.load(
         small / "state/state/zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False

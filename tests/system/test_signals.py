@@ -112,7 +112,8 @@ def test_a_signal_ends_everything_cleanly(
     assert done.code != 0
     assert took < END_WITHIN_S, f"{took:.1f} s\n{done.err[-3000:]}"
 
-    from megarl.checkpoints.checkpoint import damage, newest_first
+    from megarl.checkpoints.manifest import damage
+    from megarl.checkpoints.progress import newest_first
 
     whole = newest_first(run / "checkpoints")
     assert whole and all(damage(path) == "" for path in whole)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoints.checkpoint import written_under
+from megarl.checkpoints.progress import written_under
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import OptimizerConfig, TrainingConfig
 from megarl.trainer.optimizers import OPTIMIZERS, refuse_optimizer

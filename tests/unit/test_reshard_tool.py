@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 from support.tiny import write_model
 
 from megarl.checkpoints import files
-from megarl.checkpoints.checkpoint import seal
+from megarl.checkpoints.manifest import seal
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import scatter
 

@@ -1,0 +1,164 @@
+"""Weights that ranks own in parts, written as a Hugging Face checkpoint: no rank gathers a model.
+
+Each file of the checkpoint has one writing rank. A tensor is written band of rows by band, and what
+the writer lacks of a band comes from the ranks that own it, as a `Plan` says. In memory, besides a
+rank's own part: one band on its writer, and one region of a band on either side of a transfer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from megarl.checkpoints.files import Output, safetensors_header, split_outputs
+from megarl.checkpoints.store import INDEX
+from megarl.parallel.collectives import receive, send
+from megarl.parallel.mesh import Axis
+from megarl.parallel.reshard.boxes import Owned, matrix
+from megarl.parallel.reshard.plan import Copy, make_plan
+
+FILE_BYTES = 5 * 10**9
+"""Largest file, unless a single tensor is larger; what Hugging Face writes."""
+BAND_BYTES = 32 * 2**20
+
+
+class _Band(NamedTuple):
+    """Rows of a tensor that are written at once."""
+
+    file: int
+    buffer: str
+    size: int
+    """Elements."""
+    copies: list[Copy]
+
+
+class WeightExport:
+    """How the ranks of one layout write their weights; made once, used for every checkpoint."""
+
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        *,
+        file_bytes: int = FILE_BYTES,
+        band_bytes: int = BAND_BYTES,
+    ) -> None:
+        """`owned`: what each rank of the world axis owns of the tensors in `shapes`, in one flat
+        buffer a tensor; all of `dtype`.
+        """
+        self.dtype, self.num_ranks = dtype, len(owned)
+        self._dtypes = dict.fromkeys(shapes, dtype)
+        self.outputs, self.index = split_outputs(Path(), shapes, self._dtypes, file_bytes)
+        wanted = [self._bands(output, band_bytes // dtype.itemsize) for output in self.outputs]
+        writers = {file: self.writer(file) for file in range(len(self.outputs))}
+        copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
+        for copy in make_plan(owned, wanted, local=writers).copies:
+            copies[copy.destination, copy.put.buffer].append(copy)
+        self.bands = [
+            [_Band(file, name, size, copies[file, name]) for name, size in one.sizes.items()]
+            for file, one in enumerate(wanted)
+        ]
+
+    def writer(self, file: int) -> int:
+        """The rank that writes a file."""
+        return file % self.num_ranks
+
+    def _bands(self, output: Output, elements: int) -> Owned:
+        """The content of a file as buffers of about `elements`, in the file's order."""
+        wanted = Owned()
+        for name in output.order(self._dtypes):
+            box = matrix(output.shapes[name])
+            rows = max(1, elements // max(1, box.columns))
+            for number, band in enumerate(box.bands(rows)):
+                wanted.add(name, band, f"{name}/{number}")
+        return wanted
+
+    def write(self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis) -> list[Path]:
+        """Write this rank's files into `folder`, and send what others need of `own` (this rank's
+        flat buffers, by tensor). All ranks of `axis`, the world, call it together; returns the
+        paths of this rank's files, and raises `OSError` where one could not be written.
+
+        A rank that cannot write still receives and sends to the end: others wait for it.
+        """
+        files = [_File(folder / output.path) for output in self.outputs]
+        mine = [files[file] for file in range(len(files)) if self.writer(file) == axis.rank]
+        for start in range(0, len(files), self.num_ranks):
+            group = range(start, min(start + self.num_ranks, len(files)))
+            for file in group:
+                if files[file] in mine:
+                    files[file].open(safetensors_header(self.outputs[file], self._dtypes))
+            # Bands of different files take turns, so that their writers work at the same time. All
+            # ranks go through the transfers in one order, so that no two wait for each other.
+            for number in range(max(len(self.bands[file]) for file in group)):
+                for file in group:
+                    if number < len(self.bands[file]):
+                        self._write_band(self.bands[file][number], files[file], own, axis)
+            for file in group:
+                if files[file] in mine:
+                    files[file].close()
+        if problems := [file.problem for file in mine if file.problem]:
+            raise OSError(problems[0])
+        written = [file.path for file in mine]
+        if self.index is not None and axis.rank == 0:
+            (folder / INDEX).write_text(json.dumps(self.index, indent=2))
+            written.append(folder / INDEX)
+        return written
+
+    def _write_band(
+        self, band: _Band, file: _File, own: Mapping[str, torch.Tensor], axis: Axis
+    ) -> None:
+        writer = self.writer(band.file)
+        device = next(iter(own.values())).device
+        whole = torch.empty(
+            band.size if axis.rank == writer else 0, dtype=self.dtype, device=device
+        )
+        for copy in band.copies:
+            if copy.source == axis.rank:
+                region = copy.taken.view(own[copy.taken.buffer])
+                if writer == axis.rank:
+                    copy.put.view(whole).copy_(region)
+                else:
+                    send(region.contiguous(), axis, writer)
+            elif writer == axis.rank:
+                box = copy.put.box
+                region = torch.empty(box.rows, box.columns, dtype=self.dtype, device=device)
+                copy.put.view(whole).copy_(receive(region, axis, copy.source))
+        if writer == axis.rank:
+            file.write(whole)
+
+
+class _File:
+    """A file that is written piece by piece, and keeps its first failure instead of raising."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.problem = path, ""
+        self._file: BinaryIO | None = None
+
+    def open(self, header: bytes) -> None:
+        try:
+            self._file = open(self.path, "wb")  # noqa: SIM115 - closed in `close`
+            self._file.write(header)
+        except OSError as error:
+            self.problem = str(error)
+
+    def write(self, values: torch.Tensor) -> None:
+        """The bytes of a flat tensor."""
+        if self._file is None or self.problem:
+            return
+        try:
+            self._file.write(values.cpu().view(torch.uint8).numpy().data)
+        except OSError as error:
+            self.problem = str(error)
+
+    def close(self) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            self.problem = self.problem or str(error)

@@ -1,0 +1,69 @@
+"""From a recipe to a network with weights on this rank: build empty, shard, load."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.heads import HeadName
+from megarl.trainer.loading import (
+    Part,
+    empty_model,
+    load_model,
+    load_weights,
+    open_weights,
+    use_generation_config,
+)
+from megarl.trainer.model import RoleModel
+from megarl.trainer.partition import Partitioner
+from megarl.trainer.zero import deepspeed_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_network(
+    config: ModelConfig,
+    training: TrainingConfig,
+    mesh: ProcessMesh,
+    device: torch.device,
+    *,
+    seed: int,
+    head: HeadName = "logprobs",
+) -> RoleModel:
+    """The network of `config` with this rank's part of the weights on `device`: its tensor shard,
+    under ZeRO 3 a slice of it. All ranks of the mesh call it together.
+
+    With `tensor_backend: autotp` every rank loads the whole model on the CPU, since AutoTP cuts
+    weights that are there.
+    """
+    dtype = DTYPES[training.precision]
+    if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
+        return RoleModel(load_model(config, dtype=dtype, seed=seed), mesh, training, head)
+    network = RoleModel(empty_model(config), mesh, training, head)
+    if head != "logprobs":
+        network.score.to(dtype)
+    use_generation_config(network.model, config)
+    fill_network(network, config, training, mesh, device, seed=seed)
+    return network
+
+
+def fill_network(
+    network: RoleModel,
+    config: ModelConfig,
+    training: TrainingConfig,
+    mesh: ProcessMesh,
+    device: torch.device,
+    *,
+    seed: int,
+) -> None:
+    """Load the weights of a sharded network that is on the meta device; see `load_weights`."""
+    dtype, weights = DTYPES[training.precision], open_weights(config, seed=seed)
+    if training.zero_stage == 3:
+        replicas = mesh.gradient
+        part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)
+        make = Partitioner(deepspeed_config(training, replicas.size), mesh, dtype)
+        load_weights(network.model, weights, part, dtype=dtype, device=device, make=make)
+    else:
+        part = Part(network.shards, mesh.tensor.rank)
+        load_weights(network.model, weights, part, dtype=dtype, device=device)

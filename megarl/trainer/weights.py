@@ -1,0 +1,206 @@
+"""Sources of a model's whole tensors, by parameter name: a safetensors checkpoint, or a seed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+import huggingface_hub
+import torch
+import xxhash
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from torch import nn
+from transformers import PreTrainedModel
+
+from megarl.checkpoints.store import INDEX, WHOLE, Store, open_whole, refuse_others, refuse_untied
+
+RECOMPUTED = "rotary_emb.inv_freq"
+"""A buffer that old checkpoints carry, and every model computes from its config."""
+
+
+class Weights(Protocol):
+    """Whole tensors of a model."""
+
+    def flat(self, name: str) -> torch.Tensor:
+        """The whole tensor of parameter `name`, flat, on the CPU, in the source's dtype. Valid
+        until the next call.
+        """
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor `name` is stored; asked for buffers, which few checkpoints have."""
+        ...
+
+
+class CheckpointWeights:
+    """The tensors of a Hugging Face checkpoint in safetensors, one file or several with an index,
+    mapped from disk.
+    """
+
+    def __init__(self, path: str, model: PreTrainedModel) -> None:
+        """`model` is whole and on the meta device. Raises `ValueError`, which names the tensor or
+        file, unless the checkpoint has exactly its tensors.
+        """
+        self.folder = _folder(path)
+        self.store = open_whole(self.folder)
+        self._stored = _stored_names(model, self.store, self.folder)
+
+    def flat(self, name: str) -> torch.Tensor:
+        return self.store.flat(self._stored[name])
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+
+def _folder(path: str) -> Path:
+    """The folder of model `path`, which as a hub name is downloaded. Raises `ValueError` where it
+    has no weights in safetensors.
+    """
+    folder = Path(path)
+    fix = (
+        "set model.from_scratch to true for random weights, or point model.path at a trained model"
+    )
+    if not folder.is_dir():
+        try:
+            patterns = ["model*.safetensors", INDEX]
+            folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
+        except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model.path {path!r} has no weights that can be loaded: {first}; {fix}"
+            ) from None
+    if not (folder / WHOLE).exists() and not (folder / INDEX).exists():
+        raise ValueError(
+            f"model.path {path!r} has no weights that can be loaded: neither {WHOLE} nor {INDEX} is"
+            f" there; {fix}"
+        )
+    return folder
+
+
+def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:
+    """{name in the model: name in the checkpoint} of parameters and persistent buffers.
+
+    A checkpoint of the base model alone lacks its prefix (`model.`, `transformer.`). Of tied
+    parameters one name is enough.
+    """
+    prefix = f"{model.base_model_prefix}."
+    names = {}
+    for name in model.state_dict():
+        bare = name.removeprefix(prefix)
+        names[name] = bare if name not in store.shapes and bare in store.shapes else name
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
+    left_out = set()
+    for name, parameter in parameters.items():
+        other = first[id(parameter)]
+        if other == name:
+            continue
+        alias = names.pop(name)
+        if alias not in store.shapes:
+            continue
+        if names[other] in store.shapes:
+            refuse_untied(store, folder, alias, names[other])
+            left_out.add(alias)
+        else:
+            names[other] = alias
+    ignored = [re.escape(RECOMPUTED), *(model._keys_to_ignore_on_load_unexpected or ())]
+    left_out |= {
+        name
+        for name in store.shapes
+        if name not in names.values() and any(re.search(pattern, name) for pattern in ignored)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = {stored: shapes[name] for name, stored in names.items()}
+    refuse_others(store, folder, wanted, sorted(left_out))
+    return names
+
+
+class RandomWeights:
+    """Tensors drawn by the model's own initialisation, one module at a time, in float32.
+
+    The generator of a module is seeded by `seed` and the module's name, so that a tensor does not
+    depend on which others are drawn, or in which order. A rank that owns a part of a tensor draws
+    all of it: every rank spends the time of drawing the model once.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """`model` is whole and on the meta device; it stays there."""
+        self.model, self.seed = model, seed
+        self._drawn: tuple[str, dict[str, torch.Tensor]] = "", {}
+        """Name and tensors of the module that was drawn last."""
+
+    def flat(self, name: str) -> torch.Tensor:
+        owner, _, parameter = name.rpartition(".")
+        if parameter not in self._drawn[1] or self._drawn[0] != owner:
+            self._drawn = "", {}  # freed before the next module is drawn
+            self._drawn = owner, self._draw(owner)
+        return self._drawn[1][parameter].view(-1)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _draw(self, owner: str) -> dict[str, torch.Tensor]:
+        """Every parameter that module `owner` itself has."""
+        module = self.model.get_submodule(owner)
+        empty = dict(module.named_parameters(recurse=False))
+        for name, parameter in empty.items():
+            blank = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+            setattr(module, name, nn.Parameter(blank, requires_grad=False))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {owner}".encode()) >> 1)
+            initialise(self.model, owner)
+        drawn = {}
+        for name, parameter in empty.items():
+            drawn[name] = getattr(module, name).detach()
+            setattr(module, name, parameter)
+            if drawn[name].sum().isnan():
+                raise ValueError(
+                    f"model type {self.model.config.model_type} does not say how {owner}.{name} is"
+                    " initialised; set model.from_scratch to false, or choose another model"
+                )
+        return drawn
+
+
+def initialise(model: PreTrainedModel, owner: str) -> None:
+    """Have module `owner` of `model` initialised by the code of the model that it belongs to."""
+    path, belongs_to = "", model
+    for step in owner.split("."):
+        path = f"{path}.{step}" if path else step
+        module = model.get_submodule(path)
+        if isinstance(module, PreTrainedModel):
+            belongs_to = module
+    belongs_to._init_weights(model.get_submodule(owner))
+
+
+def _blank(buffer: torch.Tensor) -> float | int:
+    """A value that no initialisation gives."""
+    return torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
+@torch.no_grad()
+def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
+    """Give the buffers of `model` their values on `device`: those of the checkpoint where it has
+    them, else computed by the model's own initialisation, as `from_pretrained` does.
+
+    Call it while the parameters are still on the meta device: the initialisation of a module draws
+    its parameters too. Raises `ValueError` for a buffer that the model does not compute.
+    """
+    for owner, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
+            continue
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.full(buffer.shape, _blank(buffer), dtype=buffer.dtype))
+        initialise(model, owner)
+        for name in buffers:
+            value, full = getattr(module, name), f"{owner}.{name}" if owner else name
+            if weights.has(full):
+                value.view(-1).copy_(weights.flat(full))
+            elif value.isnan().any() or (value == _blank(value)).any():
+                raise ValueError(
+                    f"model type {model.config.model_type} has a buffer {full} that is neither in"
+                    " the checkpoint nor computed by the model; choose another model"
+                )
+            setattr(module, name, value.to(device))
