@@ -7,22 +7,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import ray
 
-from megarl.cluster.engines import ActorHandle, EngineGroup, RemoteEngine, ask, end
+from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
+from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token
-from megarl.rollout.engine import Engine
+from megarl.cluster.remote import EngineActor, RemoteEngine
+from megarl.rollout.batch import SharePlan, assemble
+from megarl.rollout.evaluation import Evaluated
 from megarl.types import Prompt, StepBatch
-
-Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
+
+PORTION_PROMPTS = 128
+"""Held-out prompts that the service reads at once."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """The same when the run ends by a signal or an error."""
@@ -71,7 +75,9 @@ class Cluster:
         """An engine on every seat, starting side by side; `.wait()` for them before use."""
 
         def start(number: int) -> ActorHandle:
-            actor = ray.remote(Engine).options(max_concurrency=100_000, **seats[number].options)
+            actor = ray.remote(EngineActor).options(
+                max_concurrency=100_000, **seats[number].options
+            )
             handle = actor.remote(
                 number=number, environment=environment | seats[number].environment, **arguments
             )
@@ -138,7 +144,7 @@ class ServiceActor:
     async def start(self) -> None:
         await self._service.start()
 
-    async def take(self, step: int, data_rank: int) -> StepBatch:
+    async def take(self, step: int, data_rank: int) -> SharePlan:
         return await self._service.take(step, data_rank)
 
     async def release(self, version: int) -> None:
@@ -147,8 +153,8 @@ class ServiceActor:
     async def cursor(self, step: int) -> int:
         return await self._service.cursor(step)
 
-    async def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
-        return await self._service.evaluate(prompts, temperature, name)
+    async def evaluate(self, portions: list[Any], temperature: float, name: str) -> Evaluated:
+        return await self._service.evaluate(_read(portions), temperature, name)
 
     async def use_engine(self, number: int, handle: ActorHandle) -> None:
         self._service.use_engine(number, RemoteEngine(handle))
@@ -156,6 +162,14 @@ class ServiceActor:
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
+
+
+async def _read(portions: list[Any]) -> AsyncIterator[Sequence[Prompt]]:
+    """The prompts behind references: read only where they are asked for, a portion at a time, so
+    that no other call waits long.
+    """
+    for reference in portions:
+        yield await reference
 
 
 class RolloutClient:
@@ -170,11 +184,12 @@ class RolloutClient:
         self._ask(self._service.start.remote(), "starting rollouts")
 
     def take(self, step: int) -> StepBatch:
-        """This rank's share of step `step`."""
-        return self._ask(
+        """This rank's share of step `step`; its tokens are read from where they were generated."""
+        plan = self._ask(
             self._service.take.remote(step, self._data_rank),
             f"waiting for the rollouts of step {step}",
         )
+        return assemble(plan, fetch)
 
     def release(self, step: int) -> None:
         """Step `step` is trained and version `step + 1` is on the engines."""
@@ -187,8 +202,12 @@ class RolloutClient:
         )
 
     def evaluate(self, prompts: list[Prompt], temperature: float, name: str) -> Evaluated:
-        """One scored answer to each prompt: (metrics, transcripts)."""
-        return self._ask(self._service.evaluate.remote(prompts, temperature, name), "evaluating")
+        """One scored answer to each prompt: (metrics, transcripts of the first problems)."""
+        portions = [
+            ray.put(prompts[start : start + PORTION_PROMPTS])
+            for start in range(0, len(prompts), PORTION_PROMPTS)
+        ]
+        return self._ask(self._service.evaluate.remote(portions, temperature, name), "evaluating")
 
     def _ask(self, reference: Any, doing: str) -> Any:
         return ask({"the rollout service": reference}, self._deadline_s, doing)[0]

@@ -15,14 +15,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.engines import EngineGroup, RemoteEngine
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig, longest_request
 from megarl.data.source import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.scoring import Environment
+from megarl.environments.codec import Codec
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
@@ -156,21 +157,19 @@ def start_service(
 
 def build_service(
     config: RunConfig, handles: list[Any], layout: Layout, first_step: int, first_ordinal: int
-) -> tuple[RolloutService, Environment]:
+) -> tuple[RolloutService, RemoteEnvironment]:
     """The rollout service and its environment, built inside the service's own process."""
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
-    environment = Environment(config.environment)
-    decode: Any = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    environment = RemoteEnvironment(config.environment, Codec.of(tokenizer))
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
         prompts=load_prompts(config.prompts, tokenizer, seed=config.seed),
         engines=[RemoteEngine(handle) for handle in handles],
-        score=environment.score,
-        decode=decode,
+        environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
         micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import groups
 
-from megarl.rollout.batch import shares
+from megarl.rollout.attempts import request_seed
+from megarl.rollout.batch import assemble, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
-from megarl.rollout.service import RolloutService, request_seed
+from megarl.rollout.service import RolloutService
 from megarl.rollout.window import Window
-from megarl.types import Prompt, Samples, Segment, StepBatch, Verdict
+from megarl.types import Prompt, Samples, Segment, StepBatch, TokenArrays, Verdict
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,7 +84,13 @@ class Engine:
         self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
 
     async def generate(
-        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
     ) -> Segment:
         self.calls += 1
         if self.calls == self.fail_at:
@@ -94,10 +103,13 @@ class Engine:
         await asyncio.sleep(random.random() * 0.01)
         self.running -= 1
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
-        length = len(tokens)
-        return Segment(
-            "model", np.array(tokens), -np.ones(length, np.float32), [(0, length)], "stop"
-        )
+        return model_segment(tokens)
+
+
+def model_segment(tokens: list[int], finish: Any = "stop") -> Segment:
+    length = len(tokens)
+    arrays = TokenArrays(np.array(tokens, np.int32), -np.ones(length, np.float32))
+    return Segment("model", length, arrays, [(0, length)], finish)
 
 
 class Prompts:
@@ -108,11 +120,25 @@ class Prompts:
         return Prompt(ordinal, f"p{ordinal}", [1 + ordinal % 7, 2], str(ordinal))
 
 
-async def score(prompt: Prompt, text: str, num_tokens: int, truncated: bool) -> Verdict:
-    # Every third prompt is hopeless: all its rewards are equal.
-    return Verdict(
-        reward=0.0 if prompt.index % 3 == 0 else float(num_tokens % 2), correct=num_tokens % 2 == 1
-    )
+class Parity:
+    """A one-step environment: an odd number of tokens is right; every third prompt is hopeless, so
+    that all its rewards are equal.
+    """
+
+    has_start = False
+
+    async def begin(self, key: str, prompt: Prompt) -> None:
+        raise AssertionError
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        reward = 0.0 if prompt.index % 3 == 0 else float(num_tokens % 2)
+        return Verdict(reward=reward, correct=num_tokens % 2 == 1)
+
+    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+        raise AssertionError
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return [str(part.arrays.token_ids.tolist()) for part in segments]
 
 
 def service(
@@ -143,8 +169,7 @@ def service(
         config=config,
         prompts=Prompts(),
         engines=engines,
-        score=score,
-        decode=str,
+        environment=Parity(),
         **(settings | more),
     )  # type: ignore[arg-type]
 
@@ -153,7 +178,7 @@ async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[Ste
     await made.start()
     taken = []
     for step in steps:
-        taken.append([await made.take(step, rank) for rank in range(ranks)])
+        taken.append([assemble(await made.take(step, rank), in_process) for rank in range(ranks)])
         await made.release(step + 1)
     await made.stop()
     return taken
@@ -194,7 +219,7 @@ def test_resumed_service_goes_on_where_the_cursor_says() -> None:
         taken = []
         cursor = 0
         for step in range(4):
-            taken.append([await made.take(step, 0)])
+            taken.append([assemble(await made.take(step, 0), in_process)])
             await made.release(step + 1)
             if step == 1:
                 cursor = await made.cursor(2)
@@ -270,7 +295,7 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     )
     sample = everything.select(np.flatnonzero(everything.ids == 0))
     rollout = group.rollouts[0]
-    tokens = [*group.prompt.token_ids, *rollout.segments[0].token_ids.tolist()]
+    tokens = [*group.prompt.token_ids, *rollout.segments[0].arrays.token_ids.tolist()]
     assert sample.token_ids.tolist() == tokens
     assert sample.mask.sum() == rollout.num_tokens and not sample.mask[0]
     assert sample.rewards.tolist() == [0.0] * (len(tokens) - 1) + [rollout.verdict.reward]
