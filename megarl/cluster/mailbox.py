@@ -3,15 +3,17 @@
     RolloutService  --Mailbox.ask-->  submit(requests, *arrays)  -->  Inbox.serve  (in the actor)
                     <-- answers ---   collect() -> answers, arrays
 
-A Ray call costs its caller about a millisecond, so requests and answers travel in batches: those of
-`LINGER_S` together. The arrays that answers bring are a return value of their own, which Ray keeps
-in the object store of the node where they were made and which the caller owns: the caller sees
-references, and the arrays outlive the actor that made them.
+A Ray call costs its caller about a millisecond, so requests and answers travel in batches: an
+answer waits `Pace.linger_s` for others, unless no other request is under way. The arrays that
+answers bring are a return value of their own, which Ray keeps in the object store of the node where
+they were made and which the caller owns: the caller sees references, and the arrays outlive the
+actor that made them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +25,12 @@ from ray.exceptions import ObjectLostError, RayActorError
 from megarl.errors import EngineLost
 from megarl.types import Segment, TokenArrays
 
-LINGER_S = 0.01
-"""How long a request or an answer waits for others to travel with."""
+GATHER_S = 0.005
+"""How long a request waits for others to travel with."""
+
+LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
+"""How long an answer waits for others to travel with, while other requests are under way: this
+share of the time that a generation takes, within bounds."""
 
 MAX_BATCH = 64
 """Requests or answers in one call: the event loop of either side handles a batch in one go."""
@@ -72,12 +78,24 @@ def fetch(arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
     return [TokenArrays(*found[one.ref][one.position]) for one in arrays]
 
 
+class Pace:
+    """How long generations take, and so how long an answer may wait for others."""
+
+    linger_s = MIN_LINGER_S
+
+    def record(self, generation_s: float) -> None:
+        """A generation took this long."""
+        aim = min(max(LINGER_SHARE * generation_s, MIN_LINGER_S), MAX_LINGER_S)
+        self.linger_s += 0.05 * (aim - self.linger_s)
+
+
 class Mailbox:
     """The caller's end, in one event loop."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, pace: Pace) -> None:
         """`handle`: a Ray actor whose class is an `Inbox`."""
-        self._handle = handle
+        self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
+        self._pace = pace
         self._next = 0
         self._outbox: list[tuple[int, Any, list[StoredArrays]]] = []
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -107,7 +125,7 @@ class Mailbox:
         """Send what is in the outbox, in batches, until it is empty."""
         try:
             while self._outbox:
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(GATHER_S)
                 while self._outbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
                     places: dict[Any, int] = {}
@@ -119,7 +137,7 @@ class Mailbox:
                         )
                         for number, request, arrays in batch
                     ]
-                    await self._handle.submit.remote(requests, *places)
+                    await self._submit_to.remote(requests, *places)
         except Exception as error:
             self._fail(error)
         finally:
@@ -129,7 +147,7 @@ class Mailbox:
         """Distribute answers for as long as requests wait for them."""
         try:
             while self._pending:
-                answers, arrays = self._handle.collect.options(num_returns=2).remote()
+                answers, arrays = self._collect_from.remote(self._pace.linger_s)
                 for number, answer, position in await answers:
                     waiting = self._pending.get(number)
                     if waiting is None or waiting.done():
@@ -170,6 +188,9 @@ class Inbox:
 
     _answers: list[tuple[int, Any]]
     _ready: asyncio.Event
+    """Whether there are answers."""
+    _full: asyncio.Event
+    """Whether answers need not wait for others."""
 
     async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
         """Answer one request; `arrays` are those its caller named."""
@@ -182,15 +203,18 @@ class Inbox:
         self._open_inbox()
         for number, request, places in requests:
             arrays = [TokenArrays(*stored[which][position]) for which, position in places]
-            task = asyncio.create_task(self._serve(number, request, arrays))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
 
-    async def collect(self) -> tuple[list[tuple[int, Any, int]], Any]:
-        """Wait for answers: [(request's number, answer, position of its arrays or -1)], arrays."""
+    async def collect(self, linger_s: float) -> tuple[list[tuple[int, Any, int]], Any]:
+        """Wait for answers, `linger_s` longer than for the first while more are to come: [(number
+        of the request, answer, position of its arrays or -1)], arrays.
+        """
         self._open_inbox()
         await self._ready.wait()
-        await asyncio.sleep(LINGER_S)
+        self._full.clear()
+        if self._serving and len(self._answers) < MAX_BATCH:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._full.wait(), linger_s)
         answers: list[tuple[int, Any, int]] = []
         stored: list[TokenArrays] = []
         size = 0
@@ -213,8 +237,8 @@ class Inbox:
     def _open_inbox(self) -> None:
         """An actor's event loop is only known once a method runs in it."""
         if not hasattr(self, "_ready"):
-            self._ready, self._answers = asyncio.Event(), []
-            self._serving: set[asyncio.Task[None]] = set()
+            self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
+            self._serving: dict[int, asyncio.Task[None]] = {}
 
     async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
         try:
@@ -222,4 +246,7 @@ class Inbox:
         except Exception as error:
             answer = Failure(type(error).__name__, str(error))
         self._answers.append((number, answer))
+        del self._serving[number]
         self._ready.set()
+        if not self._serving or len(self._answers) >= MAX_BATCH:
+            self._full.set()

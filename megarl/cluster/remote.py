@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.cluster.mailbox import Inbox, Mailbox
+from megarl.cluster.mailbox import Inbox, Mailbox, Pace
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
@@ -47,8 +48,8 @@ class RemoteEngine:
     `megarl.rollout.requests.EngineHandle`.
     """
 
-    def __init__(self, handle: Any) -> None:
-        self._mailbox = Mailbox(handle)
+    def __init__(self, handle: Any, pace: Pace) -> None:
+        self._mailbox, self._pace = Mailbox(handle, pace), pace
 
     async def generate(
         self,
@@ -60,7 +61,10 @@ class RemoteEngine:
         temperature: float,
     ) -> Segment:
         request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
-        return await self._mailbox.ask(request, [part.arrays for part in segments])
+        started_at = time.monotonic()
+        answer = await self._mailbox.ask(request, [part.arrays for part in segments])
+        self._pace.record(time.monotonic() - started_at)
+        return answer
 
 
 class EnvironmentActor(Inbox):
@@ -94,10 +98,10 @@ class RemoteEnvironment:
     `megarl.rollout.attempts.EnvironmentHandle`.
     """
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec) -> None:
+    def __init__(self, config: EnvironmentConfig, codec: Codec, pace: Pace) -> None:
         actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
         self._handle: Any = actor.remote(config, codec)
-        self._mailbox = Mailbox(self._handle)
+        self._mailbox, self.pace = Mailbox(self._handle, pace), pace
         self.has_start = bool(config.session)
 
     async def start(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.cluster.engines import EngineGroup
+from megarl.cluster.mailbox import Pace
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
@@ -163,12 +164,13 @@ def build_service(
         config.model.tokenizer or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
-    environment = RemoteEnvironment(config.environment, Codec.of(tokenizer))
+    pace = Pace()
+    environment = RemoteEnvironment(config.environment, Codec.of(tokenizer), pace)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
         prompts=load_prompts(config.prompts, tokenizer, seed=config.seed),
-        engines=[RemoteEngine(handle) for handle in handles],
+        engines=[RemoteEngine(handle, pace) for handle in handles],
         environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,

@@ -12,8 +12,9 @@ next.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -188,7 +189,9 @@ class RolloutService:
             )
             self._groups[ordinal] = group = Group(ordinal, prompt, list(rollouts))
             self.window.finish(ordinal, self._accepts(group))
-            while (closed := self._close()) is not None:
+            while (closing := self._close()) is not None:
+                # In a thread: thousands of samples are dealt out in a tenth of a second.
+                closed = await asyncio.to_thread(closing)
                 self._ready[closed.step] = closed
                 self._transcripts[closed.step] = asyncio.create_task(self._written(closed))
             async with self._changed:
@@ -212,8 +215,8 @@ class RolloutService:
         }
         return len(scores) > 1
 
-    def _close(self) -> StepGroups | None:
-        """The open batch, if it is complete, dealt out to the ranks."""
+    def _close(self) -> Callable[[], StepGroups] | None:
+        """What deals the open batch out to the ranks, if that is complete."""
         step, first = self.window.step, self.window.first
         accepted = self.window.close()
         if accepted is None:
@@ -227,7 +230,8 @@ class RolloutService:
         started_at = max(self._closed_at, allowed)
         self._closed_at = now
         self._cursors[step + 1] = self.window.first
-        return shares(
+        return functools.partial(
+            shares,
             step=step,
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
