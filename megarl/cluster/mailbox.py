@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +26,12 @@ from ray.exceptions import ObjectLostError, RayActorError
 from megarl.errors import EngineLost
 from megarl.types import Segment, TokenArrays
 
-GATHER_S = 0.005
-"""How long a request waits for others to travel with."""
-
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
 """How long an answer waits for others to travel with, while other requests are under way: this
-share of the time that a generation takes, within bounds."""
+share of the time that a generation takes, or that the answer itself took, within bounds."""
+
+GATHER_SHARE = 0.25
+"""How long a request waits for others to travel with, as a share of that."""
 
 MAX_BATCH = 64
 """Requests or answers in one call: the event loop of either side handles a batch in one go."""
@@ -125,7 +126,7 @@ class Mailbox:
         """Send what is in the outbox, in batches, until it is empty."""
         try:
             while self._outbox:
-                await asyncio.sleep(GATHER_S)
+                await asyncio.sleep(GATHER_SHARE * self._pace.linger_s)
                 while self._outbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
                     places: dict[Any, int] = {}
@@ -186,7 +187,8 @@ def _exception(failure: Failure) -> Exception:
 class Inbox:
     """The actor's end; an actor class derives from it and defines `serve`."""
 
-    _answers: list[tuple[int, Any]]
+    _answers: list[tuple[int, Any, float]]
+    """(number of the request, answer, when the request came)."""
     _ready: asyncio.Event
     """Whether there are answers."""
     _full: asyncio.Event
@@ -213,13 +215,15 @@ class Inbox:
         await self._ready.wait()
         self._full.clear()
         if self._serving and len(self._answers) < MAX_BATCH:
+            age_s = time.monotonic() - self._answers[0][2]
+            linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), linger_s)
         answers: list[tuple[int, Any, int]] = []
         stored: list[TokenArrays] = []
         size = 0
         while self._answers and len(answers) < MAX_BATCH and size < MAX_BATCH_BYTES:
-            number, answer = self._answers.pop(0)
+            number, answer, _ = self._answers.pop(0)
             position = -1
             if isinstance(answer, Segment):
                 position = len(stored)
@@ -241,11 +245,12 @@ class Inbox:
             self._serving: dict[int, asyncio.Task[None]] = {}
 
     async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
+        came_at = time.monotonic()
         try:
             answer = await self.serve(request, arrays)
         except Exception as error:
             answer = Failure(type(error).__name__, str(error))
-        self._answers.append((number, answer))
+        self._answers.append((number, answer, came_at))
         del self._serving[number]
         self._ready.set()
         if not self._serving or len(self._answers) >= MAX_BATCH:
