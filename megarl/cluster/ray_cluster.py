@@ -26,6 +26,9 @@ SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
 
+MIN_OBJECT_STORE_BYTES = 512 * 2**20
+"""Memory is taken as it is used."""
+
 PORTION_PROMPTS = 128
 """Held-out prompts that the service reads at once."""
 
@@ -36,9 +39,17 @@ IMPATIENT_STOP_TIMEOUT_S = 0.5
 class Cluster:
     """Ray and what runs on it. A context manager: on leaving, everything it started has ended."""
 
-    def __init__(self, *, namespace: str, token: str, address: str = "") -> None:
-        """Start Ray on this machine, or join the cluster at `address` (or in RAY_ADDRESS) that
-        knows `token`.
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        token: str,
+        address: str = "",
+        object_store_bytes: int = MIN_OBJECT_STORE_BYTES,
+    ) -> None:
+        """Start Ray on this machine with an object store of `object_store_bytes`, or join the
+        cluster at `address` (or in RAY_ADDRESS) that knows `token`. What does not fit into the
+        object store Ray writes to the disk.
         """
         use_cluster_token(token)
         self.namespace = namespace
@@ -58,7 +69,7 @@ class Cluster:
             ray.init(
                 include_dashboard=False,
                 num_cpus=max(4, os.cpu_count() or 1),
-                object_store_memory=512 * 2**20,
+                object_store_memory=object_store_bytes,
                 **options,
             )
         for number, handler in handlers.items():
