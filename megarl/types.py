@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,17 @@ class Demonstration:
     """[T] the end-of-sequence token included."""
 
 
+class TokenArrays(NamedTuple):
+    """The tokens of a segment, with their log-probs."""
+
+    token_ids: np.ndarray
+    """[T] int32. Model: as sampled, the end-of-sequence token included, never tokenised again."""
+    logprobs: np.ndarray
+    """[T] float32 log-prob of each token under the engine's sampling distribution (temperature
+    applied); 0 in environment segments.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of a rollout that one side wrote: the model, or its environment.
@@ -55,18 +66,16 @@ class Segment:
     """
 
     kind: Literal["model", "environment"]
-    token_ids: np.ndarray
-    """[T] int32. Model: as sampled, the end-of-sequence token included, never tokenised again."""
-    logprobs: np.ndarray
-    """[T] float32 log-prob of each token under the engine's sampling distribution (temperature
-    applied); 0 in environment segments.
+    num_tokens: int
+    """T, 0 only in environment segments."""
+    arrays: Any
+    """The `TokenArrays`, or a reference to them where they stay in the process or store that
+    holds them (`megarl.cluster.mailbox.StoredArrays`).
     """
-    versions: list[tuple[int, int]]
+    versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans (weight version, number of tokens) that sum to T; empty in environment segments."""
     finish: Literal["stop", "length", ""] = ""
     """Why the model stopped; empty in environment segments."""
-    text: str = ""
-    """Decoded without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Tokens the model generated, over all its segments."""
-        return sum(len(part.token_ids) for part in self.segments if part.kind == "model")
+        return sum(part.num_tokens for part in self.segments if part.kind == "model")
 
     @property
     def truncated(self) -> bool:

@@ -264,25 +264,3 @@ def is_dead(error: RayTaskError) -> bool:
     not to be imported here.
     """
     return type(error.cause).__name__ == "EngineDeadError"
-
-
-class RemoteEngine:
-    """An engine, from the rollout service: calls become coroutines."""
-
-    def __init__(self, handle: ActorHandle) -> None:
-        self._handle = handle
-
-    async def generate(
-        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
-    ) -> Any:
-        """See `Engine.generate`. Raises `EngineLost` where its processes are gone."""
-        try:
-            return await self._handle.generate.remote(
-                prompt_ids, seed=seed, max_tokens=max_tokens, temperature=temperature
-            )
-        except RayActorError as error:
-            raise EngineLost(f"its process died ({str(error).splitlines()[0]})") from error
-        except RayTaskError as error:
-            if is_dead(error):
-                raise EngineLost("one of its processes died") from error
-            raise

@@ -5,6 +5,7 @@ them and ends them.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -12,17 +13,21 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.engines import ActorHandle, EngineGroup, RemoteEngine, ask, end
+from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
+from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token
-from megarl.rollout.engine import Engine
+from megarl.cluster.remote import EngineActor, RemoteEngine
+from megarl.rollout.batch import SharePlan, assemble
+from megarl.rollout.evaluation import Evaluated
 from megarl.types import Prompt, StepBatch
-
-Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
 
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
 """Patience with an engine or service that is asked to stop, before it is killed."""
+
+MIN_OBJECT_STORE_BYTES = 512 * 2**20
+"""Memory is taken as it is used."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """The same when the run ends by a signal or an error."""
@@ -31,9 +36,17 @@ IMPATIENT_STOP_TIMEOUT_S = 0.5
 class Cluster:
     """Ray and what runs on it. A context manager: on leaving, everything it started has ended."""
 
-    def __init__(self, *, namespace: str, token: str, address: str = "") -> None:
-        """Start Ray on this machine, or join the cluster at `address` (or in RAY_ADDRESS) that
-        knows `token`.
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        token: str,
+        address: str = "",
+        object_store_bytes: int = MIN_OBJECT_STORE_BYTES,
+    ) -> None:
+        """Start Ray on this machine with an object store of `object_store_bytes`, or join the
+        cluster at `address` (or in RAY_ADDRESS) that knows `token`. What does not fit into the
+        object store Ray writes to the disk.
         """
         use_cluster_token(token)
         self.namespace = namespace
@@ -53,7 +66,7 @@ class Cluster:
             ray.init(
                 include_dashboard=False,
                 num_cpus=max(4, os.cpu_count() or 1),
-                object_store_memory=512 * 2**20,
+                object_store_memory=object_store_bytes,
                 **options,
             )
         for number, handler in handlers.items():
@@ -71,7 +84,9 @@ class Cluster:
         """An engine on every seat, starting side by side; `.wait()` for them before use."""
 
         def start(number: int) -> ActorHandle:
-            actor = ray.remote(Engine).options(max_concurrency=100_000, **seats[number].options)
+            actor = ray.remote(EngineActor).options(
+                max_concurrency=100_000, **seats[number].options
+            )
             handle = actor.remote(
                 number=number, environment=environment | seats[number].environment, **arguments
             )
@@ -134,11 +149,14 @@ class ServiceActor:
     async def build(self) -> None:
         self._service, self._environment = self._build()
         await self._environment.start()
+        # What is there now stays: a collection that looks through all of it takes 0.1 s.
+        gc.collect()
+        gc.freeze()
 
     async def start(self) -> None:
         await self._service.start()
 
-    async def take(self, step: int, data_rank: int) -> StepBatch:
+    async def take(self, step: int, data_rank: int) -> SharePlan:
         return await self._service.take(step, data_rank)
 
     async def release(self, version: int) -> None:
@@ -151,7 +169,7 @@ class ServiceActor:
         return await self._service.evaluate(self._held_out, temperature, name)
 
     async def use_engine(self, number: int, handle: ActorHandle) -> None:
-        self._service.use_engine(number, RemoteEngine(handle))
+        self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))
 
     async def stop(self) -> None:
         await self._service.stop()
@@ -170,11 +188,12 @@ class RolloutClient:
         self._ask(self._service.start.remote(), "starting rollouts")
 
     def take(self, step: int) -> StepBatch:
-        """This rank's share of step `step`."""
-        return self._ask(
+        """This rank's share of step `step`; its tokens are read from where they were generated."""
+        plan = self._ask(
             self._service.take.remote(step, self._data_rank),
             f"waiting for the rollouts of step {step}",
         )
+        return assemble(plan, fetch)
 
     def release(self, step: int) -> None:
         """Step `step` is trained and version `step + 1` is on the engines."""

@@ -10,24 +10,34 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megarl.cluster.engines import EngineGroup, RemoteEngine
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.mailbox import Pace
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
-from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
+from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig, longest_request
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.scoring import Environment
+from megarl.environments.codec import Codec
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.service import RolloutService
 from megarl.trainer.context import RunInputs
+
+BYTES_PER_TOKEN = 8
+"""int32 and float32; see `megarl.types.TokenArrays`."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -94,10 +104,26 @@ def start_generation(
     if mesh.world.rank != 0:
         return Generation(config, mesh, None, None)
     cluster = stack.enter_context(
-        Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token())
+        Cluster(
+            namespace=f"megarl-{os.getpid()}",
+            token=own_cluster_token(),
+            object_store_bytes=object_store_bytes(config.rollout),
+        )
     )
     engines = start_engines(cluster, config, stop_token_ids, on_cpu=on_cpu, ranks=ranks)
     return Generation(config, mesh, cluster, engines)
+
+
+def object_store_bytes(rollout: RolloutConfig) -> int:
+    """What the token arrays of all rollouts under way can take, but at most a third of the free
+    shared memory.
+    """
+    draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
+    groups = (1 + rollout.max_staleness) * draws * rollout.groups_per_step
+    tokens = groups * rollout.group_size * rollout.max_new_tokens
+    wanted = int(tokens * BYTES_PER_TOKEN)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return max(MIN_OBJECT_STORE_BYTES, min(wanted, free // 3))
 
 
 def start_engines(
@@ -174,21 +200,20 @@ def build_service(
     prompts: PromptList,
     first_step: int,
     first_ordinal: int,
-) -> tuple[RolloutService, Environment]:
+) -> tuple[RolloutService, RemoteEnvironment]:
     """The rollout service and its environment, built inside the service's own process."""
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
-    environment = Environment(config.environment)
-    decode: Any = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    pace = Pace()
+    environment = RemoteEnvironment(config.environment, Codec.of(tokenizer), pace)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
         prompts=prompts,
-        engines=[RemoteEngine(handle) for handle in handles],
-        score=environment.score,
-        decode=decode,
+        engines=[RemoteEngine(handle, pace) for handle in handles],
+        environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
         micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,

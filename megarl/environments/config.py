@@ -33,6 +33,10 @@ class EnvironmentConfig:
     """`exact_match`, `math` (boxed or final mathematics, by math-verify), or
     `path/to/file.py:function` of your own.
     """
+    session: str = ""
+    """`path/to/file.py:Class` of an environment of several turns (`megarl.environments.session`);
+    takes the place of `verifier`.
+    """
     answer_after: str = ""
     """`exact_match` compares what follows the last occurrence of this marker in the response; empty
     compares all of it.
@@ -46,9 +50,13 @@ class EnvironmentConfig:
     overlong: OverlongConfig = OverlongConfig()
     """Length penalty added to the reward."""
     num_workers: int = 1
-    """Processes of the verifier's pool."""
+    """Processes that decode responses and run the verifier or the sessions."""
     time_limit_s: float = 10.0
-    """A verdict that takes longer costs that sample (counted as a time-out), never the run."""
+    """A verdict, or a session's step, that takes longer costs that sample (counted as a time-out),
+    never the run.
+    """
+    start_limit_s: float = 60.0
+    """The same for a session's start."""
 
     def __post_init__(self) -> None:
         require(
@@ -57,3 +65,9 @@ class EnvironmentConfig:
         )
         require_range("environment.num_workers", self.num_workers, 1)
         require_range("environment.time_limit_s", self.time_limit_s, 0.01)
+        require_range("environment.start_limit_s", self.start_limit_s, 0.01)
+        require(
+            not self.session or self.verifier == "exact_match",
+            f"environment.session is '{self.session}' and environment.verifier is"
+            f" '{self.verifier}', but a session scores its rollouts itself; set one of the two",
+        )

@@ -1,11 +1,13 @@
-"""A pool of processes in which verifiers run, each verdict under a hard time limit.
+"""A pool of processes in which verifiers and sessions run, each call under a hard time limit.
 
-    VerifierPool.judge(prompt, response) -> Outcome
+    WorkerPool.judge(prompt, response) -> Outcome          a verifier: any process will do
+    WorkerPool.begin(key, prompt), .step(key, response)    a session: always the same process
 
-A verifier that hangs, even in C code, costs its process and its own sample, nothing else: the
-process is killed and the next request of that lane starts another. One lane is one thread of this
-process and one worker process; a process is started afresh as a program (never forked: the parent
-has threads) and ends with its parent, even one killed by force.
+A verifier that hangs, even in C code, costs its process and its own sample: the process is killed
+and the next request of that thread starts another. A session that hangs costs the other sessions
+of its process as well. One thread of this process speaks to one worker process; a process is
+started afresh as a program (never forked: the parent has threads) and ends with its parent, even
+one killed by force.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.worker import LENGTH, receive
 from megarl.types import Prompt
 
 END_WITHIN_S = 1.0
+DECODE_WITHIN_S = 60.0
 START_WITHIN_S = 120.0  # a verifier of one's own may import much
 ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
 # Not `-m`, which would need PYTHONPATH, and that every process a verifier starts would inherit.
@@ -42,12 +49,14 @@ main(int(sys.argv[2]))"""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of asking a verifier: a score, or a failure and its words."""
+    """What came of asking a worker: a score, an observation, or a failure and its message."""
 
     score: float = 0.0
     """From 0, wrong, to 1, right; 0 where `failure` is set."""
     failure: Literal["", "error", "timeout", "nan"] = ""
     detail: str = ""
+    observation: list[int] | None = None
+    """Tokens that the model reads next; None where the rollout has ended."""
 
 
 class _Ended(Exception):
@@ -61,10 +70,12 @@ SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IG
 class _Worker:
     """One worker process and the channel to it; used by one thread."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
         """Start the process and wait until its verifier is loaded; raises `ValueError` with the fix
         where it does not load.
         """
+        setting = "session" if config.session else "verifier"
+        named = f"environment.{setting} '{config.session or config.verifier}'"
         self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
@@ -79,17 +90,15 @@ class _Worker:
                 start_new_session=True,
             )
         try:
-            reply = self.ask(config, START_WITHIN_S)
+            reply = self.ask((config, codec), START_WITHIN_S)
         except _Ended as error:
             self.discard()
-            raise ValueError(
-                f"environment.verifier '{config.verifier}': its process ended at start, {error}"
-            ) from None
+            raise ValueError(f"{named}: its process ended at start, {error}") from None
         except TimeoutError:
             self.discard()
             raise ValueError(
-                f"environment.verifier '{config.verifier}' did not load within {START_WITHIN_S:g}"
-                " s; move what takes long out of its file's top level"
+                f"{named} did not load within {START_WITHIN_S:g} s; move what takes long out of"
+                " its file's top level"
             ) from None
         if "refused" in reply:
             self.discard()
@@ -154,12 +163,17 @@ def _how_it_ended(code: int) -> str:
     return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-class VerifierPool:
-    """Judges responses in `config.num_workers` processes."""
+class WorkerPool:
+    """Judges responses, or runs sessions, in `config.num_workers` processes."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
-        self._lanes = ThreadPoolExecutor(config.num_workers, thread_name_prefix="verifier")
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
+        """`codec` is needed where responses come as tokens, and for sessions."""
+        self._config, self._codec = config, codec
+        # A session must find its own process again; for a verdict the first free one will do.
+        lanes, threads = (config.num_workers, 1) if config.session else (1, config.num_workers)
+        self._lanes = [
+            ThreadPoolExecutor(threads, thread_name_prefix="environment") for _ in range(lanes)
+        ]
         self._own = threading.local()  # each thread's worker
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
@@ -167,13 +181,38 @@ class VerifierPool:
 
     async def start(self) -> None:
         """Load the verifier in a first process; raises `ValueError` where it does not load."""
-        await asyncio.wrap_future(self._lanes.submit(self._worker))
+        await asyncio.wrap_future(self._lanes[0].submit(self._worker))
 
-    async def judge(self, prompt: Prompt, response: str) -> Outcome:
+    async def judge(self, prompt: Prompt, response: str | np.ndarray) -> Outcome:
         """The verifier's outcome; raises `ValueError` only where the verifier cannot be loaded at
         all.
         """
-        return await asyncio.wrap_future(self._lanes.submit(self._judge, prompt, response))
+        return await self._run("", self._config.time_limit_s, "judge", prompt, response)
+
+    async def begin(self, key: str, prompt: Prompt) -> Outcome:
+        """Start the session of rollout `key`: its first observation, which may be empty."""
+        return await self._run(key, self._config.start_limit_s, "begin", key, prompt)
+
+    async def step(self, key: str, response: np.ndarray) -> Outcome:
+        """Hand the model's turn to the session of rollout `key`: its observation or score."""
+        return await self._run(key, self._config.time_limit_s, "step", key, response)
+
+    async def end(self, key: str) -> None:
+        """Forget the session of rollout `key`."""
+        await self._run(key, self._config.time_limit_s, "end", key)
+
+    async def decode(self, token_ids: np.ndarray) -> str:
+        """The text of `token_ids`; raises `RuntimeError` where the worker cannot decode."""
+        made = self._lane("").submit(self._decode, token_ids)
+        return await asyncio.wrap_future(made)
+
+    def _lane(self, key: str) -> ThreadPoolExecutor:
+        """Where the requests of rollout `key` go."""
+        return self._lanes[zlib.crc32(key.encode()) % len(self._lanes)]
+
+    async def _run(self, key: str, limit_s: float, command: str, *arguments: Any) -> Outcome:
+        made = self._lane(key).submit(self._outcome, limit_s, command, *arguments)
+        return await asyncio.wrap_future(made)
 
     async def close(self) -> None:
         """End every process; waiting requests are cancelled. May be called twice."""
@@ -181,12 +220,13 @@ class VerifierPool:
             self._closed = True
             workers = list(self._workers)
             self._workers.clear()
-        self._lanes.shutdown(
-            wait=False, cancel_futures=True
-        )  # first, or a lane that loses its worker goes on with the next
+        # First, or a thread that loses its worker goes on with the next request.
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.kill()  # a lane that waits on it sees it end
-        await asyncio.to_thread(self._lanes.shutdown)
+            worker.kill()  # a thread that waits on it sees it end
+        for lane in self._lanes:
+            await asyncio.to_thread(lane.shutdown)
         for worker in workers:
             worker.discard()
 
@@ -200,15 +240,15 @@ class VerifierPool:
             worker = None
         if worker is None:
             if self._closed:
-                raise RuntimeError("the verifier's pool is closed")
-            worker = _Worker(self._config)
+                raise RuntimeError("the environment's pool is closed")
+            worker = _Worker(self._config, self._codec)
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._workers.add(worker)
             if closed:
                 worker.discard()
-                raise RuntimeError("the verifier's pool is closed")
+                raise RuntimeError("the environment's pool is closed")
             self._own.worker = worker
         return worker
 
@@ -218,17 +258,23 @@ class VerifierPool:
             self._workers.discard(worker)
         worker.discard()
 
-    def _judge(self, prompt: Prompt, response: str) -> Outcome:
-        limit_s = self._config.time_limit_s
+    def _decode(self, token_ids: np.ndarray) -> str:
         worker = self._worker()
         try:
-            return Outcome(**worker.ask((prompt, response), limit_s))
+            return worker.ask(("decode", token_ids), DECODE_WITHIN_S)["text"]
+        except Exception as error:
+            self._drop(worker)
+            raise RuntimeError(f"decoding a response failed: {error}") from error
+
+    def _outcome(self, limit_s: float, command: str, *arguments: Any) -> Outcome:
+        worker = self._worker()
+        setting = "start_limit_s" if command == "begin" else "time_limit_s"
+        try:
+            return Outcome(**worker.ask((command, *arguments), limit_s))
         except TimeoutError:
             self._drop(worker)
-            return Outcome(
-                failure="timeout",
-                detail=f"no verdict within environment.time_limit_s = {limit_s:g} s",
-            )
+            said = f"no verdict within environment.{setting} = {limit_s:g} s"
+            return Outcome(failure="timeout", detail=said)
         except _Ended as error:
             self._drop(worker)
             return Outcome(failure="error", detail=f"the verifier's process ended {error}")

@@ -1,17 +1,21 @@
-"""From a finished rollout to its reward.
+"""From what the model wrote to what follows: an observation, or the verdict with its reward.
 
-Environment.score(prompt, text, num_tokens, truncated) -> Verdict
+Environment.step(rollout, prompt, segment) -> Segment | Verdict
 reward = wrong + (correct - wrong) * score + length penalty
 """
 
 from __future__ import annotations
 
-from megarl.environments.config import EnvironmentConfig, OverlongConfig
-from megarl.environments.pool import Outcome, VerifierPool
-from megarl.environments.verifiers import load_verifier, split_name
-from megarl.types import Prompt, Verdict
+import asyncio
+from collections.abc import Sequence
 
-IN_PROCESS = frozenset({"exact_match"})  # bounded by their nature, so no process is worth its cost
+import numpy as np
+
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig, OverlongConfig
+from megarl.environments.pool import Outcome, WorkerPool
+from megarl.environments.verifiers import own_file
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
 def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
@@ -25,42 +29,73 @@ def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
 
 
 class Environment:
-    """A verifier, its bounds, and the reward that its verdict is worth; `score` is a
-    what the rollout service calls.
+    """A verifier or session class, its bounds, and the reward that a score is worth. Meets
+    `megarl.rollout.attempts.EnvironmentHandle` where token arrays are in this process.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None = None) -> None:
         """Raises `ValueError` where the verifier's name is unknown or its file missing; `start`
-        finds what is wrong inside.
+        finds what is wrong inside. `codec` is needed where responses come as tokens.
         """
+        own_file(config)
         self._config = config
-        split_name(config.verifier)
-        self._verifier = load_verifier(config) if config.verifier in IN_PROCESS else None
-        self._pool = VerifierPool(config) if self._verifier is None else None
+        self._pool = WorkerPool(config, codec)
+        self.has_start = bool(config.session)
 
     async def start(self) -> None:
         """Load the verifier now, rather than with the first rollout; raises `ValueError` where it
         does not load.
         """
-        if self._pool is not None:
-            await self._pool.start()
+        await self._pool.start()
 
-    async def score(self, prompt: Prompt, text: str, num_tokens: int, truncated: bool) -> Verdict:
-        """The verdict on a response of `num_tokens` tokens; `truncated` where the token limit cut
-        it off.
+    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
+        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        outcome = await self._pool.begin(key, prompt)
+        if outcome.observation is None:
+            return self._verdict(outcome, 0)
+        return observed(outcome.observation) if outcome.observation else None
+
+    async def step(
+        self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
+    ) -> Segment | Verdict:
+        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        truncated = segment.finish == "length"
+        token_ids = segment.arrays.token_ids
+        if not self.has_start:
+            return await self.score(prompt, token_ids, num_tokens, truncated)
+        if truncated and self._config.require_stop:
+            return await self.cut_off(key, num_tokens)
+        outcome = await self._pool.step(key, token_ids)
+        if outcome.observation is not None:
+            return observed(outcome.observation)
+        return self._verdict(outcome, num_tokens)
+
+    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+        """See `megarl.rollout.attempts.EnvironmentHandle`: a rollout cut off counts as wrong."""
+        await self._pool.end(key)
+        return self._verdict(Outcome(), num_tokens)
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        parts = (self._pool.decode(part.arrays.token_ids) for part in segments)
+        return list(await asyncio.gather(*parts))
+
+    async def score(
+        self, prompt: Prompt, response: str | np.ndarray, num_tokens: int, truncated: bool
+    ) -> Verdict:
+        """The verdict on a response of `num_tokens` tokens, given as text or as tokens;
+        `truncated` where the token limit cut it off.
 
         A verifier's failure is that sample's failure, never an exception. Raises `ValueError` where
         the verifier does not load at all.
         """
+        if truncated and self._config.require_stop:
+            return self._verdict(Outcome(), num_tokens)
+        return self._verdict(await self._pool.judge(prompt, response), num_tokens)
+
+    def _verdict(self, outcome: Outcome, num_tokens: int) -> Verdict:
         config = self._config
         penalty = overlong_penalty(config.overlong, num_tokens)
-        if truncated and config.require_stop:
-            return Verdict(reward=config.wrong + penalty, correct=False, penalty=penalty)
-        if self._verifier is not None:
-            outcome = Outcome(score=await self._verifier(prompt, text))
-        else:
-            assert self._pool is not None
-            outcome = await self._pool.judge(prompt, text)
         # Not wrong + (correct - wrong) * 1, which may miss `correct` by a rounding.
         base = (
             config.correct
@@ -76,6 +111,13 @@ class Environment:
         )
 
     async def close(self) -> None:
-        """End the verifier's processes."""
-        if self._pool is not None:
-            await self._pool.close()
+        """End the worker processes."""
+        await self._pool.close()
+
+
+def observed(token_ids: Sequence[int]) -> Segment:
+    """The environment's segment of `token_ids`."""
+    arrays = TokenArrays(
+        np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32)
+    )
+    return Segment("environment", len(token_ids), arrays)

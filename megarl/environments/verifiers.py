@@ -159,24 +159,22 @@ def _latex(number: Fraction) -> str:
 
 
 def split_name(name: str) -> tuple[Path, str] | None:
-    """(file, function) of `path/to/file.py:function`, or None for a verifier of the house; raises
+    """(file, function) of `path/to/file.py:function`, or None for a verifier of `VERIFIERS`; raises
     `ValueError` otherwise.
     """
     if name in VERIFIERS:
         return None
-    file, colon, function = name.rpartition(":")
-    require(
-        bool(colon) and file.endswith(".py") and function.isidentifier(),
-        f"environment.verifier is '{name}'; set it to one of {', '.join(VERIFIERS)}, or to"
-        " path/to/file.py:function",
-    )
-    path = Path(file)
-    require(
-        path.is_file(),
-        f"environment.verifier is '{name}', but there is no file {path}; set the path of one"
-        " there is",
-    )
-    return path, function
+    return _split(name, "environment.verifier", f"one of {', '.join(VERIFIERS)}, or to ")
+
+
+def own_file(config: EnvironmentConfig) -> Path | None:
+    """The user's file that the configuration names, or None; raises `ValueError` if there is no
+    such file or the name is unknown.
+    """
+    if config.session:
+        return _split(config.session, "environment.session", "")[0]
+    own = split_name(config.verifier)
+    return own[0] if own is not None else None
 
 
 def load_verifier(config: EnvironmentConfig) -> Verifier:
@@ -186,7 +184,48 @@ def load_verifier(config: EnvironmentConfig) -> Verifier:
     own = split_name(config.verifier)
     if own is None:
         return VERIFIERS[config.verifier](config)
-    path, name = own
+    found = _load(*own, "environment.verifier", "function", inspect.isfunction)
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        score: Any = found(prompt, response)
+        return await score if inspect.isawaitable(score) else score
+
+    return verify
+
+
+def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
+    """What makes a `megarl.environments.session.Session` for each rollout; raises `ValueError`
+    where the file or class of `environment.session` cannot be had.
+    """
+    setting = "environment.session"
+    made = _load(*_split(config.session, setting, ""), setting, "class", inspect.isclass)
+    missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
+    require(
+        not missing,
+        f"{setting}: {config.session} has no method {' and no method '.join(missing)}; see"
+        " megarl.environments.session",
+    )
+    return made
+
+
+def _split(name: str, setting: str, others: str) -> tuple[Path, str]:
+    """(file, attribute) of `path/to/file.py:attribute`; `others` are the other values allowed."""
+    kind = "function" if setting == "environment.verifier" else "Class"
+    file, colon, attribute = name.rpartition(":")
+    require(
+        bool(colon) and file.endswith(".py") and attribute.isidentifier(),
+        f"{setting} is '{name}'; set it to {others}path/to/file.py:{kind}",
+    )
+    path = Path(file)
+    require(
+        path.is_file(),
+        f"{setting} is '{name}', but there is no file {path}; set the path of one there is",
+    )
+    return path, attribute
+
+
+def _load(path: Path, name: str, setting: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """Attribute `name` of the module in file `path`."""
     spec = importlib.util.spec_from_file_location(f"megarl_verifier_{path.stem}", path)
     assert spec is not None, path
     assert spec.loader is not None, path  # the suffix is .py
@@ -195,28 +234,18 @@ def load_verifier(config: EnvironmentConfig) -> Verifier:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(
-            f"environment.verifier: {path} does not import: {type(error).__name__}: {error}; mend"
-            " the file"
+            f"{setting}: {path} does not import: {type(error).__name__}: {error}; mend the file"
         ) from error
     found = getattr(module, name, None)
-    public = [
-        key
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and not key.startswith("_")
-    ]
+    public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"
     require(
         found is not None,
-        f"environment.verifier: {path} has no function '{name}'; set one of: {listed}",
+        f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
     )
     require(
-        callable(found),
-        f"environment.verifier: '{name}' of {path} is {type(found).__name__}, not a function; set"
+        callable(found) if kind == "function" else fits(found),
+        f"{setting}: '{name}' of {path} is {type(found).__name__}, not a {kind}; set"
         f" one of: {listed}",
     )
-
-    async def verify(prompt: Prompt, response: str) -> float:
-        score: Any = found(prompt, response)  # type: ignore[misc]
-        return await score if inspect.isawaitable(score) else score
-
-    return verify
+    return found

@@ -1,15 +1,16 @@
-"""A process of the verifier's pool: what `megarl.environments.pool` starts, spoken to through its
+"""A process of an environment's pool: what `megarl.environments.pool` starts, spoken to through its
 standard input.
 
-Messages both ways are 8 bytes of length and a body. In: pickles from the parent (a configuration,
-then (prompt, response) pairs). Out: JSON only, because a verifier runs code nobody vouches for, and
-the parent must not unpickle what that sends.
+Messages both ways are 8 bytes of length and a body. In: pickles from the parent: (configuration,
+codec), then commands. Out: JSON only, because the process runs code nobody vouches for, and the
+parent must not unpickle what that sends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes | None:
     return bytes(parts)
 
 
-def _send(channel: socket.socket, **reply: Any) -> None:
+def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
     body = json.dumps(reply).encode()
     channel.sendall(LENGTH.pack(len(body)) + body)
 
@@ -55,17 +57,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def judge(
-    loop: asyncio.AbstractEventLoop, verifier: Any, prompt: Any, response: str
-) -> dict[str, Any]:
-    """The verifier's score, or why there is none: {score} or {failure, detail}."""
-    try:
-        score = loop.run_until_complete(verifier(prompt, response))
-    except Exception as error:
-        return {
-            "failure": "error",
-            "detail": f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS],
-        }
+def score_reply(score: Any) -> dict[str, Any]:
+    """The reply for a score: {score}, or {failure, detail} if it is no number from 0 to 1."""
     try:
         number = math.nan if isinstance(score, str | bytes) else float(score)
     except (TypeError, ValueError, OverflowError):
@@ -85,12 +78,89 @@ def judge(
     return {"score": number}
 
 
+class Sessions:
+    """The sessions of one worker process. Every command returns a reply that JSON can write."""
+
+    def __init__(self, make: Callable[[], Any], codec: Any) -> None:
+        self._make, self._codec = make, codec
+        self._open: dict[str, Any] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def judge(self, prompt: Any, response: Any) -> dict[str, Any]:
+        """Start a session and let it step once: {score}, or why there is none."""
+        return self._guarded(lambda: self._judge(prompt, response))
+
+    def begin(self, key: str, prompt: Any) -> dict[str, Any]:
+        """Start session `key`: {observation} as token ids, or why it could not start."""
+        return self._guarded(lambda: self._begin(key, prompt))
+
+    def step(self, key: str, response: Any) -> dict[str, Any]:
+        """Hand the model's turn to session `key`: {observation}, {score}, or why neither."""
+        return self._guarded(lambda: self._step(key, response))
+
+    def end(self, key: str) -> dict[str, Any]:
+        """Forget session `key`."""
+        self._open.pop(key, None)
+        return {}
+
+    def decode(self, token_ids: Any) -> dict[str, Any]:
+        """{text} of token ids."""
+        return {"text": self._codec.decode(token_ids)}
+
+    def _judge(self, prompt: Any, response: Any) -> dict[str, Any]:
+        session = self._make()
+        self._wait(session.start(prompt))
+        return score_reply(self._wait(session.step(*self._read(response))))
+
+    def _begin(self, key: str, prompt: Any) -> dict[str, Any]:
+        session = self._make()
+        observation = self._wait(session.start(prompt))
+        self._open[key] = session
+        return {"observation": self._codec.encode(self._text(observation))}
+
+    def _step(self, key: str, response: Any) -> dict[str, Any]:
+        session = self._open.pop(key, None)
+        if session is None:
+            detail = "the session ended with the process it ran in, which another session broke"
+            return {"failure": "error", "detail": detail}
+        answer = self._wait(session.step(*self._read(response)))
+        if hasattr(answer, "text"):
+            token_ids = self._codec.encode(self._text(answer))
+            if not token_ids:
+                raise ValueError("the session's step returned an empty observation")
+            self._open[key] = session
+            return {"observation": token_ids}
+        return score_reply(answer)
+
+    def _guarded(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return call()
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
+            return {"failure": "error", "detail": detail}
+
+    def _wait(self, made: Any) -> Any:
+        return self._loop.run_until_complete(made) if inspect.isawaitable(made) else made
+
+    def _read(self, response: Any) -> tuple[str, Any]:
+        """(text, token ids) of a response that came as tokens, or as text alone."""
+        if isinstance(response, str):
+            return response, self._codec.encode(response) if self._codec is not None else []
+        return self._codec.decode(response), response
+
+    def _text(self, observation: Any) -> str:
+        text = getattr(observation, "text", None)
+        if not isinstance(text, str):
+            raise TypeError(f"the session returned {observation!r:.200}, not an Observation")
+        return text
+
+
 def main(parent: int) -> None:
     """Serve until the parent's end of the channel closes."""
     _die_with_parent(parent)
     # The channel moves away from standard input, so that a verifier may read without breaking it;
-    # what one prints goes # to standard error, because the parent's standard output may be read by
-    # a # program.
+    # what one prints goes to standard error, because the parent's standard output may be read by
+    # a program.
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -100,24 +170,32 @@ def main(parent: int) -> None:
     first = receive(channel)
     if first is None:
         return
-    config = pickle.loads(first)  # noqa: S301 - from the parent
-    from megarl.environments.verifiers import load_verifier, split_name
+    config, codec = pickle.loads(first)  # noqa: S301 - from the parent
+    from megarl.environments.session import VerifierSession
+    from megarl.environments.verifiers import load_session, load_verifier, own_file
 
     try:
-        own = split_name(config.verifier)
+        own = own_file(config)
         if own is not None:  # so that it may import its neighbours, as a script may
-            sys.path.insert(0, str(Path(own[0]).resolve().parent))
-        verifier = load_verifier(config)
+            sys.path.insert(0, str(Path(own).resolve().parent))
+        if config.session:
+            make = load_session(config)
+        else:
+            verifier = load_verifier(config)
+            make = lambda: VerifierSession(verifier)  # noqa: E731
     except Exception as error:
-        _send(
-            channel,
-            refused=(
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            ),
-        )
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        _send(channel, {"refused": said})
         return
-    _send(channel, ready=True)
-    loop = asyncio.new_event_loop()
+    _send(channel, {"ready": True})
+    sessions = Sessions(make, codec)
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "judge": sessions.judge,
+        "begin": sessions.begin,
+        "step": sessions.step,
+        "end": sessions.end,
+        "decode": sessions.decode,
+    }
     while (message := receive(channel)) is not None:
-        prompt, response = pickle.loads(message)  # noqa: S301 - from the parent
-        _send(channel, **judge(loop, verifier, prompt, response))
+        command, *arguments = pickle.loads(message)  # noqa: S301 - from the parent
+        _send(channel, commands[command](*arguments))

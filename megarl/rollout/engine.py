@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.config import EngineConfig
-from megarl.types import Segment
+from megarl.types import Segment, TokenArrays
 
 BACKEND = "megarl"
 """vLLM weight-transfer backend through which weights arrive."""
@@ -121,8 +121,11 @@ class Engine:
         spans = [(int(span.version), span.end - span.start) for span in known]
         return Segment(
             kind="model",
-            token_ids=np.asarray(output.token_ids, dtype=np.int32),
-            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+            num_tokens=len(output.token_ids),
+            arrays=TokenArrays(
+                token_ids=np.asarray(output.token_ids, dtype=np.int32),
+                logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+            ),
             versions=spans or [(self.version, len(output.token_ids))],
             finish="stop" if output.finish_reason == "stop" else "length",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.types import Group, Prompt, Rollout, Segment, Verdict
+from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 VOCABULARY = 40
 
@@ -98,14 +98,8 @@ def groups(
             draw.randrange(VOCABULARY) for _ in range(length)
         ]  # 0, the padding word, whose embedding never learns, too
         logprobs = [-draw.random() * 4 for _ in range(length)]
-        segment = Segment(
-            "model",
-            np.array(tokens, dtype=np.int32),
-            np.array(logprobs, dtype=np.float32),
-            [(0, length)],
-            "stop",
-            "text",
-        )
+        arrays = TokenArrays(np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32))
+        segment = Segment("model", length, arrays, [(0, length)], "stop")
         return Rollout(
             sample,
             sample,

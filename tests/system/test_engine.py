@@ -170,26 +170,28 @@ def test_sampled_logprobs_are_those_of_the_law_sampled_from(side: Side, temperat
     turns = ray.get(
         [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
     )
-    assert len({tuple(turn.token_ids.tolist()) for turn in turns}) > 4, "seeds do not matter"
+    assert len({tuple(turn.arrays.token_ids.tolist()) for turn in turns}) > 4, "seeds do not matter"
     again = ray.get(
         [side.start(prompt, seed, temperature=temperature) for seed in range(8)], timeout=60
     )
-    assert [turn.token_ids.tolist() for turn in again] == [
-        turn.token_ids.tolist() for turn in turns
+    assert [turn.arrays.token_ids.tolist() for turn in again] == [
+        turn.arrays.token_ids.tolist() for turn in turns
     ]
     for turn in turns:
-        expected = side.logprobs(prompt + turn.token_ids.tolist(), temperature)[len(prompt) - 1 :]
-        assert gap(turn.logprobs, expected) < BOUND
-        assert turn.versions == [(side.version, len(turn.token_ids.tolist()))]
-        assert (turn.token_ids.tolist()[-1] == 1) == (turn.finish == "stop")
-        assert 1 not in turn.token_ids.tolist()[:-1]
+        expected = side.logprobs(prompt + turn.arrays.token_ids.tolist(), temperature)[
+            len(prompt) - 1 :
+        ]
+        assert gap(turn.arrays.logprobs, expected) < BOUND
+        assert turn.versions == [(side.version, len(turn.arrays.token_ids.tolist()))]
+        assert (turn.arrays.token_ids.tolist()[-1] == 1) == (turn.finish == "stop")
+        assert 1 not in turn.arrays.token_ids.tolist()[:-1]
 
 
 def test_greedy_takes_the_likeliest_token(side: Side) -> None:
     side.publish()
     turn = ray.get(side.start([9, 8], 0, temperature=0.0), timeout=60)
     tokens = [9, 8]
-    for chosen in turn.token_ids.tolist():
+    for chosen in turn.arrays.token_ids.tolist():
         with torch.no_grad():
             assert chosen == int(side.model(torch.tensor([tokens])).logits[0, -1].argmax())
         tokens.append(chosen)
@@ -213,7 +215,7 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
         turns = ray.get(running, timeout=90)
         new = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
         for turn in turns:
-            assert sum(count for _, count in turn.versions) == len(turn.token_ids.tolist())
+            assert sum(count for _, count in turn.versions) == len(turn.arrays.token_ids.tolist())
             assert [version for version, _ in turn.versions] in (
                 [first],
                 [first + 1],
@@ -222,9 +224,11 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
             start = 0
             for version, count in turn.versions:
                 side.model.load_state_dict(old if version == first else new)
-                expected = side.logprobs(prompt + turn.token_ids.tolist())[len(prompt) - 1 :]
+                expected = side.logprobs(prompt + turn.arrays.token_ids.tolist())[len(prompt) - 1 :]
                 assert (
-                    gap(turn.logprobs[start : start + count], expected[start : start + count])
+                    gap(
+                        turn.arrays.logprobs[start : start + count], expected[start : start + count]
+                    )
                     < BOUND
                 )
                 start += count

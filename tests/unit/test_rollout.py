@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import groups
+from support.tiny import groups, write_tokenizer
 
-from megarl.rollout.batch import shares
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rollout.attempts import Attempts, request_seed
+from megarl.rollout.batch import assemble, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
-from megarl.rollout.service import RolloutService, request_seed
+from megarl.rollout.evaluation import NUM_TRANSCRIPTS
+from megarl.rollout.requests import EnginePool
+from megarl.rollout.service import RolloutService
 from megarl.rollout.window import Window
-from megarl.types import Prompt, Samples, Segment, StepBatch, Verdict
+from megarl.types import Group, Prompt, Rollout, Samples, Segment, StepBatch, TokenArrays, Verdict
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,7 +88,13 @@ class Engine:
         self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
 
     async def generate(
-        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
     ) -> Segment:
         self.calls += 1
         if self.calls == self.fail_at:
@@ -94,10 +107,13 @@ class Engine:
         await asyncio.sleep(random.random() * 0.01)
         self.running -= 1
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
-        length = len(tokens)
-        return Segment(
-            "model", np.array(tokens), -np.ones(length, np.float32), [(0, length)], "stop"
-        )
+        return model_segment(tokens)
+
+
+def model_segment(tokens: list[int], finish: Any = "stop") -> Segment:
+    length = len(tokens)
+    arrays = TokenArrays(np.array(tokens, np.int32), -np.ones(length, np.float32))
+    return Segment("model", length, arrays, [(0, length)], finish)
 
 
 class Prompts:
@@ -108,11 +124,25 @@ class Prompts:
         return Prompt(ordinal, f"p{ordinal}", [1 + ordinal % 7, 2], str(ordinal))
 
 
-async def score(prompt: Prompt, text: str, num_tokens: int, truncated: bool) -> Verdict:
-    # Every third prompt is hopeless: all its rewards are equal.
-    return Verdict(
-        reward=0.0 if prompt.index % 3 == 0 else float(num_tokens % 2), correct=num_tokens % 2 == 1
-    )
+class Parity:
+    """A one-step environment: an odd number of tokens is right; every third prompt is hopeless, so
+    that all its rewards are equal.
+    """
+
+    has_start = False
+
+    async def begin(self, key: str, prompt: Prompt) -> None:
+        raise AssertionError
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        reward = 0.0 if prompt.index % 3 == 0 else float(num_tokens % 2)
+        return Verdict(reward=reward, correct=num_tokens % 2 == 1)
+
+    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+        raise AssertionError
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return [str(part.arrays.token_ids.tolist()) for part in segments]
 
 
 def service(
@@ -143,8 +173,7 @@ def service(
         config=config,
         prompts=Prompts(),
         engines=engines,
-        score=score,
-        decode=str,
+        environment=Parity(),
         **(settings | more),
     )  # type: ignore[arg-type]
 
@@ -153,7 +182,7 @@ async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[Ste
     await made.start()
     taken = []
     for step in steps:
-        taken.append([await made.take(step, rank) for rank in range(ranks)])
+        taken.append([assemble(await made.take(step, rank), in_process) for rank in range(ranks)])
         await made.release(step + 1)
     await made.stop()
     return taken
@@ -194,7 +223,7 @@ def test_resumed_service_goes_on_where_the_cursor_says() -> None:
         taken = []
         cursor = 0
         for step in range(4):
-            taken.append([await made.take(step, 0)])
+            taken.append([assemble(await made.take(step, 0), in_process)])
             await made.release(step + 1)
             if step == 1:
                 cursor = await made.cursor(2)
@@ -270,7 +299,7 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     )
     sample = everything.select(np.flatnonzero(everything.ids == 0))
     rollout = group.rollouts[0]
-    tokens = [*group.prompt.token_ids, *rollout.segments[0].token_ids.tolist()]
+    tokens = [*group.prompt.token_ids, *rollout.segments[0].arrays.token_ids.tolist()]
     assert sample.token_ids.tolist() == tokens
     assert sample.mask.sum() == rollout.num_tokens and not sample.mask[0]
     assert sample.rewards.tolist() == [0.0] * (len(tokens) - 1) + [rollout.verdict.reward]
@@ -300,3 +329,170 @@ def test_request_seeds_differ_by_place_and_run() -> None:
     }
     assert len(seeds) == 3 * 50 * 8
     assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+SESSION = """
+from megarl.environments.session import Observation
+
+class Sum:
+    def start(self, prompt):
+        self.answer, self.turns = prompt.answer, []
+        return Observation("#")
+
+    def step(self, text, token_ids):
+        self.turns.append((text, token_ids.tolist()))
+        if len(self.turns) == 1:
+            return Observation("try again: ")
+        (first, _), (second, tokens) = self.turns
+        assert "7" in first and tokens[0] == 3 + 8 and second == "8", self.turns
+        return float(second == self.answer)
+
+class Hangs(Sum):
+    def step(self, text, token_ids):
+        while True: pass
+
+class Talks(Sum):
+    def step(self, text, token_ids): return Observation("again")
+"""
+
+
+class Script:
+    """An engine that says what it is told to, and keeps what it was asked."""
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns, self.asked = list(turns), []
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        before = [prompt_ids.tolist(), *(part.arrays.token_ids.tolist() for part in segments)]
+        self.asked.append((before, seed, max_tokens))
+        return model_segment(self.turns[len(self.asked) - 1])
+
+
+def play(name: str, engine: Script, tmp_path: Path) -> tuple[list[Segment], Verdict]:
+    """One attempt with a session class of `SESSION` in its worker process."""
+    from megarl.environments.codec import Codec
+    from megarl.environments.config import EnvironmentConfig
+    from megarl.environments.scoring import Environment
+
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "own.py").write_text(SESSION)
+    codec = Codec.of(load_tokenizer(str(tmp_path / "tokenizer")))
+    assert codec.is_bare
+
+    async def go() -> tuple[list[Segment], Verdict]:
+        config = EnvironmentConfig(session=f"{tmp_path}/own.py:{name}", time_limit_s=1.0)
+        environment = Environment(config, codec)
+        try:
+            pool = EnginePool([engine], RolloutConfig())
+            attempts = Attempts(pool, environment, run_seed=3, max_new_tokens=20)
+            prompt = Prompt(0, "3+5=", [6, 13, 8, 14], "8")
+            return await attempts.attempt(prompt, 0, 0, temperature=1.0)
+        finally:
+            await environment.close()
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
+    """The environment's tokens are attended to and not trained on; the model's are those sampled,
+    the unusual split of "7" with an unknown token included.
+    """
+    first, second = [10, 2, 1], [11, 1]
+    engine = Script(first, second)
+    segments, verdict = play("Sum", engine, tmp_path)
+    assert verdict == Verdict(reward=1.0, correct=True)
+    kinds = [part.kind for part in segments]
+    assert kinds == ["environment", "model", "environment", "model"]
+    observed = [part.arrays.token_ids.tolist() for part in segments if part.kind == "environment"]
+    signs = "0123456789+=,# abcdefghijklm"
+    assert observed[0] == [3 + signs.index("#")]
+    assert observed[1] == [3 + signs.index(s) if s in signs else 2 for s in "try again: "]
+    prompt = [6, 13, 8, 14]
+    assert engine.asked == [
+        ([prompt, observed[0]], request_seed(3, 0, 0), 19),
+        ([prompt, observed[0], first, observed[1]], request_seed(3, 0, 0, 1), 20 - 1 - 3 - 11),
+    ]
+    group = Group(0, Prompt(0, "", prompt, "8"), [Rollout(0, 0, segments, verdict, 0)])
+    (sample,) = (
+        shares(
+            step=0,
+            drawn=[group],
+            accepted=[group],
+            seconds=1.0,
+            num_data_ranks=1,
+            num_mini_batches=1,
+            micro_batch_tokens=50,
+            transcripts=0,
+        )
+        .share(0)
+        .samples
+    )
+    assert sample.token_ids.tolist() == [*prompt, *observed[0], *first, *observed[1], *second]
+    assert sample.mask.tolist() == [False] * 5 + [True] * 3 + [False] * 11 + [True] * 2
+    assert (sample.engine_logprobs == np.where(sample.mask, -1.0, 0.0)).all()
+    assert sample.rewards.tolist() == [0.0] * 20 + [1.0]
+    assert group.rollouts[0].num_tokens == 5
+
+
+def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
+    segments, verdict = play("Hangs", Script([10, 1]), tmp_path)
+    assert verdict.failure == "timeout" and verdict.reward == 0.0
+    assert [part.kind for part in segments] == ["environment", "model"]
+
+
+def test_a_session_without_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
+    engine = Script(*[[10, 1]] * 9)
+    segments, verdict = play("Talks", engine, tmp_path)
+    assert segments[-1].kind == "model" and segments[-1].finish == "length"
+    assert sum(part.num_tokens for part in segments) <= 20 and len(engine.asked) == 3
+    assert verdict == Verdict(reward=0.0, correct=False)
+
+
+def test_the_service_does_not_grow() -> None:
+    """Over many steps, what it keeps is of the steps under way only."""
+
+    async def portions(count: int) -> AsyncIterator[list[Prompt]]:
+        yield [Prompts().at(number) for number in range(count)]
+
+    async def go() -> None:
+        made = service([Engine()], last_step=39)
+        await made.start()
+        for step in range(40):
+            plan = await made.take(step, 0)
+            assert len(plan.batch.transcripts) == 1
+            for name in ("eval", "eval_sampled"):
+                _, transcripts = await made.evaluate(portions(3), 1.0, name)
+                assert len(transcripts) == 3
+            await made.release(step + 1)
+            kept = (made._ready, made._transcripts, made._cursors, made._groups)
+            assert all(len(found) <= 2 * 12 for found in kept)
+            assert len(made._released_at) <= 4 and not made._evaluations
+            assert len(made.window.known) <= 2 * 12
+        assert not made._ready and not made._groups and not made._transcripts
+        await made.stop()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
+    async def go() -> tuple[dict[str, float], list[dict[str, Any]]]:
+        async def portions() -> AsyncIterator[list[Prompt]]:
+            for start in (0, 200):
+                yield [Prompts().at(number) for number in range(start, start + 200)]
+
+        made = service([Engine()])
+        return await made.evaluate(portions(), 1.0, "eval")
+
+    metrics, transcripts = asyncio.run(asyncio.wait_for(go(), 60))
+    assert metrics["problems"] == 400
+    assert [one["prompt"] for one in transcripts] == [f"p{n}" for n in range(NUM_TRANSCRIPTS)]
+    odd = sum(one["correct"] for one in transcripts) / len(transcripts)
+    assert 0 < metrics["accuracy"] < 1 and odd != metrics["accuracy"]

@@ -1,0 +1,257 @@
+"""Many small requests to one Ray actor in few calls, with token arrays left in Ray's object store.
+
+    RolloutService  --Mailbox.ask-->  submit(requests, *arrays)  -->  Inbox.serve  (in the actor)
+                    <-- answers ---   collect() -> answers, arrays
+
+A Ray call costs its caller about a millisecond, so requests and answers travel in batches: an
+answer waits `Pace.linger_s` for others, unless no other request is under way. The arrays that
+answers bring are a return value of their own, which Ray keeps in the object store of the node where
+they were made and which the caller owns: the caller sees references, and the arrays outlive the
+actor that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+
+from megarl.errors import EngineLost
+from megarl.types import Segment, TokenArrays
+
+LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
+"""How long an answer waits for others to travel with, while other requests are under way: this
+share of the time that a generation takes, or that the answer itself took, within bounds."""
+
+GATHER_SHARE = 0.25
+"""How long a request waits for others to travel with, as a share of that."""
+
+MAX_BATCH = 64
+"""Requests or answers in one call: the event loop of either side handles a batch in one go."""
+
+MAX_BATCH_BYTES = 4 * 2**20
+"""Arrays in one return value, which a rank fetches whole for any one of its samples."""
+
+MIN_STORED_BYTES, INLINE_BYTES = 16 * 2**10, 100 * 2**10
+"""Ray keeps a return value of less than `INLINE_BYTES` in its owner's memory instead of the object
+store. Arrays of at least `MIN_STORED_BYTES` are padded beyond that."""
+
+ENGINE_DEAD = "EngineDeadError"
+"""vLLM's exception for a dead process of an engine; by name, since vLLM is not imported here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArrays:
+    """Token arrays in Ray's object store. See `Segment.arrays`."""
+
+    ref: Any
+    """`ray.ObjectRef` of a list of arrays."""
+    position: int
+    """In that list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of an actor, as text: its class may not be known to the caller."""
+
+    kind: str
+    message: str
+
+
+def fetch(arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
+    """The arrays, read from the object store without a copy. Meets `megarl.rollout.batch.Fetch`.
+    Raises `RuntimeError` if the node that stored them is lost.
+    """
+    refs = list({one.ref: None for one in arrays})
+    try:
+        found = dict(zip(refs, ray.get(refs), strict=True))
+    except ObjectLostError as error:
+        raise RuntimeError(
+            f"token arrays were lost with the node that held them: {error}"
+        ) from error
+    return [TokenArrays(*found[one.ref][one.position]) for one in arrays]
+
+
+class Pace:
+    """How long generations take, and so how long an answer may wait for others."""
+
+    linger_s = MIN_LINGER_S
+
+    def record(self, generation_s: float) -> None:
+        """A generation took this long."""
+        aim = min(max(LINGER_SHARE * generation_s, MIN_LINGER_S), MAX_LINGER_S)
+        self.linger_s += 0.05 * (aim - self.linger_s)
+
+
+class Mailbox:
+    """The caller's end, in one event loop."""
+
+    def __init__(self, handle: Any, pace: Pace) -> None:
+        """`handle`: a Ray actor whose class is an `Inbox`."""
+        self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
+        self._pace = pace
+        self._next = 0
+        self._outbox: list[tuple[int, Any, list[StoredArrays]]] = []
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._sender: asyncio.Task[None] | None = None
+        self._collector: asyncio.Task[None] | None = None
+
+    async def ask(self, request: Any, arrays: Sequence[StoredArrays] = ()) -> Any:
+        """The answer of the actor's `serve(request, arrays)`. A `Segment` in it has `StoredArrays`.
+
+        Raises `EngineLost` if the actor, or a process it depends on, is dead, `ValueError` and
+        `RuntimeError` for what `serve` raised.
+        """
+        loop = asyncio.get_running_loop()
+        number, self._next = self._next, self._next + 1
+        answer = self._pending[number] = loop.create_future()
+        self._outbox.append((number, request, list(arrays)))
+        if self._sender is None:
+            self._sender = loop.create_task(self._send())
+        if self._collector is None:
+            self._collector = loop.create_task(self._collect())
+        try:
+            return await answer
+        finally:
+            self._pending.pop(number, None)
+
+    async def _send(self) -> None:
+        """Send what is in the outbox, in batches, until it is empty."""
+        try:
+            while self._outbox:
+                await asyncio.sleep(GATHER_SHARE * self._pace.linger_s)
+                while self._outbox:
+                    batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
+                    places: dict[Any, int] = {}
+                    requests = [
+                        (
+                            number,
+                            request,
+                            [(places.setdefault(a.ref, len(places)), a.position) for a in arrays],
+                        )
+                        for number, request, arrays in batch
+                    ]
+                    await self._submit_to.remote(requests, *places)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._sender = None
+
+    async def _collect(self) -> None:
+        """Distribute answers for as long as requests wait for them."""
+        try:
+            while self._pending:
+                answers, arrays = self._collect_from.remote(self._pace.linger_s)
+                for number, answer, position in await answers:
+                    waiting = self._pending.get(number)
+                    if waiting is None or waiting.done():
+                        continue  # its deadline has passed
+                    if isinstance(answer, Failure):
+                        waiting.set_exception(_exception(answer))
+                    elif position >= 0:
+                        waiting.set_result(replace(answer, arrays=StoredArrays(arrays, position)))
+                    else:
+                        waiting.set_result(answer)
+                # Let the requests' owners leave `_pending` before it is looked at.
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._collector = None
+
+    def _fail(self, error: Exception) -> None:
+        """Raise `error` from every request that waits."""
+        if isinstance(error, RayActorError):
+            error = EngineLost(f"its process died ({str(error).splitlines()[0]})")
+        self._outbox = []
+        for waiting in self._pending.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+
+def _exception(failure: Failure) -> Exception:
+    if failure.kind == ENGINE_DEAD:
+        return EngineLost("one of its processes died")
+    if failure.kind == "ValueError":
+        return ValueError(failure.message)
+    return RuntimeError(f"{failure.kind}: {failure.message}")
+
+
+class Inbox:
+    """The actor's end; an actor class derives from it and defines `serve`."""
+
+    _answers: list[tuple[int, Any, float]]
+    """(number of the request, answer, when the request came)."""
+    _ready: asyncio.Event
+    """Whether there are answers."""
+    _full: asyncio.Event
+    """Whether answers need not wait for others."""
+
+    async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
+        """Answer one request; `arrays` are those its caller named."""
+        raise NotImplementedError
+
+    async def submit(
+        self, requests: list[tuple[int, Any, list[tuple[int, int]]]], *stored: list[TokenArrays]
+    ) -> None:
+        """Begin to serve a batch of requests; `stored` are the lists their arrays lie in."""
+        self._open_inbox()
+        for number, request, places in requests:
+            arrays = [TokenArrays(*stored[which][position]) for which, position in places]
+            self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
+
+    async def collect(self, linger_s: float) -> tuple[list[tuple[int, Any, int]], Any]:
+        """Wait for answers, `linger_s` longer than for the first while more are to come: [(number
+        of the request, answer, position of its arrays or -1)], arrays.
+        """
+        self._open_inbox()
+        await self._ready.wait()
+        self._full.clear()
+        if self._serving and len(self._answers) < MAX_BATCH:
+            age_s = time.monotonic() - self._answers[0][2]
+            linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._full.wait(), linger_s)
+        answers: list[tuple[int, Any, int]] = []
+        stored: list[TokenArrays] = []
+        size = 0
+        while self._answers and len(answers) < MAX_BATCH and size < MAX_BATCH_BYTES:
+            number, answer, _ = self._answers.pop(0)
+            position = -1
+            if isinstance(answer, Segment):
+                position = len(stored)
+                stored.append(answer.arrays)
+                size += sum(column.nbytes for column in answer.arrays)
+                answer = replace(answer, arrays=None)
+            answers.append((number, answer, position))
+        if not self._answers:
+            self._ready.clear()
+        columns: list[Any] = [tuple(arrays) for arrays in stored]
+        if MIN_STORED_BYTES <= size < INLINE_BYTES:
+            columns.append(np.empty(INLINE_BYTES, dtype=np.uint8))
+        return answers, columns
+
+    def _open_inbox(self) -> None:
+        """An actor's event loop is only known once a method runs in it."""
+        if not hasattr(self, "_ready"):
+            self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
+            self._serving: dict[int, asyncio.Task[None]] = {}
+
+    async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
+        came_at = time.monotonic()
+        try:
+            answer = await self.serve(request, arrays)
+        except Exception as error:
+            answer = Failure(type(error).__name__, str(error))
+        self._answers.append((number, answer, came_at))
+        del self._serving[number]
+        self._ready.set()
+        if not self._serving or len(self._answers) >= MAX_BATCH:
+            self._full.set()

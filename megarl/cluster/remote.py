@@ -1,0 +1,130 @@
+"""Engines and environment as Ray actors, and as the rollout service sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment
+from megarl.rollout.engine import Engine
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """The next model segment of a rollout. See `megarl.rollout.requests.EngineHandle`."""
+
+    prompt_ids: np.ndarray
+    """[P] int32"""
+    seed: int
+    max_tokens: int
+    temperature: float
+
+
+class EngineActor(Inbox, Engine):
+    """An inference engine that serves the rollout service's requests in batches."""
+
+    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
+        """Generate after the prompt and the segments whose `arrays` these are."""
+        token_ids = np.concatenate([request.prompt_ids, *(one.token_ids for one in arrays)])
+        return await self.generate(
+            token_ids.tolist(),
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+        )
+
+
+class RemoteEngine:
+    """An engine actor, from the rollout service. Meets
+    `megarl.rollout.requests.EngineHandle`.
+    """
+
+    def __init__(self, handle: Any, pace: Pace) -> None:
+        self._mailbox, self._pace = Mailbox(handle, pace), pace
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
+        started_at = time.monotonic()
+        answer = await self._mailbox.ask(request, [part.arrays for part in segments])
+        self._pace.record(time.monotonic() - started_at)
+        return answer
+
+
+class EnvironmentActor(Inbox):
+    """The environment in a process of its own, with its worker processes below it."""
+
+    def __init__(self, config: EnvironmentConfig, codec: Codec) -> None:
+        self._environment = Environment(config, codec)
+
+    async def start(self) -> None:
+        await self._environment.start()
+
+    async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
+        """Call a method of the environment by name; its segments' arrays come beside it."""
+        name, arguments = request
+        if name == "begin":
+            return await self._environment.begin(**arguments)
+        if name == "step":
+            arguments["segment"] = replace(arguments["segment"], arrays=arrays[0])
+            return await self._environment.step(**arguments)
+        if name == "cut_off":
+            return await self._environment.cut_off(**arguments)
+        assert name == "text", name
+        return (await self._environment.texts([Segment("model", 0, arrays[0])]))[0]
+
+    async def stop(self) -> None:
+        await self._environment.close()
+
+
+class RemoteEnvironment:
+    """The environment, from the rollout service. Meets
+    `megarl.rollout.attempts.EnvironmentHandle`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, codec: Codec, pace: Pace) -> None:
+        actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
+        self._handle: Any = actor.remote(config, codec)
+        self._mailbox, self.pace = Mailbox(self._handle, pace), pace
+        self.has_start = bool(config.session)
+
+    async def start(self) -> None:
+        """Wait until the verifier is loaded; raises what `Environment.start` raises."""
+        await self._handle.start.remote()
+
+    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
+        return await self._mailbox.ask(("begin", {"key": key, "prompt": prompt}))
+
+    async def step(
+        self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
+    ) -> Segment | Verdict:
+        bare = replace(segment, arrays=None)
+        arguments = {"key": key, "prompt": prompt, "segment": bare, "num_tokens": num_tokens}
+        return await self._mailbox.ask(("step", arguments), [segment.arrays])
+
+    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+        return await self._mailbox.ask(("cut_off", {"key": key, "num_tokens": num_tokens}))
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return [await self._mailbox.ask(("text", {}), [part.arrays]) for part in segments]
+
+    async def close(self) -> None:
+        """End the worker processes and the actor."""
+        await self._handle.stop.remote()
+        ray.kill(self._handle)

@@ -1,0 +1,115 @@
+"""Requests to the engines: spread over them, each with a deadline, asked again where an engine is
+lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megarl.errors import EngineLost
+from megarl.rollout.config import RolloutConfig
+from megarl.types import Prompt, Segment
+
+REPLACEMENT_POLL_S = 0.2
+"""Between two looks at whether another engine is in the place of one that died."""
+
+
+class EngineHandle(Protocol):
+    """What the rollout service asks of an engine, wherever the engine runs."""
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        """The model segment that follows the prompt ([P] int32) and `segments`, at most
+        `max_tokens` long. Raises `EngineLost` if the engine's processes are gone.
+        """
+        ...
+
+
+class EnginePool:
+    """All engines of a run; a request goes to the least loaded one."""
+
+    def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
+        self.engines, self._config = list(engines), config
+        # An engine's own queue stays short, so that a request's deadline is about the engine and
+        # not about the queue.
+        limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
+        self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
+        self._load = [0] * len(self.engines)
+        self._waiting = 0
+        """Calls of the trainer that wait for rollouts."""
+
+    def replace(self, number: int, engine: EngineHandle) -> None:
+        """Put a fresh engine in the place of one that died; its requests are asked again."""
+        self.engines[number] = engine
+
+    @contextlib.contextmanager
+    def trainer_waits(self) -> Iterator[None]:
+        """While the trainer waits for rollouts it replaces no engine: a lost one is an error."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        """The next model segment of a rollout, from the least loaded engine. Raises `RuntimeError`
+        if the engine does not answer within `rollout.request_timeout_s`, or is lost while the
+        trainer waits.
+        """
+        number = min(range(len(self.engines)), key=self._load.__getitem__)
+        self._load[number] += 1
+        deadline = self._config.request_timeout_s
+        try:
+            async with self._slots[number]:
+                while True:
+                    engine = self.engines[number]
+                    answer = engine.generate(
+                        prompt_ids,
+                        segments,
+                        seed=seed,
+                        max_tokens=max_tokens,
+                        temperature=temperature,
+                    )
+                    try:
+                        async with asyncio.timeout(deadline):
+                            return await answer
+                    except EngineLost as lost:
+                        await self._replacement(number, engine, lost)
+        except TimeoutError:
+            raise RuntimeError(
+                f"engine {number} did not answer prompt {prompt.index} within {deadline:g} s; "
+                "raise rollout.request_timeout_s or look at the engine's log"
+            ) from None
+        finally:
+            self._load[number] -= 1
+
+    async def _replacement(self, number: int, dead: EngineHandle, lost: EngineLost) -> None:
+        """Wait until another engine is in the place of `dead`; its requests are asked again, with
+        their seeds.
+        """
+        # The trainer replaces engines while it publishes; once it waits for rollouts, nobody will.
+        while self.engines[number] is dead:
+            if self._waiting:
+                raise RuntimeError(f"engine {number} was lost: {lost}") from lost
+            await asyncio.sleep(REPLACEMENT_POLL_S)

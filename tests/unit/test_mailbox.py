@@ -1,0 +1,122 @@
+"""Requests and answers in batches, with an actor that is no Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.mailbox import MAX_BATCH, Inbox, Mailbox, Pace, StoredArrays
+from megarl.errors import EngineLost
+from megarl.types import Segment, TokenArrays
+
+
+class Echo(Inbox):
+    """Answers n with a segment of n tokens, negative n with an error, 0 never."""
+
+    async def serve(self, request: int, arrays: list[TokenArrays]) -> Segment | int:
+        if request == 0:
+            await asyncio.sleep(60)
+        if request == -1:
+            raise ValueError("minus one")
+        if request == -2:
+            raise type("EngineDeadError", (Exception,), {})("gone")
+        if request == -3:
+            raise KeyError("three")
+        if arrays:
+            return sum(len(one.token_ids) for one in arrays)
+        made = TokenArrays(np.full(request, request, np.int32), np.zeros(request, np.float32))
+        return Segment("model", request, made)
+
+
+class Method:
+    """A method of an actor that is called as Ray's are."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def options(self, num_returns: int) -> Method:
+        assert num_returns == 2
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class Handle:
+    """Ray's part: what the second return value is becomes a reference to it."""
+
+    def __init__(self) -> None:
+        self.inbox, self.calls, self.dead = Echo(), 0, False
+        self.submit, self.collect = Method(self._submit), Method(self._collect)
+        self.stored: dict[str, Any] = {}
+
+    def _submit(self, requests: Any, *refs: str) -> Any:
+        self.calls += 1
+        return self.inbox.submit(requests, *(self.stored[ref] for ref in refs))
+
+    def _collect(self, linger_s: float) -> Any:
+        self.calls += 1
+        ref = f"stored {self.calls}"
+
+        async def answers() -> Any:
+            found, self.stored[ref] = await self.inbox.collect(linger_s)
+            return found
+
+        return answers(), ref
+
+
+def test_every_request_gets_its_own_answer_in_few_calls() -> None:
+    async def go() -> None:
+        handle = Handle()
+        box = Mailbox(handle, Pace())
+        made = await asyncio.gather(*(box.ask(n) for n in range(1, 301)))
+        for number, segment in enumerate(made, start=1):
+            assert segment.num_tokens == number
+            kept = handle.stored[segment.arrays.ref][segment.arrays.position]
+            assert kept[0].tolist() == [number] * number
+        assert handle.calls < 300 / MAX_BATCH * 4 + 5
+        several: list[StoredArrays] = [made[4].arrays, made[200].arrays, made[299].arrays]
+        assert await box.ask(1, several) == 5 + 201 + 300
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_failures_are_told_apart() -> None:
+    async def go() -> None:
+        box = Mailbox(Handle(), Pace())
+        made = await asyncio.gather(*(box.ask(-n) for n in (1, 2, 3)), return_exceptions=True)
+        assert [type(error) for error in made] == [ValueError, EngineLost, RuntimeError]
+        assert "KeyError: 'three'" in str(made[2])
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_request_that_is_given_up_does_not_stop_the_others() -> None:
+    async def go() -> None:
+        box = Mailbox(Handle(), Pace())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.ask(0), 0.1)
+        assert (await asyncio.wait_for(box.ask(2), 5)).num_tokens == 2
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_the_death_of_the_actor_reaches_every_request() -> None:
+    from ray.exceptions import RayActorError
+
+    async def go() -> None:
+        handle = Handle()
+        box = Mailbox(handle, Pace())
+        waiting = [asyncio.create_task(box.ask(0)) for _ in range(3)]
+
+        async def dies(linger_s: float) -> Any:
+            raise RayActorError
+
+        handle.collect._call = lambda linger_s: (dies(linger_s), "")
+        for found in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(found, EngineLost)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
