@@ -117,7 +117,7 @@ class ProcessMesh:
         made = {} if own else self._made
         for ranks in groups:
             if len(ranks) > 1 and ranks not in made:
-                # Every rank makes every group, members or not, in this order: torch requires it.
+                # torch requires that all ranks, members or not, make all groups in one order.
                 made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
                 if self.rank in ranks:
                     self._groups.append(made[ranks])
@@ -171,7 +171,7 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
     `timeout_s` is the deadline of collectives in seconds. A single rank needs no launcher. Raises
     `RuntimeError` where the ranks cannot connect.
     """
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one rank
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one rank
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
