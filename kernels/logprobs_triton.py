@@ -70,10 +70,7 @@ def _gradient(
     logits_ptr, targets_ptr, m_ptr, log_s_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr,
     stride, first, vocabulary, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of one row, in place.
-
-    Away from the target it is p (slope log p + offset).
-    """
+    """Gradient with respect to one block of one row of logits, in place; see `gradient_`."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row.to(tl.int64) * stride
