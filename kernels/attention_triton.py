@@ -10,8 +10,7 @@ Suffixes of arguments: _l and _h are strides of a token and of a head.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types a launch as a call of the kernel itself, without its options, and constants as never
-# given by value.
+# Triton's type hints know neither launch options nor compile-time constants that are passed by value.
 
 from __future__ import annotations
 

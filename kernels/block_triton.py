@@ -4,8 +4,7 @@ The kernels are in `attention_triton.py`, their work lists in `tiles.py`.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types a launch as a call of the kernel itself, without its options, and constants as never
-# given by value.
+# Triton's type hints know neither launch options nor compile-time constants that are passed by value.
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ conventions are those of logprobs_torch.py, with which tests compare them.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types a launch as a call of the kernel itself, without its options, and constants as never
-# given by value.
+# Triton's type hints know neither launch options nor compile-time constants that are passed by value.
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def _statistics(
         )
         higher = tl.maximum(m, tl.max(z, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        # Before the first finite logit the sums are 0 and need no shift; -inf would turn them into
-        # NaN.
+        # Before the first finite logit the sums are 0; shifting them by -inf would give NaN.
         drop = tl.where(m == float("-inf"), 0.0, m - base)
         shrink = tl.exp(drop)
         z -= base
@@ -72,10 +70,7 @@ def _gradient(
     logits_ptr, targets_ptr, m_ptr, log_s_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr,
     stride, first, vocabulary, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of one row, in place.
-
-    Away from the target it is p (slope log p + offset).
-    """
+    """Gradient with respect to one block of one row of logits, in place; see `gradient_`."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row.to(tl.int64) * stride

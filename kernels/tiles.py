@@ -33,7 +33,7 @@ class Tile:
     num_stages: int
 
 
-Tiles = dict[str, Tile]  # keys: forward, grad_keys (owns keys, walks queries), grad_queries
+Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
 """{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
 
 # By padded head width. Compiled for sm_90 these use Hopper's matrix instructions and spill no
@@ -144,7 +144,7 @@ def visits(
     low_k, high_k = _extremes(keys.index, size_k)
     some = (low_s[:, None] <= high_k) & (low_k <= high_q[:, None])
     whole = (high_s[:, None] <= low_k) & (high_k <= low_q[:, None])
-    # Only tiles seen in part check where the tensors end.
+    # Incomplete last tiles count as seen in part, since only those check bounds.
     whole[len(queries.index) // size_q :] = False
     whole[:, len(keys.index) // size_k :] = False
     part = some & ~whole

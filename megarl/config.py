@@ -94,7 +94,7 @@ class RunConfig:
             f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
             f" take rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
         )
-        needed_s = 2 * self.weight_sync.timeout_s + 30  # connecting, taking in, giving up
+        needed_s = 2 * self.weight_sync.timeout_s + 30  # connecting, receiving, settling
         require(
             wait_s >= needed_s,
             f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that"

@@ -105,7 +105,7 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)
-    # Collectives want equal sizes: short ones travel with a tail of zeros.
+    # The collective needs equal sizes: short tensors are padded with zeros.
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     found = tensor.new_empty((axis.size * longest, *tensor.shape[1:]))

@@ -210,7 +210,7 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
     `timeout_s` is the deadline of collectives in seconds. A single rank needs no launcher. Raises
     `RuntimeError` where the ranks cannot connect.
     """
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one rank
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one rank
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -18,7 +18,7 @@ OLDEST_PYTHON = (3, 11)
 """Oldest supported Python version."""
 
 
-PINS = Path(__file__).resolve().parents[1] / "launch"
+PINS = Path(__file__).resolve().parents[2] / "launch"
 """Folder of the requirements files with pinned versions."""
 
 

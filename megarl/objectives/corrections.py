@@ -68,8 +68,7 @@ def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, T
         engine_T: [T] log-probs reported by the engine.
         mask_T: [T] bool, tokens to count; other positions may have any value, NaN included.
     """
-    # Selected before any arithmetic: 0 x NaN is NaN. A difference of 0 adds nothing to any of the
-    # sums.
+    # Selected before any arithmetic, because 0 x NaN is NaN. A difference of 0 adds 0 to each sum.
     d_T = torch.where(mask_T, engine_T.to(torch.float64) - trainer_T.to(torch.float64), 0.0)
     return {
         "count": mask_T.sum().to(torch.float64),

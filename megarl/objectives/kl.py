@@ -54,8 +54,8 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
     policy back.
     """
     d = logp - ref.detach()
-    # Clamped so that the branch that is not taken stays finite. The branches are never added up: a
-    # tangent's slope of 22,025 # that cancels out would leave its rounding, 1e-3, in the gradient.
+    # Clamped, so that the branch that is not taken is finite. The branches are selected, not added:
+    # the tangent's slope of 22,025 would leave a rounding error of 1e-3 in the gradient.
     exact = torch.expm1(-d.clamp(min=-K3_LIMIT)) + d
     tangent = math.expm1(K3_LIMIT) - K3_LIMIT - math.expm1(K3_LIMIT) * (d + K3_LIMIT)
     return torch.where(d >= -K3_LIMIT, exact, tangent)

@@ -62,7 +62,7 @@ def _y_scale(
     at = ticks(low, high, 5, whole=whole)
     low, high = at[0], at[-1]
     labels = [as_text(round(tick, 12)) for tick in at]
-    if len(set(labels)) < len(labels):  # three digits do not tell these apart
+    if len(set(labels)) < len(labels):  # equal after rounding to three digits
         labels = [f"{tick:.6g}" for tick in at]
     return _Scale(
         low,

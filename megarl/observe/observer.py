@@ -54,17 +54,15 @@ class Observer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._config = config
-        # First the sinks: if one is not installed, no file has been touched yet.
+        # Sinks first: where a package is missing, no file has been changed.
         self._sinks = open_sinks(config, folder, first_step, resolved or {})
         self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step - 1)
         self._transcripts = MetricsFile(folder / TRANSCRIPTS, keep_until_step=first_step - 1)
-        # An evaluation numbered k is of the weights after k steps: that of the checkpoint itself
-        # stays, unless all starts anew.
+        # Evaluation k is of the weights after k steps, so that of the checkpoint itself is kept.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
         for record in read_records(folder / EVALUATIONS):
-            if (
-                record["step"] == first_step
-            ):  # TensorBoard hides it on resume together with what came later
+            # Written again, because TensorBoard hides records from `first_step` on.
+            if record["step"] == first_step:
                 self._sink(
                     first_step,
                     {name: value for name, value in record.items() if name.startswith("eval")},

@@ -107,8 +107,7 @@ def _on_device(view: torch.Tensor, seed: int) -> int:
         weight = torch.arange(
             first, first + len(part), dtype=torch.int64, device=part.device
         ) + signed(seed)
-        # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); shifts of negative numbers keep
-        # the sign, which does no harm.
+        # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), here with arithmetic shifts.
         weight = (weight ^ (weight >> 30)) * signed(0xBF58476D1CE4E5B9)
         weight = (weight ^ (weight >> 27)) * signed(0x94D049BB133111EB)
         total += int((part * ((weight ^ (weight >> 31)) | 1)).sum())

@@ -250,8 +250,7 @@ class ReshardEngine(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         """Called by vLLM after each update; repacks a tied output head."""
         if self._is_tied():
-            # The tied head shares the embedding's storage but, on CPU, multiplies with its own
-            # packed copy of it.
+            # On CPU a tied head multiplies with a packed copy of the embedding.
             self._repack(self.model.lm_head)  # pyright: ignore[reportArgumentType]
 
     def _is_tied(self) -> bool:

@@ -157,8 +157,7 @@ def tiles(boxes: Iterable[Box], whole: Box) -> bool:
         found.max(0)[[1, 3]] > (whole.bottom, whole.right)
     ).any():
         return False
-    # Edges only: between two neighbouring ones nothing changes, so that the count does not grow
-    # with the tensor.
+    # On the grid of all box edges, so that the cost does not grow with the tensor.
     rows = np.unique(np.concatenate([found[:, 0], found[:, 1], [whole.top, whole.bottom]]))
     columns = np.unique(np.concatenate([found[:, 2], found[:, 3], [whole.left, whole.right]]))
     count = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int32)

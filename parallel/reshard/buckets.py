@@ -57,7 +57,7 @@ class Bucket:
         """The part of `piece` that lies in this bucket, placed relative to it, or None."""
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
-            return piece  # the usual: the buffer is whole, or at least the piece
+            return piece  # the whole piece is in this bucket
         above, box = piece.offset // piece.stride, piece.box
         first = max(0, start // piece.stride - above)
         last = min(box.rows, (start + self.sizes[piece.buffer]) // piece.stride - above)

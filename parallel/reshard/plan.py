@@ -109,9 +109,8 @@ def make_plan(
     local = local or {}
     holders, grain = _holders(sources), _grain(destinations)
     needs: list[_Need] = []
-    found: dict[
-        tuple[str, Box, int | None], list[_Region]
-    ] = {}  # engines want the same: what makes up a box is found once
+    # Engines need the same boxes; the regions of each are computed once.
+    found: dict[tuple[str, Box, int | None], list[_Region]] = {}
     for rank, owned in enumerate(destinations):
         broken = fills(owned)
         if broken:
@@ -184,8 +183,7 @@ def _regions(
         region = piece.box.meet(box)
         if region is None:
             continue
-        # Where several could send it, a large region is shared between them; from its own memory it
-        # comes at once.
+        # A large region that several sources have is shared between them, unless it is local.
         is_shared = len(candidates) > 1 and all(source != here for source, _ in candidates)
         rows = max(1, grain // region.columns) if is_shared else region.rows
         made += [(band, candidates) for band in region.bands(rows)]
