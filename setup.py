@@ -21,7 +21,6 @@ setup(
         "transformers",
         "sentencepiece",
         "numpy",
-        "blake3",
         "datasets",
         "math-verify",
         "psutil",

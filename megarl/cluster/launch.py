@@ -125,12 +125,13 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
     """Ray's head node, the question whether it is ready, and the trainer ranks."""
     python = sys.executable
     shared = RAY_SETTINGS | {MARK: str(state)}
-    # Ray hands out GPUs to disaggregated engines only: colocated ones follow the trainer ranks.
-    for_ray = [] if plan.colocated else [gpu for engine in gpus.engines for gpu in engine]
+    for_engines = [gpu for engine in gpus.engines for gpu in engine]
+    # Ray deals GPUs out to disaggregated engines only: colocated ones follow the trainer ranks.
+    num_dealt = 0 if plan.colocated else len(for_engines)
     ray = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     ray += ["--disable-usage-stats", f"--port={port}", f"--ray-client-server-port={free_port()}"]
     ray += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    ray += ["--include-dashboard=false", f"--num-gpus={len(for_ray)}", f"--temp-dir={state}/ray"]
+    ray += ["--include-dashboard=false", f"--num-gpus={num_dealt}", f"--temp-dir={state}/ray"]
     ready = [python, "-m", "ray.scripts.scripts", "health-check", "--address", f"127.0.0.1:{port}"]
     train = [python, "-m", "megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
     train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", "train"]
@@ -138,7 +139,7 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.ranks)}
     threads = {"OMP_NUM_THREADS": str(plan.num_threads)}
     return [
-        Command(shared | {"CUDA_VISIBLE_DEVICES": ",".join(for_ray)}, ray),
+        Command(shared | {"CUDA_VISIBLE_DEVICES": ",".join(for_engines)}, ray),
         Command({}, ready),
         Command(shared | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | visible | threads, train),
     ]
@@ -157,7 +158,6 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
     """
     ray, ready, trainers = started
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    state.mkdir(mode=0o700)
     # DeepSpeed looks for ninja beside Python; ranks, Ray and its workers agree on the token.
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
@@ -166,6 +166,7 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
     processes: list[tuple[subprocess.Popen[bytes], float]] = []
     code = 143  # a signal's, unless one of the lines below is reached
     try:
+        state.mkdir(mode=0o700)
         with (state / "ray.log").open("wb") as log:
             head = start(ray, environment, log)
         processes.append((head, RAY_ENDS_WITHIN_S))

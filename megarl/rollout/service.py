@@ -148,9 +148,9 @@ class RolloutService:
         return self._cursors[step]
 
     async def evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
-        """One answer to each of `prompts`, given in portions -> (metrics, transcripts of the first
-        problems). Every rank may ask: it is done once a version, with the prompts of whoever asks
-        first.
+        """One scored answer to each of `prompts` -> (metrics, transcripts of the first problems).
+
+        Every rank may ask: it is done once a version.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -459,8 +459,7 @@ def test_a_session_without_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
 def test_the_service_does_not_grow() -> None:
     """Over many steps, what it keeps is of the steps under way only."""
 
-    async def portions(count: int) -> AsyncIterator[list[Prompt]]:
-        yield [Prompts().at(number) for number in range(count)]
+    held_out = [Prompts().at(number) for number in range(3)]
 
     async def go() -> None:
         made = service([Engine()], last_step=39)
@@ -469,7 +468,7 @@ def test_the_service_does_not_grow() -> None:
             plan = await made.take(step, 0)
             assert len(plan.batch.transcripts) == 1
             for name in ("eval", "eval_sampled"):
-                _, transcripts = await made.evaluate(portions(3), 1.0, name)
+                _, transcripts = await made.evaluate(held_out, 1.0, name)
                 assert len(transcripts) == 3
             await made.release(step + 1)
             kept = (made._ready, made._transcripts, made._cursors, made._groups)
@@ -484,12 +483,9 @@ def test_the_service_does_not_grow() -> None:
 
 def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
     async def go() -> tuple[dict[str, float], list[dict[str, Any]]]:
-        async def portions() -> AsyncIterator[list[Prompt]]:
-            for start in (0, 200):
-                yield [Prompts().at(number) for number in range(start, start + 200)]
-
         made = service([Engine()])
-        return await made.evaluate(portions(), 1.0, "eval")
+        held_out = [Prompts().at(number) for number in range(400)]
+        return await made.evaluate(held_out, 1.0, "eval")
 
     metrics, transcripts = asyncio.run(asyncio.wait_for(go(), 60))
     assert metrics["problems"] == 400
