@@ -52,6 +52,7 @@ class Cluster:
         self.namespace = namespace
         self._owned: list[ActorHandle] = []
         self._groups: list[EngineGroup] = []
+        self._service_ready: Any = None
         address = address or os.environ.get("RAY_ADDRESS", "")
         # Ray puts handlers of its own in place, which end the process on the spot.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -96,11 +97,9 @@ class Cluster:
         self._groups.append(EngineGroup(len(seats), start, timeout_s))
         return self._groups[-1]
 
-    def start_service(
-        self, build: Callable[[], Any], *, held_out: list[Prompt], timeout_s: float
-    ) -> ActorHandle:
-        """The rollout service, made by `build` inside an actor of its own that every rank can find
-        by name. It evaluates on the `held_out` problems.
+    def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
+        """The rollout service, starting: made by `build` inside an actor of its own that every rank
+        can find by name. It evaluates on the `held_out` problems. `wait_for_service` waits for it.
         """
         handle = (
             ray.remote(ServiceActor)
@@ -108,13 +107,15 @@ class Cluster:
             .remote(build, held_out)
         )
         self._owned.insert(0, handle)
-        ask(
-            {"the rollout service": handle.build.remote()},
-            timeout_s,
-            "starting",
-            "raise rollout.engine.start_timeout_s",
-        )
+        self._service_ready = handle.build.remote()
         return handle
+
+    def wait_for_service(self, timeout_s: float) -> None:
+        """Wait until the rollout service is ready. Raises `RuntimeError` after `timeout_s`, and
+        where it failed.
+        """
+        starting = {"the rollout service": self._service_ready}
+        ask(starting, timeout_s, "starting", "raise rollout.engine.start_timeout_s")
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the actors, then Ray, then whatever of vLLM's processes is still there."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.mailbox import Pace
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
@@ -49,19 +50,11 @@ class Generation:
     cluster: Cluster | None
     engines: EngineGroup | None
 
-    def start_service(self, inputs: RunInputs, first_step: int, first_ordinal: int) -> None:
-        """Rank 0 waits for the engines and starts the rollout service; other ranks do nothing."""
-        if self.engines is None:
-            return
-        assert self.cluster is not None
-        start_service(
-            self.config,
-            self.cluster,
-            self.engines,
-            inputs,
-            first_step=first_step,
-            first_ordinal=first_ordinal,
-        )
+    def wait(self) -> None:
+        """Rank 0 waits until engines and service are ready; other ranks return at once."""
+        if self.cluster is not None and self.engines is not None:
+            self.engines.wait()
+            self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
 
     def join(self, stack: ExitStack) -> None:
         """Bring the ranks other than 0 into rank 0's Ray cluster; all ranks call it."""
@@ -74,14 +67,12 @@ class Generation:
             stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
     def sleep(self) -> None:
-        """Colocated engines free the GPU memory for training. Nothing when disaggregated."""
-        if self.config.rollout.placement == "colocated":
-            self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
+        """Colocated engines free the GPU memory for training; all ranks call it."""
+        self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
 
     def wake(self) -> None:
-        """Colocated engines take their memory back; they generate once weights arrive."""
-        if self.config.rollout.placement == "colocated":
-            self._ask_engines("waking the engines up", EngineGroup.wake)
+        """Colocated engines take their memory back, without weights; all ranks call it."""
+        self._ask_engines("waking the engines up", EngineGroup.wake)
 
     def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
         """Rank 0 asks the engines; what fails there is raised on every rank."""
@@ -92,14 +83,11 @@ class Generation:
 
 
 def start_generation(
-    config: RunConfig,
-    stop_token_ids: list[int],
-    mesh: ProcessMesh,
-    stack: ExitStack,
-    *,
-    on_cpu: bool,
+    config: RunConfig, inputs: RunInputs, mesh: ProcessMesh, stack: ExitStack, *, on_cpu: bool
 ) -> Generation:
-    """Rank 0 starts Ray and the engines, which load while the caller builds the model."""
+    """Rank 0 starts Ray, the engines and the rollout service; they load while the caller builds the
+    model. `Generation.wait` waits for them.
+    """
     ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
     if mesh.world.rank != 0:
         return Generation(config, mesh, None, None)
@@ -110,7 +98,10 @@ def start_generation(
             object_store_bytes=object_store_bytes(config.rollout),
         )
     )
-    engines = start_engines(cluster, config, stop_token_ids, on_cpu=on_cpu, ranks=ranks)
+    engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, ranks=ranks)
+    progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
+    step, ordinal = (progress.step, progress.next_ordinal) if progress is not None else (0, 0)
+    start_service(config, cluster, engines, inputs, first_step=step, first_ordinal=ordinal)
     return Generation(config, mesh, cluster, engines)
 
 
@@ -172,10 +163,9 @@ def start_service(
     first_step: int,
     first_ordinal: int,
 ) -> None:
-    """Wait for the engines, then start the rollout service that sends requests to them. The prompts
-    of `inputs`, which only rank 0 has, move to the service: they are read and tokenised once.
+    """Start the rollout service that sends requests to the engines. The prompts of `inputs`, which
+    only rank 0 has, move to the service: they are read and tokenised once.
     """
-    engines.wait()
     assert inputs.prompts is not None
     builder = functools.partial(
         build_service,
@@ -186,11 +176,7 @@ def start_service(
         first_step,
         first_ordinal,
     )
-    engines.service = cluster.start_service(
-        builder,
-        held_out=list(inputs.held_out or ()),
-        timeout_s=config.rollout.engine.start_timeout_s,
-    )
+    engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))
 
 
 def build_service(

@@ -19,6 +19,8 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
         engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, load=True)
         start_service(config, cluster, engines, inputs, first_step=0, first_ordinal=0)
+        engines.wait()
+        cluster.wait_for_service(config.rollout.engine.start_timeout_s)
         client = RolloutClient(0, deadline_s=patience_s(config, len(inputs.held_out or ())))
         metrics, _ = client.evaluate(config.evaluation.temperature, "eval")
     print(json.dumps({"model": config.model.path, **metrics, "seed": config.seed}), flush=True)

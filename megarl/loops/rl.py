@@ -44,6 +44,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 def run(parts: Parts) -> None:
     """Train from `parts.first_step` to `config.steps`."""
     config, policy, rollouts = parts.config, parts.policy, parts.rollouts
+    is_colocated = config.rollout.placement == "colocated"
     parts.publisher.publish(version=parts.first_step)
     evaluate(parts, parts.first_step)
     if parts.observer is not None:
@@ -53,11 +54,13 @@ def run(parts: Parts) -> None:
         started_at = time.monotonic()
         batch = rollouts.take(step)
         taken_at = time.monotonic()
-        parts.generation.sleep()
-        policy.engine.reload()
+        if is_colocated:
+            parts.generation.sleep()
+            policy.engine.reload()
         report = train(parts, batch)
-        policy.engine.offload()
-        parts.generation.wake()
+        if is_colocated:
+            policy.engine.offload()
+            parts.generation.wake()
         trained_at = time.monotonic()
         sent = parts.publisher.publish(version=step + 1)
         rollouts.release(step)

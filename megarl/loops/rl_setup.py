@@ -61,17 +61,17 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         first_step = broadcast_object(0, all_ranks())
         return ServingParts(config, first_step, scorers)
     # Engines take longest to start: they load while this process builds the policy.
-    generation = start_generation(config, inputs.stop_token_ids, mesh, stack, on_cpu=on_cpu)
+    generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
     updates = config.steps * config.training.num_mini_batches
     policy = context.role("policy", config.model, optimizer_steps=updates)
     learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
     scorers = make_scorers(context, config, inputs)
     checkpoints = context.checkpoints(policy.engine)
     progress = context.resume(checkpoints)
-    first_step, ordinal = (progress.step, progress.next_ordinal) if progress else (0, 0)
+    first_step = progress.step if progress else 0
     broadcast_object(first_step, all_ranks())
     observer = context.observe(first_step)
-    generation.start_service(inputs, first_step, ordinal)
+    generation.wait()
     generation.join(stack)
     publisher = Publisher(
         config.weight_sync,
