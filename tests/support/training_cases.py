@@ -87,7 +87,7 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             transcripts=0,
         )
         everything = Samples.concatenate(
-            [part for share in dealt.per_rank for part in share.samples]
+            [part for rank in range(mesh.data.size) for part in dealt.share(rank).samples]
         )
         ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
         logprobs.append(ours.double())
