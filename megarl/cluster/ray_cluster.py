@@ -5,7 +5,6 @@ them and ends them.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token
-from megarl.cluster.remote import EngineActor, RemoteEngine
-from megarl.rollout.batch import SharePlan, assemble
+from megarl.cluster.remote import EngineActor
+from megarl.cluster.service_process import ServiceActor
+from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.types import Prompt, StepBatch
 
@@ -139,42 +139,6 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
-
-
-class ServiceActor:
-    """The shell around `RolloutService`, which is built where it runs: verifiers do not travel."""
-
-    def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
-        self._build, self._held_out = build, held_out
-
-    async def build(self) -> None:
-        self._service, self._environment = self._build()
-        await self._environment.start()
-        # What is there now stays: a collection that looks through all of it takes 0.1 s.
-        gc.collect()
-        gc.freeze()
-
-    async def start(self) -> None:
-        await self._service.start()
-
-    async def take(self, step: int, data_rank: int) -> SharePlan:
-        return await self._service.take(step, data_rank)
-
-    async def release(self, version: int) -> None:
-        await self._service.release(version)
-
-    async def cursor(self, step: int) -> int:
-        return await self._service.cursor(step)
-
-    async def evaluate(self, temperature: float, name: str) -> Evaluated:
-        return await self._service.evaluate(self._held_out, temperature, name)
-
-    async def use_engine(self, number: int, handle: ActorHandle) -> None:
-        self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))
-
-    async def stop(self) -> None:
-        await self._service.stop()
-        await self._environment.close()
 
 
 class RolloutClient:

@@ -15,24 +15,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.mailbox import Pace
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
-from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
+from megarl.cluster.service_process import build_service
 from megarl.config import RunConfig, longest_request
-from megarl.data.source import PromptList
-from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
-from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.service import RolloutService
 from megarl.trainer.context import RunInputs
 
 BYTES_PER_TOKEN = 8
@@ -173,39 +167,8 @@ def start_service(
         list(engines.handles),
         inputs.layout,
         inputs.prompts,
+        Codec.of(inputs.tokenizer),
         first_step,
         first_ordinal,
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))
-
-
-def build_service(
-    config: RunConfig,
-    handles: list[Any],
-    layout: Layout,
-    prompts: PromptList,
-    first_step: int,
-    first_ordinal: int,
-) -> tuple[RolloutService, RemoteEnvironment]:
-    """The rollout service and its environment, built inside the service's own process."""
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    pace = Pace()
-    environment = RemoteEnvironment(config.environment, Codec.of(tokenizer), pace)
-    service = RolloutService(
-        config=config.rollout,
-        seed=config.seed,
-        prompts=prompts,
-        engines=[RemoteEngine(handle, pace) for handle in handles],
-        environment=environment,
-        num_data_ranks=layout.data,
-        num_mini_batches=config.training.num_mini_batches,
-        micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
-        last_step=config.steps - 1,
-        transcripts_per_step=config.observe.transcripts_per_step,
-        first_ordinal=first_ordinal,
-        first_step=first_step,
-    )
-    return service, environment

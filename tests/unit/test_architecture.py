@@ -169,3 +169,11 @@ def test_tools_stay_short() -> None:
 
 LONG_TOOLS = {"reshard.py"}
 """Files of tools/ that are still to be split."""
+
+
+def test_the_service_process_is_light() -> None:
+    """It starts while engines and trainer ranks need the CPU."""
+    heavy = "[m for m in ('torch', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
+    code = f"import sys, megarl.cluster.service_process; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr

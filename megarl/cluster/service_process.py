@@ -1,0 +1,87 @@
+"""The process of the rollout service. It imports neither torch nor transformers, since it starts
+while engines and trainer ranks need the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from megarl.cluster.mailbox import Pace
+from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
+from megarl.config import RunConfig
+from megarl.data.source import PromptList
+from megarl.environments.codec import Codec
+from megarl.parallel.layout import Layout
+from megarl.rollout.batch import SharePlan
+from megarl.rollout.evaluation import Evaluated
+from megarl.rollout.service import RolloutService
+from megarl.types import Prompt
+
+
+def build_service(
+    config: RunConfig,
+    handles: list[Any],
+    layout: Layout,
+    prompts: PromptList,
+    codec: Codec,
+    first_step: int,
+    first_ordinal: int,
+) -> tuple[RolloutService, RemoteEnvironment]:
+    """The rollout service and its environment. `handles`: the engine actors. `layout`: the
+    policy's. A run that resumes begins at `first_step` and dataset position `first_ordinal`.
+    """
+    pace = Pace()
+    environment = RemoteEnvironment(config.environment, codec, pace)
+    service = RolloutService(
+        config=config.rollout,
+        seed=config.seed,
+        prompts=prompts,
+        engines=[RemoteEngine(handle, pace) for handle in handles],
+        environment=environment,
+        num_data_ranks=layout.data,
+        num_mini_batches=config.training.num_mini_batches,
+        micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
+        last_step=config.steps - 1,
+        transcripts_per_step=config.observe.transcripts_per_step,
+        first_ordinal=first_ordinal,
+        first_step=first_step,
+    )
+    return service, environment
+
+
+class ServiceActor:
+    """The shell around `RolloutService`, which is built where it runs: verifiers do not travel."""
+
+    def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
+        self._build, self._held_out = build, held_out
+
+    async def build(self) -> None:
+        self._service, self._environment = self._build()
+        await self._environment.start()
+        # What is there now stays: a collection that looks through all of it takes 0.1 s.
+        gc.collect()
+        gc.freeze()
+
+    async def start(self) -> None:
+        await self._service.start()
+
+    async def take(self, step: int, data_rank: int) -> SharePlan:
+        return await self._service.take(step, data_rank)
+
+    async def release(self, version: int) -> None:
+        await self._service.release(version)
+
+    async def cursor(self, step: int) -> int:
+        return await self._service.cursor(step)
+
+    async def evaluate(self, temperature: float, name: str) -> Evaluated:
+        return await self._service.evaluate(self._held_out, temperature, name)
+
+    async def use_engine(self, number: int, handle: Any) -> None:
+        self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))
+
+    async def stop(self) -> None:
+        await self._service.stop()
+        await self._environment.close()
