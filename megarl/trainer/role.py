@@ -9,11 +9,14 @@ float32 for each token of this rank's samples. A role with an optimizer is train
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from megarl.parallel.collectives import all_reduce
+from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard, whole_shapes
 from megarl.trainer.build import build_network
@@ -49,6 +52,8 @@ class Role:
         trained role, the optimizer. Every rank of `mesh` makes the role together.
         """
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            confine(mesh)
         self.engine = TrainEngine(
             build_network(model, training, mesh, device, seed=seed, head=head),
             training,
