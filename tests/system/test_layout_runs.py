@@ -13,7 +13,15 @@ from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recip
 from support.tiny import write_model
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
-CLOSE = {"loss": 1e-4, "grad_norm": 1e-4, "entropy": 1e-4, "reward/mean": 1e-6, "length/mean": 1e-6}
+CLOSE = {
+    "loss": 1e-4,
+    "grad_norm": 1e-4,
+    "entropy": 1e-4,
+    "kl": 1e-5,
+    "reward/mean": 1e-6,
+    "length/mean": 1e-6,
+}
+BESIDE = {"ranks": [1], "zero_stage": 3}
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +32,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    place: Path, name: str, ranks: int, *arguments: str, **training: Any
+    place: Path,
+    name: str,
+    ranks: int,
+    *arguments: str,
+    reference: dict[str, Any] | None = None,
+    **training: Any,
 ) -> list[dict[str, Any]]:
-    """Metrics of three steps; the recipe is the same but for `training`."""
-    tree = tiny_run(place, place / "model", 3) | {"folder": str(place / name), "evaluation": {}}
+    """Metrics of three steps; the recipe is the same but for `reference` and `training`."""
+    tree = tiny_run(place, place / "model", 3) | {
+        "folder": str(place / name),
+        "evaluation": {},
+        "algorithm": {"kl": {"coefficient": 0.05}},
+        "reference": reference or {},
+    }
     tree["training"] = tree["training"] | training
     done = megarl("train", write_recipe(place / f"{name}.yaml", tree), *arguments, ranks=ranks)
     assert done.code == 0, done.err[-4000:]
@@ -39,7 +57,9 @@ def test_four_ranks_learn_what_one_does_and_resume(place: Path) -> None:
     every step.
     """
     alone, together = run(place, "alone", 1), run(place, "together", 4, **LAYOUT)
-    for one, other in zip(alone, together, strict=True):
+    # The same with the reference on a rank of its own.
+    beside = run(place, "beside", 2, reference=BESIDE)
+    for one, other in [*zip(alone, together, strict=True), *zip(alone, beside, strict=True)]:
         assert other["probe/max_abs"] < PROBE_BOUND and other["mismatch/max_abs"] < PROBE_BOUND
         assert other["tokens/trained"] == one["tokens/trained"]
         for name, bound in CLOSE.items():
