@@ -202,7 +202,8 @@ def run(case: Case, engine: type, make: Callable[..., Any]) -> dict[str, float]:
         handles = [
             ray.remote(engine).options(**options).remote(case.delay_s) for _ in range(case.engines)
         ]
-        cluster.start_service(partial(make, case, handles, beat), timeout_s=120)
+        cluster.start_service(partial(make, case, handles, beat), held_out=[])
+        cluster.wait_for_service(120)
         ranks = [ray.remote(Rank).options(num_cpus=0).remote(rank) for rank in range(case.ranks)]
         ray.get([rank.__ray_ready__.remote() for rank in ranks])
         time.sleep(1.0)
