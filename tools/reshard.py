@@ -2,12 +2,12 @@
 bit.
 
     python tools/reshard.py plan CONFIG.json --source "data 8 tensor 8 zero 3" --engines 8
-    --engine-tensor 8 python tools/reshard.py plan CONFIG.json --source "data 8 zero 3" --target
-    "data 2 tensor 4 zero 3" python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2
-    zero 3" python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
+    python tools/reshard.py plan CONFIG.json --source "data 8 zero 3" --target "data 2 tensor 4"
+    python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2 zero 3"
+    python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
     python tools/reshard.py join SHARDED OUT
-    python tools/reshard.py checkpoint RUN/checkpoints/step_000010 NEW_RUN/checkpoints/step_000010
-    --layout "tensor 2 zero 1"
+    python tools/reshard.py checkpoint OLD/checkpoints/step_000010 NEW/checkpoints/step_000010
+                                       --layout "tensor 2 zero 1"
 
 plan     dry run from a config.json: no weights, no network. What every rank holds on either side,
          the copies between them, each element counted, and the time a link of --link-gb-s would
@@ -38,199 +38,30 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
+from reshard_plan import (
+    HEAD,
+    RECOMPUTED,
+    Degrees,
+    Model,
+    as_model,
+    gb,
+    load_model,
+    plan_of,
+    show_plan,
+)
 
 from megarl.checkpoints import files, store
 from megarl.checkpoints.manifest import DIGESTS, damage, seal
 from megarl.checkpoints.progress import fingerprint, read_progress
 from megarl.parallel.layout import Layout
-from megarl.parallel.reshard.boxes import ZEROS, Owned
-from megarl.parallel.reshard.buckets import make_buckets
-from megarl.parallel.reshard.owned import training_owned, whole_owned
-from megarl.parallel.reshard.plan import Plan, make_plan
-from megarl.trainer.sharding import refuse_tensor
-from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
-from megarl.weight_sync.parameters import ParameterSpec, engine_owned, training_shards
-
-HEAD = "lm_head.weight"
-RECOMPUTED = ".rotary_emb.inv_freq"
-"""A buffer that old Llama checkpoints carry, and every model makes anew from its config."""
-
-
-def gb(count: int) -> str:
-    return f"{count / 1e9:,.3f} GB"
-
-
-class Degrees(NamedTuple):
-    """A training layout with its ZeRO stage."""
-
-    layout: Layout
-    zero_stage: int
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a config.json says of a model."""
-
-    config: dict[str, Any]
-    table: list[ParameterSpec]
-    settings: transformers.PretrainedConfig
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {row.name: row.shape for row in self.table}
-
-    @property
-    def parameters(self) -> int:
-        return sum(torch.Size(row.shape).numel() for row in self.table)
-
-    def owned(self, degrees: Degrees) -> list[Owned]:
-        """What each rank of a training layout holds; raises `ValueError` where it cannot be cut
-        so.
-        """
-        refuse_tensor(self.settings, degrees.layout.tensor)
-        shards = training_shards(self.table, degrees.layout.tensor)
-        return training_owned(self.shapes, shards, degrees.layout, degrees.zero_stage)
-
-    def engine(self, tensor: int) -> list[Owned]:
-        """What each rank of an engine holds; raises `ValueError` where it cannot be cut so."""
-        refuse_engine_tensor(self.config, tensor)
-        return engine_owned(self.table, tensor)
-
-
-def load_model(path: Path) -> Model:
-    """From a config.json, or the folder it is in."""
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        return as_model(json.loads(path.read_text()), path)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); name a model's config.json or its folder"
-        ) from None
-
-
-def as_model(config: Any, path: Path) -> Model:
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(
-            f"{path} does not say model_type, so it is no model's config.json; name one that is"
-        )
-    try:
-        return Model(config, parameter_table(config), transformers.AutoConfig.for_model(**config))
-    except (StrictDataclassError, TypeError) as error:
-        raise ValueError(
-            f"{path} contradicts itself: {str(error).splitlines()[-1].strip()}; fetch it again"
-        ) from None
-
-
-# --------------------------------------------------------------------------------------------- plan
-
-
-def plan_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The dry run."""
-    model, itemsize = load_model(args.model), getattr(torch, args.dtype).itemsize
-    sources = model.owned(args.source)
-    if args.target is not None:
-        destinations, target = model.owned(args.target), "{}, ZeRO {}".format(*args.target)
-    else:
-        destinations = model.engine(args.engine_tensor) * args.engines
-        target = f"{args.engines} engines x tensor {args.engine_tensor}"
-    local = (
-        {rank: rank for rank in range(min(len(sources), len(destinations)))}
-        if args.colocated
-        else {}
-    )
-    started, whole = time.perf_counter(), model.parameters
-    plan = make_plan(sources, destinations, local)
-    planned_s = time.perf_counter() - started
-    return {
-        "model": {
-            "type": model.config["model_type"],
-            "tensors": len(model.table),
-            "parameters": whole,
-        },
-        "dtype": args.dtype,
-        "source": {"layout": "{}, ZeRO {}".format(*args.source), **owned_bytes(sources, itemsize)},
-        "target": {"layout": target, **owned_bytes(destinations, itemsize)},
-        "planned_s": planned_s,
-        "link_gb_s": args.link_gb_s,
-        **traffic(plan, itemsize, args.link_gb_s * 1e9),
-        "coverage": coverage(plan),
-        "naive_bytes": naive(sources, len(destinations), whole) * itemsize,
-        "buckets": buckets_of(destinations, itemsize, int(args.bucket_mib * 2**20)),
-    }
-
-
-def owned_bytes(owned: list[Owned], itemsize: int) -> dict[str, int]:
-    """Bytes that ranks hold; padding is counted as the weights it lies among."""
-    each = [sum(one.sizes.values()) * itemsize for one in owned]
-    return {
-        "ranks": len(owned),
-        "smallest_rank_bytes": min(each),
-        "largest_rank_bytes": max(each),
-        "bytes": sum(each),
-    }
-
-
-def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
-    """What goes from where to where."""
-    links, sent, received = plan.links(itemsize), Counter[int](), Counter[int]()
-    for (source, destination), count in links.items():
-        sent[source] += count
-        received[destination] += count
-    busiest = max(links, key=links.__getitem__, default=None)
-    return {
-        "copies": len(plan.copies),
-        "local_copies": sum(plan.is_local(copy) for copy in plan.copies),
-        "moved_bytes": links.total(),
-        "minimum_bytes": plan.minimum(itemsize),
-        "links": len(links),
-        "largest_link": (
-            {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
-            if busiest
-            else None
-        ),
-        "most_sent_bytes": max(sent.values(), default=0),
-        "most_received_bytes": max(received.values(), default=0),
-        "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
-    }
-
-
-def coverage(plan: Plan) -> dict[str, int]:
-    """Elements that destinations want, that copies write, and padding that nothing fills; unequal
-    is an error of ours.
-    """
-    pieces = [piece for owned in plan.destinations for piece in owned.pieces]
-    wanted = sum(piece.box.area for piece in pieces if piece.tensor != ZEROS)
-    written = sum(copy.area for copy in plan.copies)
-    assert wanted == written, (wanted, written)
-    padding = sum(piece.box.area for piece in pieces if piece.tensor == ZEROS)
-    return {"wanted_elements": wanted, "written_elements": written, "padding_elements": padding}
-
-
-def naive(sources: list[Owned], destinations: int, whole: int) -> int:
-    """Elements sent where rank 0 gathers what it lacks, and sends all of it to every destination
-    rank.
-    """
-    return whole - sum(piece.box.area for piece in sources[0].pieces) + whole * destinations
-
-
-def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
-    """Of the destination rank with most."""
-    made = [make_buckets(owned, itemsize, limit_bytes) for owned in files.distinct(destinations)[0]]
-    most = max(made, key=len)
-    return {
-        "rank_buckets": len(most),
-        "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets),
-    }
-
+from megarl.parallel.reshard.boxes import Owned
+from megarl.parallel.reshard.owned import whole_owned
 
 # ----------------------------------------------------------------------------------- moving weights
 
@@ -353,61 +184,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             lambda folder: files.write_whole(source.owned, source.stores, folder, *given, limit),
         )
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
-
-
-def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A dry run as rows of a table."""
-    model, cover, link = found["model"], found["coverage"], found["largest_link"]
-    yield (
-        "model",
-        (
-            f"{model['type']}, {model['parameters']:,} parameters in {model['tensors']:,} tensors,"
-            f" {found['dtype']}"
-        ),
-    )
-    for name in ("source", "target"):
-        side = found[name]
-        each = f"{gb(side['smallest_rank_bytes'])} to {gb(side['largest_rank_bytes'])} each"
-        yield name, f"{side['layout']}: {side['ranks']} ranks, {each}, {gb(side['bytes'])} in all"
-    yield (
-        "copies",
-        (
-            f"{found['copies']:,}, {found['local_copies']:,} within a memory; planned in"
-            f" {found['planned_s']:.1f} s"
-        ),
-    )
-    written = f"{cover['written_elements']:,} of {cover['wanted_elements']:,} elements, each once"
-    yield "coverage", f"{written}; {cover['padding_elements']:,} of padding"
-    yield "moved", f"{gb(found['moved_bytes'])}; the minimum is {gb(found['minimum_bytes'])}"
-    yield (
-        "naive",
-        f"{gb(found['naive_bytes'])}: gathered on one rank, sent whole to every target rank",
-    )
-    yield (
-        "a rank",
-        (
-            f"sends {gb(found['most_sent_bytes'])} at most, receives"
-            f" {gb(found['most_received_bytes'])}"
-        ),
-    )
-    if link is not None:
-        ends = (
-            f"{gb(link['bytes'])}, source rank {link['source']} to target rank"
-            f" {link['destination']}"
-        )
-        yield "links", f"{found['links']:,}, the largest {ends}"
-    yield (
-        "predicted",
-        f"{found['predicted_s']:.3f} s at {found['link_gb_s']:g} GB/s a rank, each way",
-    )
-    buckets = found["buckets"]
-    yield (
-        "buckets",
-        (
-            f"{buckets['rank_buckets']} a rank, the largest"
-            f" {buckets['largest_bytes'] / 2**20:,.1f} MiB"
-        ),
-    )
 
 
 def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
