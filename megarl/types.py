@@ -1,10 +1,9 @@
-"""The nouns. Read them once and every room's code is readable.
+"""The data types that packages exchange, in the order in which a run makes them.
 
-Letters in shapes: T tokens of a row, P prompt tokens, N samples of a step, G samples of a group, V
-vocabulary.
+    Prompt -> Segment -> Rollout -> Group -> StepBatch of Samples -> MicroBatch -> StepReport
 
-    Prompt --collect--> Rollout --score--> reward --advantages--> Group --pack--> MicroBatch
-    --step--> StepReport
+Letters in shapes: T tokens of a sequence, P tokens of a prompt, N samples of a step, S samples of a
+column, G samples of a group.
 """
 
 from __future__ import annotations
