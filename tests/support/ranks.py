@@ -90,14 +90,15 @@ def run_ranks(
                 ):
                     process.kill()
                 process.wait()
+        failures = []
         for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
             output.seek(0)
             said = output.read()
             output.close()
             if process.returncode != 0:
-                raise AssertionError(
-                    f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{said[-4000:]}"
-                )
+                failures.append(f"rank {rank} ended with {process.returncode}:\n{said[-3000:]}")
+        if failures:  # all of them: where one rank fails, the others lose their connections
+            raise AssertionError(f"{len(failures)} of {num_ranks} ranks\n" + "\n".join(failures))
         return [
             pickle.loads((Path(folder) / f"result-{rank}").read_bytes())
             for rank in range(num_ranks)
