@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from megarl.checkpoints.store import INDEX, WHOLE, Store, open_whole, refuse_others, refuse_untied
 
 RECOMPUTED = "rotary_emb.inv_freq"
-"""A buffer that old checkpoints carry, and every model computes from its config."""
+"""Suffix of a buffer that old checkpoints store; it is ignored, since every model recomputes it."""
 
 
 class Weights(Protocol):
-    """Whole tensors of a model."""
+    """Source of a model's parameters as whole tensors: a checkpoint, or random initialisation."""
 
     def flat(self, name: str) -> torch.Tensor:
         """The whole tensor of parameter `name`, flat, on the CPU, in the source's dtype. Valid
@@ -142,7 +142,7 @@ class RandomWeights:
 
     @torch.no_grad()
     def _draw(self, owner: str) -> dict[str, torch.Tensor]:
-        """Every parameter that module `owner` itself has."""
+        """Draw all parameters that belong directly to module `owner`."""
         module = self.model.get_submodule(owner)
         empty = dict(module.named_parameters(recurse=False))
         for name, parameter in empty.items():
@@ -164,7 +164,7 @@ class RandomWeights:
 
 
 def initialise(model: PreTrainedModel, owner: str) -> None:
-    """Have module `owner` of `model` initialised by the code of the model that it belongs to."""
+    """Run the initialisation code of the model class on module `owner` of `model`."""
     path, belongs_to = "", model
     for step in owner.split("."):
         path = f"{path}.{step}" if path else step
@@ -175,7 +175,7 @@ def initialise(model: PreTrainedModel, owner: str) -> None:
 
 
 def _blank(buffer: torch.Tensor) -> float | int:
-    """A value that no initialisation gives."""
+    """A value that no initialisation produces, to detect tensors that were not initialised."""
     return torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
