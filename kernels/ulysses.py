@@ -84,7 +84,9 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output of the group's tokens, own heads -> own tokens, all heads."""
+    """Attention output of the group's tokens for this rank's heads -> of this rank's tokens for all
+    heads.
+    """
 
     @staticmethod
     def forward(ctx, out, call: Call):

@@ -44,7 +44,9 @@ class ConfinedBackend:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """`src`: a rank of the job; without a group, a place in the mesh."""
+        """Broadcast `tensor` from `src`: a rank of the job if `group` is given, otherwise an index
+        into the ranks of the mesh.
+        """
         if group is None:
             group, src = self._group, self._mesh.ranks[src]
         return self._backend.broadcast(tensor=tensor, src=src, group=group, async_op=async_op)

@@ -32,7 +32,7 @@ tokens_N are the response tokens of each sample.
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rewards relative to the mean of their group."""
+    """For each sample of a step: its centred reward, its group, and the size of that group."""
 
     centred_N: Tensor
     """[N] float64, reward minus the mean of its group; exactly 0 where all rewards of it are

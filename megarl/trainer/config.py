@@ -48,7 +48,7 @@ class RoleConfig:
     model: ModelConfig = ModelConfig()
     """Model and tokenizer; with an empty path the policy's."""
     ranks: tuple[int, ...] = ()
-    """Number of ranks that only this role uses; empty: the role shares the policy's ranks."""
+    """Numbers of the ranks that only this role uses; empty: the role shares the policy's ranks."""
     layout: LayoutConfig = LayoutConfig()
     """Parallel degrees of this role. On the policy's ranks the default is the policy's layout."""
     zero_stage: Literal[0, 1, 2, 3] | None = None

@@ -27,8 +27,8 @@ def pack(samples: Samples, device: torch.device, places: np.ndarray | None = Non
     """Concatenate `samples` into one packed sequence (a micro-batch) with shifted labels.
 
     Without samples the sequence has two padding tokens, so that the rank still takes part in
-    collectives. `places` [T]: index of each token in the columns of the mini-batch; default 0 .. T
-    - 1.
+    collectives. `places` [T]: index of each token in the columns of the mini-batch, by default its
+    index in `samples`.
     """
     if not len(samples):
         samples, places = padding(2), None
@@ -100,7 +100,7 @@ def pack_mini_batch(
     axis: Axis,
     how: str = "auto",
 ) -> list[MicroBatch]:
-    """The micro-batches of a mini-batch. `rows`: for each micro-batch, the indices of its
+    """Pack a mini-batch into micro-batches. `micro_batches`: for each one, the indices of its
     samples.
     """
     return [

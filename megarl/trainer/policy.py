@@ -92,12 +92,12 @@ class PolicyGradient:
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _first_scored(self) -> int:
-        """Index of the first mini-batch whose log-probs must be computed before the step's first
+        """Index of the first mini-batch whose log-probs need a forward pass before the step's first
         update.
 
-        The first mini-batch is normally trained with the weights that the step starts with, so its
-        log-probs need no separate forward pass. They do if advantages depend on log-probs (KL in
-        the reward).
+        The first mini-batch is trained with the weights that the step starts with, so its training
+        pass gives these log-probs. It needs a separate pass only if advantages depend on log-probs
+        (KL in the reward).
         """
         kl = self.algorithm.kl
         if kl.coefficient > 0 and kl.where == "reward":

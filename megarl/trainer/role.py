@@ -87,8 +87,8 @@ class Role:
         return self.engine.owned()
 
     def pack(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """This rank's micro-batches of a mini-batch. `rows`: for each micro-batch, the indices of
-        its samples.
+        """Pack a mini-batch into this rank's micro-batches. `micro_batches`: for each one, the
+        indices of its samples.
         """
         sequence = self.mesh.sequence
         return pack_mini_batch(
