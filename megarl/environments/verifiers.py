@@ -44,8 +44,9 @@ NOT_UNITS = re.compile(
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
-    """1.0 if the text after the last `answer_after` marker equals the reference answer, else 0.0.
-    Without a marker the whole response is compared. Surrounding whitespace is ignored.
+    """A verifier that returns 1.0 if the text after the last `answer_after` marker equals the
+    reference answer, else 0.0. If the marker is empty, the whole response is compared. Surrounding
+    whitespace is ignored.
     """
     marker = config.answer_after
 
@@ -60,13 +61,13 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
 
 
 def math(config: EnvironmentConfig) -> Verifier:
-    r"""1.0 if the final expression of the response is mathematically equal to the reference answer,
-    else 0.0.
+    r"""A verifier that returns 1.0 if the final expression of the response is mathematically equal
+    to the reference answer, else 0.0.
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
     comes later; without either, it is what math-verify extracts. Plain numbers are compared
-    exactly, everything else by math-verify. Raises if the reference answer is not a mathematical
-    expression.
+    exactly, everything else by math-verify. The verifier raises if the reference answer is not a
+    mathematical expression.
     """
     import math_verify
 
