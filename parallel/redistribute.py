@@ -46,7 +46,7 @@ class Redistribution:
                 self._sends.setdefault((source, target), []).append(sample)
 
     def wanted(self) -> list[int]:
-        """Samples that this rank receives or keeps, ascending."""
+        """Numbers of the samples that this rank wants, ascending."""
         mine = self._axis.rank
         return sorted(
             sample

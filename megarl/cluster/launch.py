@@ -245,7 +245,7 @@ def show_end(log: Path) -> None:
 
 def end(processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str) -> None:
     """Terminate processes, given as (process, seconds to wait), in reverse order of their start.
-    Then kill all processes they started that still run.
+    Then kill every process of this launch (see `started_processes`) that still runs.
     """
     for process, patience_s in reversed(processes):
         if process.poll() is None:

@@ -105,7 +105,7 @@ def start_generation(
 
 def object_store_bytes(rollout: RolloutConfig) -> int:
     """Size of Ray's object store: the token arrays of all rollouts generated at the same time, but
-    at most a third of the free shared memory.
+    at most a third of the free shared memory, and at least `MIN_OBJECT_STORE_BYTES`.
     """
     draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
     groups = (1 + rollout.max_staleness) * draws * rollout.groups_per_step
