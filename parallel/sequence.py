@@ -90,7 +90,9 @@ def causal_pairs(starts: list[int], index: torch.Tensor) -> int:
 
 
 def imbalance(starts: list[int], indices: Sequence[torch.Tensor], *, linear: bool = True) -> float:
-    """Work of the busiest rank over the mean, at best 1.0; without `linear` of attention alone."""
+    """Largest work of a rank divided by the mean work of all ranks; 1.0 is the best. With `linear`
+    the work of the linear layers counts too, otherwise only attention.
+    """
     work = [
         causal_pairs(starts, index) / ATTENTION_TOKENS + (len(index) if linear else 0)
         for index in indices

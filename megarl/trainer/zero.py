@@ -267,7 +267,9 @@ class TrainEngine:
         return self._files.written
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote. The caller has checked the digests of the files."""
+        """Restore what `save` wrote. The caller has checked the digests of the files. Raises
+        `ValueError` if the checkpoint has no state for this layout.
+        """
         path, client = self._engine.load_checkpoint(folder, tag="state")
         if path is None:
             raise ValueError(

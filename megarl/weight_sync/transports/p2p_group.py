@@ -61,7 +61,9 @@ class Task:
         return self._done.is_set()
 
     def result(self) -> Any:
-        """The result of the thread's function, or raise its error; only once `done`."""
+        """Return the result of the thread's function, or raise its error. Call it only once `done`
+        is true.
+        """
         if self._error is not None:
             raise self._error
         return self._result
