@@ -13,9 +13,11 @@ from megarl.kernels.blocks import BLOCKS, default_block
 
 
 def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
-    """Steps around the ring after which no remaining rank's queries see the keys, 0 to size - 1.
+    """Number of ring steps, 0 to size - 1, after which keys and values need not be passed on: no
+    query on a later rank attends to them.
 
-    `positions`: tokens of each rank; `starts` [D + 1]: where documents begin.
+    `positions`: for each rank, its tokens. `starts` [D + 1]: first position of each of the D
+    documents, then the length.
     """
     size, num_documents = len(positions), max(starts.numel() - 1, 1)
     last_query = torch.full((size, num_documents), -1, dtype=torch.int64)

@@ -30,7 +30,7 @@ def reference_attention(
 
 
 class ReferenceBlock:
-    """`Block` by dense matrices; its work list is the mask, [Lq, Lk] bool."""
+    """`Block` that computes dense score matrices; the work list is the mask [Lq, Lk] bool."""
 
     def prepare(
         self, queries: Positions, keys: Positions, device: torch.device

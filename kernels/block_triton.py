@@ -91,9 +91,8 @@ class TritonBlock:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Add gradients of these queries and keys to `grad_q`, `grad_k` and `grad_v`, in place.
-
-        They are float32, [Lq, Hq, D] and twice [Lk, Hkv, D].
+        """Add gradients of these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v`
+        [Lk, Hkv, D], in place. All three are float32.
         """
         common = self._common(q, k, v, scale)
         assert (

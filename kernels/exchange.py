@@ -38,24 +38,21 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank.
-
-        `lengths` are their sizes in dimension 0, the others agree.
+        """The tensors of all ranks, as a list by rank. `lengths`: sizes in dimension 0; the other
+        dimensions are equal.
         """
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `pieces[self.rank]`.
-
-        The pieces differ in the size of dimension 0 only.
+        """Sum over all ranks of their tensors `pieces[self.rank]`. The pieces of a rank may differ
+        in the size of dimension 0 only.
         """
         ...
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to rank r.
-
-        Returns what each rank sent to this one, with these `shapes`.
+        """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
+        `shapes` are their shapes.
         """
         ...

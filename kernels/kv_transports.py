@@ -79,9 +79,10 @@ class BackwardSums(NamedTuple):
 
 
 class Transport(Protocol):
-    """How a rank's queries meet the keys of the others.
+    """Interface of the algorithms (ring, all-gather) by which a rank's queries attend to the keys
+    and values of all ranks.
 
-    Every rank makes the same calls of the exchange, even one without tokens.
+    All ranks communicate in the same order, also a rank without tokens.
     """
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
@@ -101,16 +102,16 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention (arXiv:2310.01889): keys and values travel from rank to rank.
+    """Ring attention (arXiv:2310.01889): each rank passes keys and values on to the next rank.
 
-    In backward their gradients follow on a channel of their own, and return to the owner in one
-    message from the last rank that saw them.
+    In the backward pass the gradients of keys and values are passed on too, on a separate channel.
+    The last rank whose queries attend to them sends the gradients back to their owner in one
+    message.
     """
 
     overlap: bool
-    """Receive the next block while this one is computed, which needs memory for both. Without it
-    every message is waited for: least memory, for links that are fast compared with the
-    computation."""
+    """Receive the next keys and values while the current ones are used; this needs memory for both.
+    Without overlap every message is waited for, which needs the least memory."""
 
     @staticmethod
     def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
@@ -177,4 +178,4 @@ TRANSPORTS: dict[str, Transport] = {
     "ring_lean": Ring(overlap=False),
     "all_gather": AllGather(),
 }
-"""Ways to bring queries and keys together, by their name in `training.sequence.transport`."""
+"""{name in `training.sequence.transport`: transport}."""

@@ -21,8 +21,8 @@ import torch
 BLOCK_BYTES = 2**20
 """Bytes of logits processed at once, so that they stay in a core's cache from pass to pass."""
 LOWEST_LOG_P = -1e4
-"""Lower bound of log p: exp of it is 0 even in float64, and it times 0 is 0, unlike -inf times
-0."""
+"""Lower bound of log p. Its exp is 0 even in float64, and 0 times it is 0, whereas 0 times -inf is
+NaN."""
 
 
 def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:

@@ -21,9 +21,10 @@ padding."""
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a packed sequence lie.
+    """Boundaries of the documents in a packed sequence, and a division of the documents into padded
+    batches of similar length.
 
-    Made once per micro-batch, used by every layer.
+    Created once for each micro-batch and used by every layer.
     """
 
     starts: torch.Tensor
@@ -31,17 +32,20 @@ class Documents:
     longest: int
     """Number of tokens of the longest document."""
     batches: list[torch.Tensor]
-    """By batch, [B, L] int64: positions of its documents' tokens. Short documents repeat their last
-    one."""
+    """For each batch of B documents, [B, L] int64 positions of their tokens. A document shorter
+    than L is padded by repeating its last position."""
     valid: list[torch.Tensor]
-    """By batch, [real tokens] int64: indices of the flattened [B * L] that are not repetitions."""
+    """For each batch, [number of real tokens] int64 indices into the flattened [B * L] without
+    padding."""
     order: torch.Tensor
     """[T] int64: index of each token of the sequence in the concatenated valid tokens of all
     batches."""
 
     @staticmethod
     def of(starts: torch.Tensor) -> Documents:
-        """From `starts` [D + 1] int32: the first token of each document, then the length T."""
+        """Create it from `starts` [D + 1] int32: the first token of each document, then the length
+        T.
+        """
         edges = starts.tolist()
         spans = sorted(
             ((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a),

@@ -18,15 +18,17 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 64
-"""Queries of an attention tile with an explicit mask; longer regular stretches need no mask."""
+"""Maximum number of queries in an attention call with an explicit mask. Where the mask is a plain
+causal triangle or rectangle, calls are larger and need no explicit mask."""
 TILE_KEYS = 512
-"""Keys of an attention tile with an explicit mask, at most."""
+"""Maximum number of keys in an attention call with an explicit mask."""
 SMALL_SCORES = 128 * 128
-"""Regions of at most this many scores are batched: about what one kernel call costs."""
+"""Regions with at most this many scores (queries x keys) are batched: computing so many takes about
+as long as launching one kernel call."""
 BATCH_SCORES = 2**20
-"""Attention scores of one batched kernel call, at most; bounds the memory of masks and copies."""
+"""Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
 SIDE_RATIO = 1.25
-"""Sides of the regions in a batch differ by at most about this factor; bounds the padding."""
+"""Approximate maximum ratio between the lengths of regions in a batch; bounds the padding."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Span:
     k0: int
     k1: int
     kind: str
-    """Which keys the queries see: "full" (all), "causal" (square, lower triangle), "stairs" (by
-    mask)."""
+    """Which keys of the region the queries attend to: "full" (all), "causal" (a square region,
+    lower triangle), "stairs" (given by an explicit mask)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,10 +61,11 @@ class Piece:
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
-    """[B, 1, n or 1, m] float32 added to scores: 0, or -inf for hidden keys; no query is all
-    -inf."""
+    """[B, 1, n or 1, m] float32 mask added to the scores: 0, or -inf for keys not attended to.
+    Every query attends to at least one key. None where no mask is needed."""
     real: torch.Tensor | None = None
-    """Flat indices into `queries` [B * n] that are not padding; None where there is no padding."""
+    """Indices of the entries of the flattened `queries` [B * n] that are not padding; None if there
+    is no padding."""
 
     def to(self, device: torch.device) -> Piece:
         """A copy of this kernel call's description with its tensors on `device`."""
@@ -75,9 +78,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """The kernel calls (pieces) that compute attention of some queries to some keys.
+    """The kernel calls (`Piece`) that compute attention of some queries to some keys.
 
-    A query is at most once in a piece, but in many pieces.
+    A query occurs at most once in a piece, but may occur in many pieces.
     """
 
     query_order: torch.Tensor | None
@@ -88,12 +91,14 @@ class Work:
 
 
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Split the queries into stretches [a, b) of one document: long where the staircase is regular.
+    """Split the queries into ranges [a, b) within one document. Where each query attends to as many
+    keys as the one before, or to one more, a range may be long; elsewhere it has at most `TILE`
+    queries.
 
     Args:
-        first: by query, the first key that it sees.
-        upto: by query, the last key that it sees, plus 1.
-        rows: the queries, those that see at least one key.
+        first: for each query, the first key that it attends to.
+        upto: for each query, the last key that it attends to, plus 1.
+        rows: indices of the queries that attend to at least one key.
     """
     steps = [
         u1 - u0 if f1 == f0 else -1
@@ -132,11 +137,11 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[list[Span], torch.Tensor]:
-    """Split a masked attention problem into regions that see all, a triangle, or a staircase of
-    keys.
+    """Split a causal attention problem over documents into regions whose mask is full, causal, or
+    neither (see `Span.kind`). Pairs of query and key outside the regions are not attended to.
 
-    `queries` and `keys` are ascending positions; `starts` [Lq] those of the queries' documents.
-    Returns the regions, and the end of the keys that each query sees [Lq].
+    `queries` and `keys` are ascending positions. `starts` [Lq]: position of the first token of each
+    query's document. Returns the regions and, for each query, the end of its keys: [Lq].
     """
     all_upto = torch.searchsorted(keys, queries, right=True)
     all_first = torch.searchsorted(keys, starts)
@@ -163,7 +168,9 @@ def spans_of(
 
 
 def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
-    """[n, m] float32 attention mask of a region: -inf for keys that a query does not see."""
+    """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0.
+    `upto` [Lq]: end of each query's keys.
+    """
     hidden = torch.arange(span.k0, span.k1)[None] >= upto[span.q0 : span.q1, None]
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 

@@ -131,11 +131,13 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visits(
     queries: Positions, keys: Positions, rows: int, columns: int, by_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles each tile of `rows` queries has to visit among tiles of `columns` keys.
+    """For each tile of `rows` queries, the tiles of `columns` keys that it attends to; with
+    `by_keys`, for each tile of keys the tiles of queries that attend to it.
 
-    With `by_keys` the roles are exchanged. Returns work [R, 5] int32, heaviest tile first: tile,
-    first and last run of the tiles it sees completely, first and last run of those it sees in part;
-    and the runs [N, 2] int32: first tile, last tile + 1. Tiles that see nothing are left out.
+    Returns (work, runs). A row of work [R, 5] int32 is one tile: its number; first and last run of
+    the tiles it attends to completely; first and last run of those it attends to in part. The
+    heaviest tile comes first, and tiles without work are left out. A row of runs [N, 2] int32 is a
+    run of neighbouring tiles: first tile, last tile + 1.
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (

@@ -40,9 +40,10 @@ def _heads_to_tokens(x: torch.Tensor, call: Call) -> list[torch.Tensor]:
 
 
 def _needed(x: torch.Tensor, size: int, rank: int) -> slice:
-    """Heads of x [L, H, D] that inner rank `rank` works on.
+    """The heads of x [L, H, D] that rank number `rank` of the Ulysses group computes.
 
-    An even share, or one head that several ranks have in common where heads are fewer than ranks.
+    Heads are divided evenly over the ranks. With fewer heads than ranks, several ranks compute the
+    same head.
     """
     num_heads = x.shape[1]
     first = rank * num_heads // size
@@ -84,7 +85,9 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output of the group's tokens, own heads -> own tokens, all heads."""
+    """Attention output of the group's tokens for this rank's heads -> of this rank's tokens for all
+    heads.
+    """
 
     @staticmethod
     def forward(ctx, out, call: Call):

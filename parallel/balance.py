@@ -23,8 +23,8 @@ def work(length: int) -> float:
 def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Assign samples to `parts` ranks: sample counts differ by at most 1, and work is about even.
 
-    Returns by rank the ascending positions in `lengths`. Greedy: the longest sample first, each to
-    the least loaded rank that may take one more.
+    Returns for each rank the ascending indices into `lengths`. The algorithm is greedy: the longest
+    sample first, each to the rank with the least work among those that may take one more.
     """
     base, extra = divmod(len(lengths), parts)
     # (load, rank, count); `extra` ranks may take one sample more than `base`.
@@ -47,10 +47,11 @@ def split(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Pack samples into packed sequences ("rows") of at most `budget` tokens, evenly filled.
+    """Pack samples into packed sequences ("rows") of at most `budget` tokens, evenly filled. A
+    sample of more than `budget` tokens gets a row of its own.
 
-    A longer sample gets a row of its own. Returns by row the ascending positions in `lengths`; at
-    least `at_least` rows, some empty where there are too few samples.
+    Returns for each row the ascending indices into `lengths`. There are at least `at_least` rows,
+    of which some are empty if there are too few samples.
     """
     if not lengths:
         return [[] for _ in range(at_least)]

@@ -24,9 +24,8 @@ T = TypeVar("T")
 def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Reduce `tensor` over the axis, in place; returns it.
-
-    Raises `ValueError` if not contiguous.
+    """Reduce `tensor` over the ranks of the axis, in place; returns `tensor`. Raises `ValueError`
+    if `tensor` is not contiguous.
     """
     if axis.size > 1:
         if not tensor.is_contiguous():
@@ -101,7 +100,9 @@ def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
 
 
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Every rank's tensor, by rank, on all ranks; `lengths` are their sizes in dimension 0."""
+    """Gather the tensors of all ranks on every rank, as a list by rank. `lengths`: size of each
+    rank's tensor in dimension 0.
+    """
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)
@@ -117,9 +118,8 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
 def all_gather_parts(
     tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """The ranks' tensors concatenated along `dim`, on all ranks.
-
-    `lengths` are their sizes there.
+    """Concatenate the tensors of all ranks along `dim`, on every rank. `lengths`: size of each
+    rank's tensor in `dim`.
     """
     if axis.size == 1:
         return tensor
@@ -152,15 +152,21 @@ class _SumValues(torch.autograd.Function):
 
 
 def sum_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x`, equal on all ranks; its gradient is summed over the ranks."""
+    """Return `x`, which is equal on all ranks; in the backward pass its gradient is summed over the
+    ranks.
+    """
     return x if axis.size == 1 else _SumGradient.apply(x, axis)
 
 
 def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of `x` over the ranks, used alike by all of them; its gradient passes unchanged."""
+    """Sum `x` over the ranks, for a result that all ranks use in the same way: the gradient passes
+    unchanged.
+    """
     return x if axis.size == 1 else _SumValues.apply(x, axis)
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of `x` over the ranks, used differently by each: gradients are summed too."""
+    """Sum `x` over the ranks, for a result that each rank uses differently: the gradient is summed
+    too.
+    """
     return sum_gradient(sum_values(x, axis), axis)

@@ -14,7 +14,9 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class DeepSpeedView:
-    """The mesh's groups under the method names of DeepSpeed's `mpu`."""
+    """A mesh with the interface that DeepSpeed expects of its `mpu` (model-parallel unit)
+    argument.
+    """
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._gradient, self._tensor = mesh.gradient, mesh.tensor

@@ -15,8 +15,8 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class ConfinedBackend:
-    """DeepSpeed's communication backend, in which no group means the ranks of a mesh, and rank and
-    world size without a group are those within the mesh.
+    """DeepSpeed's communication backend, restricted to the ranks of a mesh. Calls without a group
+    use these ranks, and rank and world size are those within the mesh.
     """
 
     def __init__(self, backend: Any, mesh: ProcessMesh) -> None:
@@ -44,7 +44,9 @@ class ConfinedBackend:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """`src`: a rank of the job; without a group, a place in the mesh."""
+        """Broadcast `tensor` from `src`: a rank of the job if `group` is given, otherwise an index
+        into the ranks of the mesh.
+        """
         if group is None:
             group, src = self._group, self._mesh.ranks[src]
         return self._backend.broadcast(tensor=tensor, src=src, group=group, async_op=async_op)
@@ -60,8 +62,8 @@ class ConfinedBackend:
 
 
 def confine(mesh: ProcessMesh) -> None:
-    """Confine DeepSpeed in this process to the ranks of `mesh`; all ranks of the job are the
-    default. The last call counts: all roles of a process use the same ranks.
+    """Restrict DeepSpeed in this process to the ranks of `mesh`; by default DeepSpeed uses all
+    ranks of the job. The most recent call applies. All roles of a process must use the same ranks.
     """
     import deepspeed
     import deepspeed.comm.comm as communication

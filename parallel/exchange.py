@@ -35,7 +35,9 @@ class RingExchange:
     """The ranks of `axes[0]` in a ring, with one independent channel for each axis given."""
 
     def __init__(self, *axes: Axis) -> None:
-        """`axes`: process groups of the same ranks, one a channel; `ValueError` if ranks differ."""
+        """`axes`: one process group for each channel, all of the same ranks. Raises `ValueError` if
+        the ranks differ.
+        """
         if any(axis.ranks != axes[0].ranks for axis in axes):
             raise ValueError(
                 f"the axes of one exchange must have the same ranks, found"
@@ -66,16 +68,14 @@ class RingExchange:
         return InFlight(received, sent, list(works))
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank.
-
-        `lengths` are their sizes in dimension 0, the others agree.
+        """The tensors of all ranks, as a list by rank. `lengths`: sizes in dimension 0; the other
+        dimensions are equal.
         """
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `pieces[self.rank]`.
-
-        The pieces differ in the size of dimension 0 only.
+        """Sum over all ranks of their tensors `pieces[self.rank]`. The pieces of a rank may differ
+        in the size of dimension 0 only.
         """
         if self.size == 1:
             return pieces[0]
@@ -91,9 +91,8 @@ class RingExchange:
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to rank r.
-
-        Returns what each rank sent to this one, with these `shapes`.
+        """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
+        `shapes` are their shapes.
         """
         if self.size == 1:
             return [pieces[0]]

@@ -15,7 +15,9 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of data, sequence (context) and tensor parallelism; their product is all ranks."""
+    """Degrees of data, sequence (context) and tensor parallelism; their product is the number of
+    ranks.
+    """
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
     """Slowest first: tensor-parallel neighbours have consecutive ranks, so that they share a
@@ -73,7 +75,9 @@ class Layout:
 
 
 def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
-    """Raise `ValueError` where role `name` does not fit `ranks` of a job of `num_ranks`."""
+    """Raise `ValueError` if the ranks of role `name` are not valid ranks of a job of `num_ranks`
+    ranks, or its layout needs another number of ranks.
+    """
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
         raise ValueError(
             f"{name}.ranks is {list(ranks)}, but each must be named once and be one of the"

@@ -17,7 +17,9 @@ from megarl.parallel.mesh import Axis
 
 
 class Redistribution:
-    """Who sends which samples to whom, among the ranks of an axis."""
+    """Plan by which the ranks of an axis exchange samples: which rank sends which samples to which
+    rank.
+    """
 
     def __init__(
         self,
@@ -26,9 +28,11 @@ class Redistribution:
         targets: Sequence[Sequence[int]],
         axis: Axis,
     ) -> None:
-        """For each sample 0 .. N - 1: its length, the ranks (places on `axis`) that have it, and
-        those that want it. A rank that wants what it has already takes its own; otherwise the
-        source that has sent the least so far sends it.
+        """Given for each sample 0 .. N - 1: its length, the ranks (indices on `axis`) that have it,
+        and the ranks that want it.
+
+        A rank that wants a sample it already has keeps it. Otherwise the rank with the least data
+        sent so far sends it.
         """
         self._lengths, self._axis = lengths, axis
         self._sends: dict[tuple[int, int], list[int]] = {}
@@ -42,7 +46,7 @@ class Redistribution:
                 self._sends.setdefault((source, target), []).append(sample)
 
     def wanted(self) -> list[int]:
-        """Samples that this rank receives or keeps, ascending."""
+        """Numbers of the samples that this rank wants, ascending."""
         mine = self._axis.rank
         return sorted(
             sample
@@ -54,7 +58,8 @@ class Redistribution:
     def move(
         self, values: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> dict[int, torch.Tensor]:
-        """{sample: [length] values} of this rank's samples -> the same of those it wants.
+        """Exchange the values: {sample: [length] values} on this rank -> {sample: [length] values}
+        of the samples that this rank wants.
 
         Every rank of the axis calls it together, with the same dtype.
         """

@@ -19,7 +19,7 @@ Cut = Callable[[list[int], int], list[torch.Tensor]]
 
 
 def _edges(first: int, last: int, parts: int) -> list[int]:
-    """`parts` + 1 borders that split [first, last) as evenly as whole tokens allow."""
+    """`parts` + 1 boundaries that split the range [first, last) as evenly as whole tokens allow."""
     return [first + (last - first) * part // parts for part in range(parts + 1)]
 
 
@@ -28,21 +28,26 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets the r-th part; over one document the last rank's attention is the most."""
+    """Split the packed sequence into P equal parts; rank r of P gets part r. Over one document the
+    last rank has the most causal attention to compute.
+    """
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets the r-th of 2 P parts from the front and from the back: even over one
-    document."""
+    """Split the packed sequence into 2 P equal parts for P ranks; rank r gets parts r and 2 P - 1 -
+    r. The causal attention of a single document is then divided evenly.
+    """
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     return [torch.cat([pieces[rank], pieces[2 * size - 1 - rank]]) for rank in range(size)]
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """`zigzag` within each document: even for any mix of documents, whatever their lengths."""
+    """`zigzag` within each document: causal attention is divided evenly for documents of any
+    lengths.
+    """
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         edges = _edges(first, last, 2 * size)
@@ -56,7 +61,9 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def striped(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets every P-th token: even for any documents, but its tokens are never neighbours."""
+    """Rank r of P gets tokens r, r + P, r + 2 P, ...: even for any documents, but no two
+    neighbouring tokens are on the same rank.
+    """
     return [torch.arange(starts[-1])[rank::size] for rank in range(size)]
 
 
@@ -83,7 +90,9 @@ def causal_pairs(starts: list[int], index: torch.Tensor) -> int:
 
 
 def imbalance(starts: list[int], indices: Sequence[torch.Tensor], *, linear: bool = True) -> float:
-    """Work of the busiest rank over the mean, at best 1.0; without `linear` of attention alone."""
+    """Largest work of a rank divided by the mean work of all ranks; 1.0 is the best. With `linear`
+    the work of the linear layers counts too, otherwise only attention.
+    """
     work = [
         causal_pairs(starts, index) / ATTENTION_TOKENS + (len(index) if linear else 0)
         for index in indices

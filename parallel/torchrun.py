@@ -12,8 +12,8 @@ from torch.distributed.run import main
 
 
 def run(arguments: list[str]) -> int:
-    """Start the ranks and wait for them. Returns 128 + the signal's number where one ended a rank
-    or this process.
+    """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
+    process, returns 128 + the signal's number.
     """
     try:
         main(arguments)

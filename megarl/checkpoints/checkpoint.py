@@ -84,15 +84,17 @@ class Checkpoints:
         return final
 
     def _make_room(self, aside: Path) -> None:
-        """An empty folder beside the final one; what a killed run left unfinished goes."""
+        """Create an empty temporary folder next to the final one; removes what an interrupted save
+        left.
+        """
         for left in self.folder.glob(".writing_*"):
             shutil.rmtree(left, ignore_errors=True)
         for part in ("state", "random", "model"):
             (aside / part).mkdir(parents=True)
 
     def _write_state(self, aside: Path) -> list[Path]:
-        """Write this rank's part of the optimizer's state, and its random state; returns the
-        files.
+        """Write this rank's part of the optimizer state and its random-generator state; returns the
+        paths.
         """
         random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
         written = self.engine.save(str(aside / "state"))
@@ -100,8 +102,9 @@ class Checkpoints:
         return [*written, random]
 
     def _export(self, aside: Path, progress: Progress) -> list[Path]:
-        """Write this rank's files of the Hugging Face model, which `from_pretrained` and vLLM load;
-        on rank 0 also what is about no weights. Returns the files.
+        """Write this rank's files of the model in Hugging Face format, for `from_pretrained` and
+        vLLM; returns the paths. Rank 0 also writes the config, the generation config and the
+        tokenizer.
         """
         folder, model = aside / "model", self.engine.module.model
         written = self._weights.write(folder, self.engine.owned(), self.mesh.world)
@@ -120,7 +123,7 @@ class Checkpoints:
 
     @cached_property
     def _weights(self) -> WeightExport:
-        """Who writes which weights; the same for every checkpoint of the run."""
+        """Which rank writes which weights; the same for every checkpoint of the run."""
         module, mesh = self.engine.module, self.mesh
         shapes = whole_shapes(module.model, module.shards)
         stage = self.engine.config.zero_stage
@@ -129,8 +132,8 @@ class Checkpoints:
         return WeightExport(owned, shapes, dtype)
 
     def _commit(self, aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """Rank 0, once every rank's files are on the disk: manifest, name, and only then remove
-        older checkpoints.
+        """On rank 0, once all ranks have synced their files: write the manifest, rename the folder
+        to its final name, then remove older checkpoints.
         """
         write_manifest(aside, digests)
         if final.exists():
@@ -143,8 +146,8 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _attempt(self, write: Callable[[], object]) -> str:
-        """Why `write` failed, or nothing: a full disk must be told to every rank, not raised on
-        one.
+        """Call `write`; returns the error message if it failed, else an empty string. Nothing is
+        raised here: all ranks must first learn of a failure such as a full disk.
         """
         try:
             write()
@@ -153,8 +156,8 @@ class Checkpoints:
         return ""
 
     def _everybody(self, problem: str, step: int) -> None:
-        """Raise on every rank if any has a problem; the unfinished folder goes, earlier checkpoints
-        stay.
+        """Raise on every rank if any rank reports a problem, after the unfinished folder is
+        removed. Earlier checkpoints stay.
         """
         found = [
             f"rank {rank}: {said}"
@@ -175,7 +178,7 @@ class Checkpoints:
         )
 
     def load(self, path: Path) -> Progress:
-        """Restore the checkpoint at `path`, which `choose` has found whole."""
+        """Restore the checkpoint in folder `path`, which `choose` has verified."""
         self.engine.load(str(path / "state"))
         torch.set_rng_state(
             load_file(str(path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))["torch"]

@@ -41,7 +41,7 @@ from megarl.weight_sync.parameters import ParameterSpec
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 FORMAT = "0.19."
-"""Versions of DeepSpeed whose files look like this."""
+"""Prefix of the DeepSpeed versions whose checkpoint format is supported."""
 WRITTEN = re.compile(
     r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
 )
@@ -50,8 +50,10 @@ WRITTEN = re.compile(
 def read_place(
     folder: Path, table: Sequence[ParameterSpec]
 ) -> tuple[Place, Progress, dict[str, Any]]:
-    """Of a checkpoint: where it stands, and rank 0's settings. Raises `ValueError` for one that
-    cannot be read here.
+    """(layout and parameters, progress, rank 0's file of model states) of the checkpoint in
+    `folder`.
+
+    Raises `ValueError` if the checkpoint cannot be resharded here.
     """
     try:
         progress = read_progress(folder)
@@ -90,7 +92,9 @@ def read_place(
 
 
 class _Source:
-    """The optimizer files of a checkpoint, by kind and buffer."""
+    """The optimizer state of a checkpoint: per file, a flat tensor for each kind (master weight,
+    exp_avg, exp_avg_sq) and buffer.
+    """
 
     def __init__(self, place: Place, folder: Path) -> None:
         self.files, self.owned = [], place.optimizer()
@@ -135,7 +139,7 @@ class _Source:
 
 
 class _Moves:
-    """The copies into each destination's buffers."""
+    """The copies from the source checkpoint's buffers to the buffers of each target file."""
 
     def __init__(self, source: _Source, destinations: list[Owned]) -> None:
         self.source, self.destinations = source, destinations
@@ -146,7 +150,9 @@ class _Moves:
     def buffers(
         self, destination: int, kind: str, dtype: torch.dtype = torch.float32
     ) -> dict[str, torch.Tensor]:
-        """A destination's, rounded to `dtype`; padding is 0."""
+        """The filled buffers of target file number `destination`: {buffer: flat tensor of `dtype`}.
+        `kind`: master, exp_avg or exp_avg_sq. Padding is 0.
+        """
         made = {
             name: torch.zeros(size, dtype=dtype)
             for name, size in self.destinations[destination].sizes.items()
@@ -164,11 +170,11 @@ def reshard_checkpoint(
     layout: Layout,
     zero_stage: Literal[0, 1, 2, 3],
 ) -> None:
-    """Write the checkpoint `source` as one of another layout and stage into the empty folder
-    `target`, which the caller seals.
+    """Write the checkpoint `source`, converted to `layout` and `zero_stage`, into the empty folder
+    `target`. The caller then writes the digests (`seal`).
 
-    Raises `ValueError` where the source cannot be read, or the target is no layout of a run;
-    `OSError` on a full disk.
+    Raises `ValueError` if the source cannot be read or the target layout is invalid, and `OSError`
+    if the disk is full.
     """
     place, progress, first = read_place(source, table)
     training = TrainingConfig(
@@ -209,7 +215,7 @@ def reshard_checkpoint(
 def _adam(
     names: Sequence[str], states: Mapping[str, Mapping[str, torch.Tensor]], source: _Source
 ) -> dict[str, Any]:
-    """torch's state of AdamW over tensors in the order of `names`."""
+    """The state dict of torch's AdamW for parameters in the order of `names`."""
     each = {
         n: {"step": source.step.clone()} | {kind: states[kind][name] for kind in KINDS[1:]}
         for n, name in enumerate(names)
@@ -225,8 +231,8 @@ def _model_state(
     states: Mapping[str, Mapping[str, torch.Tensor]],
     source: _Source,
 ) -> dict[str, Any]:
-    """DeepSpeed's file of weights and settings: the source's, but for what depends on the
-    layout.
+    """Content of DeepSpeed's `..._model_states.pt`: the source's, with the fields that depend on
+    the layout replaced.
     """
     shapes, stage = place.shapes(tensor), place.zero_stage
     embedding = next(iter(place.table))
@@ -264,7 +270,7 @@ def _model_state(
 
 
 def _settings(place: Place, first: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, kept for the reader."""
+    """DeepSpeed's configuration as stored in the checkpoint; information only."""
     zero = {**first["ds_config"]["zero_optimization"], "stage": place.zero_stage}
     return {**first["ds_config"], "zero_optimization": zero, "train_batch_size": place.replicas}
 
@@ -275,7 +281,7 @@ def _optimizer_state(
     states: Mapping[str, Mapping[str, torch.Tensor]],
     source: _Source,
 ) -> dict[str, Any]:
-    """DeepSpeed's file of a rank's optimizer state."""
+    """Content of a rank's `..._optim_states.pt` of DeepSpeed."""
     names = list(states["master"])
     adam, master = _adam(names, states, source), [states["master"][name] for name in names]
     state: dict[str, Any] = {

@@ -23,17 +23,18 @@ from megarl.parallel.reshard.owned import training_owned
 from megarl.weight_sync.parameters import ParameterSpec, training_shards
 
 SUB_GROUP = 10**9
-"""DeepSpeed's `sub_group_size`, which megarl leaves as it is."""
+"""DeepSpeed's default `sub_group_size` in elements, which megarl does not change."""
 ALIGN = 2
-"""DeepSpeed's `nccl_start_alignment_factor`."""
+"""DeepSpeed's `nccl_start_alignment_factor`: flat buffers are padded to this multiple per rank."""
 PREFIX = "model."
-"""Of parameters in the wrapped model, before the names that a checkpoint has."""
+"""Prefix of parameter names in DeepSpeed's files; names in Hugging Face checkpoints do not have it.
+"""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The layout, ZeRO stage and precision of a run's checkpoint, and the parameters it is about,
-    in the model's order.
+    """The layout, ZeRO stage, precision and parameters (in the model's order) of a checkpoint, from
+    which follows what each of DeepSpeed's files holds.
     """
 
     layout: Layout
@@ -43,19 +44,25 @@ class Place:
 
     @property
     def replicas(self) -> int:
-        """Ranks that share a tensor rank's optimizer state."""
+        """Number of ranks over which ZeRO partitions the state of one tensor rank: data x
+        sequence.
+        """
         return self.layout.size // self.layout.tensor
 
     @property
     def optimizer_files(self) -> list[tuple[int, int]]:
-        """(tensor rank, replica) of each; of ZeRO 0, of each tensor rank one."""
+        """(tensor rank, data x sequence rank) of each file of optimizer state. ZeRO 0 has one file
+        for each tensor rank.
+        """
         replicas = self.replicas if self.zero_stage else 1
         return [
             (tensor, replica) for tensor in range(self.layout.tensor) for replica in range(replicas)
         ]
 
     def model_path(self, folder: Path, tensor: int, replica: int) -> Path:
-        """The file of weights and settings; ZeRO 3 has one a rank, without weights."""
+        """Path of a rank's `..._model_states.pt`. ZeRO 0 to 2 write one with weights for each
+        tensor rank; ZeRO 3 writes one without weights for each rank.
+        """
         part = f"zero_pp_rank_{replica}_" if self.zero_stage == 3 else ""
         return folder / f"{part}mp_rank_{tensor:02d}_model_states.pt"
 
@@ -68,12 +75,14 @@ class Place:
         return training_shards(list(self.table.values()), self.layout.tensor)
 
     def weights(self) -> list[Owned]:
-        """What each tensor rank computes with, a buffer a parameter."""
+        """For each tensor rank, the parts of the weights it holds, one buffer for each
+        parameter.
+        """
         shapes = {name: row.shape for name, row in self.table.items()}
         return training_owned(shapes, self.shards, Layout(tensor=self.layout.tensor), 0)
 
     def shapes(self, tensor: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of a tensor rank."""
+        """Shapes of the tensor shards on tensor rank `tensor`, by parameter name."""
         made = {}
         for name, row in self.table.items():
             shard = self.shards.get(name)
@@ -84,7 +93,9 @@ class Place:
         return made
 
     def optimizer(self) -> list[Owned]:
-        """What each of `optimizer_files` holds of each kind."""
+        """For each of `optimizer_files`, the parts of the parameters whose optimizer state it
+        holds.
+        """
         weights = self.weights()
         if self.zero_stage == 0:
             return weights
@@ -95,7 +106,9 @@ class Place:
 
 
 def _row_cut(owned: Owned, replica: int, replicas: int) -> Owned:
-    """ZeRO 1 and 2: all parameters in a row, padded, and of that a part."""
+    """ZeRO 1 and 2: the parameters are concatenated and padded; rank `replica` holds one of
+    `replicas` equal parts of the result.
+    """
     row = Owned()
     for piece in owned.pieces:
         row.add(piece.tensor, piece.box, "0")
@@ -104,8 +117,8 @@ def _row_cut(owned: Owned, replica: int, replicas: int) -> Owned:
 
 
 def _each_cut(owned: Owned, replica: int, replicas: int) -> Owned:
-    """ZeRO 3: a part of each parameter, padded, in a row; a group ends where it has `SUB_GROUP`
-    elements.
+    """ZeRO 3: rank `replica` holds a padded part of each parameter. The parts are concatenated into
+    groups; a group ends once it has `SUB_GROUP` elements.
     """
     parts, made, group = owned.slice(replica, replicas), Owned(), 0
     pieces = defaultdict(list)

@@ -23,22 +23,25 @@ from megarl.parallel.reshard.boxes import Owned, matrix
 from megarl.parallel.reshard.plan import Copy, make_plan
 
 FILE_BYTES = 5 * 10**9
-"""Largest file, unless a single tensor is larger; what Hugging Face writes."""
+"""Maximum size of a safetensors file in bytes, as in Hugging Face's own exports. A larger tensor
+gets a file of its own."""
 BAND_BYTES = 32 * 2**20
 
 
 class _Band(NamedTuple):
-    """Rows of a tensor that are written at once."""
+    """A block of consecutive rows of one tensor, written at once."""
 
     file: int
     buffer: str
     size: int
-    """Elements."""
+    """Number of elements."""
     copies: list[Copy]
 
 
 class WeightExport:
-    """How the ranks of one layout write their weights; made once, used for every checkpoint."""
+    """The plan by which the ranks of a layout write the model's weights in Hugging Face format. It
+    is computed once and used for every checkpoint.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,8 @@ class WeightExport:
         file_bytes: int = FILE_BYTES,
         band_bytes: int = BAND_BYTES,
     ) -> None:
-        """`owned`: what each rank of the world axis owns of the tensors in `shapes`, in one flat
-        buffer a tensor; all of `dtype`.
+        """`owned`: for each rank of the job, the parts it owns of the tensors in `shapes`, one flat
+        buffer for each tensor. All tensors have `dtype`.
         """
         self.dtype, self.num_ranks = dtype, len(owned)
         self._dtypes = dict.fromkeys(shapes, dtype)
@@ -66,11 +69,13 @@ class WeightExport:
         ]
 
     def writer(self, file: int) -> int:
-        """The rank that writes a file."""
+        """The rank that writes file number `file`."""
         return file % self.num_ranks
 
     def _bands(self, output: Output, elements: int) -> Owned:
-        """The content of a file as buffers of about `elements`, in the file's order."""
+        """The content of a file as blocks of rows of about `elements` elements, in the order of the
+        file.
+        """
         wanted = Owned()
         for name in output.order(self._dtypes):
             box = matrix(output.shapes[name])
@@ -80,11 +85,12 @@ class WeightExport:
         return wanted
 
     def write(self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis) -> list[Path]:
-        """Write this rank's files into `folder`, and send what others need of `own` (this rank's
-        flat buffers, by tensor). All ranks of `axis`, the world, call it together; returns the
-        paths of this rank's files, and raises `OSError` where one could not be written.
+        """Write this rank's files into `folder`; returns their paths. All ranks of `axis`, which is
+        the whole job, call it together.
 
-        A rank that cannot write still receives and sends to the end: others wait for it.
+        `own`: this rank's flat buffers by tensor name; parts that other ranks write are sent to
+        them. Raises `OSError` if a file could not be written, but only after all transfers: other
+        ranks wait for them.
         """
         files = [_File(folder / output.path) for output in self.outputs]
         mine = [files[file] for file in range(len(files)) if self.writer(file) == axis.rank]
@@ -134,7 +140,9 @@ class WeightExport:
 
 
 class _File:
-    """A file that is written piece by piece, and keeps its first failure instead of raising."""
+    """A file written in several calls. The first error is kept in `problem` instead of being
+    raised.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.problem = path, ""
@@ -148,7 +156,7 @@ class _File:
             self.problem = str(error)
 
     def write(self, values: torch.Tensor) -> None:
-        """The bytes of a flat tensor."""
+        """Append the bytes of a flat tensor."""
         if self._file is None or self.problem:
             return
         try:

@@ -39,8 +39,8 @@ LAYOUT = "layout.json"
 
 @dataclass(frozen=True)
 class Output:
-    """A file to be written: what it holds, and the shapes that its buffers have in it; flat where
-    none is given.
+    """A safetensors file to be written: its path, the tensor parts it holds as flat buffers, and
+    the shapes to store for buffers. A buffer without an entry in `shapes` is stored flat.
     """
 
     path: Path
@@ -51,8 +51,8 @@ class Output:
         return self.shapes.get(buffer, (self.owned.sizes[buffer],))
 
     def order(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """The buffers as they lie in the file: wider elements first, so that each starts at a
-        multiple of its own width.
+        """Names of the buffers in file order: larger element size first, which keeps every buffer
+        aligned.
         """
         return sorted(self.owned.sizes, key=lambda name: -dtypes[name].itemsize)
 
@@ -63,11 +63,11 @@ def write_outputs(
     outputs: Sequence[Output],
     dtypes: Mapping[str, torch.dtype],
 ) -> int:
-    """Bring what the sources hold (`stores[n]` has the buffers of `sources[n]`) into files; returns
-    bytes written.
+    """Write the files `outputs` from the tensor parts that `sources` hold; returns bytes written.
+    `stores[n]` reads the buffers of `sources[n]`.
 
-    Nothing is synced: the caller brings the whole folder to the disk. Raises `OSError` where a file
-    cannot be written, and before any is where the disk has no room for all.
+    The caller syncs the folder to disk. Raises `OSError` if a file cannot be written, and before
+    any writing if the disk has too little space.
     """
     needed = sum(
         size * dtypes[name].itemsize
@@ -99,7 +99,7 @@ def write_outputs(
 def write_safetensors(
     output: Output, dtypes: Mapping[str, torch.dtype], buffers: Iterator[torch.Tensor]
 ) -> int:
-    """A safetensors file from its buffers, which come one by one in its order; returns its bytes.
+    """Write one safetensors file from `buffers`, given in `output.order`; returns bytes written.
 
     Format: https://huggingface.co/docs/safetensors: length of the header, header, data without
     gaps.
@@ -115,7 +115,9 @@ def write_safetensors(
 
 
 def safetensors_header(output: Output, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """What comes before the data in a safetensors file: the header's length, and the header."""
+    """The bytes before the data in a safetensors file: the length of the header, then the
+    header.
+    """
     names_of = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     filled = 0
@@ -137,7 +139,9 @@ def safetensors_header(output: Output, dtypes: Mapping[str, torch.dtype]) -> byt
 
 @dataclass(frozen=True)
 class Description:
-    """`layout.json`: from it and the model's parameter table follows what each file holds."""
+    """Content of `layout.json` in a sharded checkpoint. Together with the model's parameter table
+    it determines which part of which tensor each file holds.
+    """
 
     format: int
     layout: dict[str, int]
@@ -145,9 +149,9 @@ class Description:
     config: dict[str, Any]
     """The model's config.json."""
     fingerprint: str
-    """Of names and whole shapes."""
+    """Digest of the names and whole shapes of the parameters."""
     files: list[str]
-    """Each rank's."""
+    """For each rank, the name of its file."""
 
     @property
     def degrees(self) -> Layout:
@@ -158,8 +162,8 @@ class Description:
 
 
 def read_description(folder: Path) -> Description:
-    """`layout.json` of a sharded checkpoint; raises `ValueError` where it is none that can be read
-    here.
+    """Read `layout.json` of a sharded checkpoint. Raises `ValueError` if it is missing, invalid or
+    of another format version.
     """
     try:
         found = json.loads((folder / LAYOUT).read_text())
@@ -187,7 +191,9 @@ def read_description(folder: Path) -> Description:
 
 
 def distinct(owned: Sequence[Owned]) -> tuple[list[Owned], list[int]]:
-    """What ranks hold, each once, and which of them every rank holds: replicas need one file."""
+    """(the different entries of `owned`, for each rank the index of its entry). Ranks that hold the
+    same parts share one entry, and so one file.
+    """
     found: dict[tuple[Any, ...], int] = {}
     kept: list[Owned] = []
     index = []
@@ -201,7 +207,9 @@ def distinct(owned: Sequence[Owned]) -> tuple[list[Owned], list[int]]:
 
 
 def rank_files(owned: Sequence[Owned]) -> tuple[list[Owned], list[str], list[str]]:
-    """(what each file holds, its name, each rank's file), for what ranks hold."""
+    """(what each file holds, name of each file, name of the file of each rank). `owned`: the tensor
+    parts of each rank.
+    """
     kept, index = distinct(owned)
     names = [f"rank_{index.index(number):05d}.safetensors" for number in range(len(kept))]
     return kept, names, [names[number] for number in index]
@@ -210,8 +218,8 @@ def rank_files(owned: Sequence[Owned]) -> tuple[list[Owned], list[str], list[str
 def open_ranks(
     folder: Path, owned: Sequence[Owned], files: Sequence[str]
 ) -> tuple[list[Owned], list[Store]]:
-    """The files of a sharded checkpoint as sources; raises `ValueError` where one does not hold
-    what its rank should.
+    """Open the files of a sharded checkpoint: (what each file holds, its `Store`). Raises
+    `ValueError` if a file does not hold the parts that its rank owns.
     """
     kept, names, expected = rank_files(owned)
     if list(files) != expected:
@@ -244,8 +252,8 @@ def write_whole(
     dtypes: Mapping[str, torch.dtype],
     limit_bytes: int,
 ) -> int:
-    """A Hugging Face checkpoint, in files of at most `limit_bytes` (or one tensor), with an index
-    where they are several; returns bytes written.
+    """Write a Hugging Face checkpoint into `folder`; returns bytes written. Files have at most
+    `limit_bytes`, unless a single tensor is larger; an index is written if there are several files.
     """
     outputs, index = split_outputs(folder, shapes, dtypes, limit_bytes)
     if index is not None:
@@ -259,8 +267,9 @@ def split_outputs(
     dtypes: Mapping[str, torch.dtype],
     limit_bytes: int,
 ) -> tuple[list[Output], dict[str, Any] | None]:
-    """The files of a Hugging Face checkpoint in `folder`, each of at most `limit_bytes` (or one
-    tensor), and the content of their index, or None where one file is enough.
+    """Divide the tensors in `shapes` over the files of a Hugging Face checkpoint in `folder`:
+    (files, content of the index, or None for a single file). Files have at most `limit_bytes`,
+    unless a single tensor is larger.
     """
     sizes = {
         name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()
@@ -284,12 +293,12 @@ def split_outputs(
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Endings of files that hold weights."""
+"""Suffixes of weight files."""
 
 
 def copy_along(source: Path, target: Path, leave: Sequence[str]) -> list[str]:
-    """Copy a checkpoint's files that are about no weights: config, tokenizer, chat templates;
-    returns their names.
+    """Copy the files of a checkpoint that hold no weights, such as config, tokenizer and chat
+    templates; returns their names. `leave`: names of files not to copy.
     """
     copied = []
     for path in sorted([*source.iterdir(), *(source / "additional_chat_templates").glob("*")]):
@@ -304,10 +313,10 @@ def copy_along(source: Path, target: Path, leave: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def written_aside(out: Path, finish: Callable[[Path], None]) -> Iterator[Path]:
-    """A folder beside `out`, to be filled; then `finish` brings it to the disk, and it gets the
-    name `out`. Else it goes.
+    """A context manager that yields a temporary folder next to `out` to write into. On success
+    `finish` syncs the folder to disk and it is renamed to `out`; on an error it is removed.
 
-    Raises `ValueError` where that cannot be, a full disk among the reasons, with the fix.
+    Raises `ValueError` with advice if the folder cannot be written, for example on a full disk.
     """
     if os.path.lexists(out):
         raise ValueError(f"{out} is there already; name a folder that is not")

@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Bring files to the disk; returns {path within `folder`: digest}."""
+    """Sync files to disk and return {path within `folder`: digest}."""
     digests = {}
     for path in sorted(paths):
         sync(path)
@@ -28,10 +28,10 @@ def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write `digests.json`, and bring it and every folder within `folder` to the disk.
+    """Write `digests.json`, then sync it and all folders within `folder` to disk.
 
-    Raises `OSError` for a file without a digest. A file that is not seen here was reported by the
-    rank that wrote it: on a network file system another node may see it only later.
+    Raises `OSError` if a file in the folder has no digest. A file with a digest may be missing
+    here: on a network file system a file of another node can appear later.
     """
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
     if unknown := sorted(present - set(digests)):
@@ -44,15 +44,15 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Digest every file of a folder that one process has written, and bring all of it to the
-    disk.
+    """Write the digests of all files of a folder that a single process has written, and sync the
+    folder to disk.
     """
     write_manifest(folder, digest_files(folder, _files(folder)))
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a sealed folder, or an empty string: a missing, changed or unexpected
-    file.
+    """Compare a folder with its `digests.json`: a message that names a missing, changed or
+    unexpected file, or an empty string.
     """
     try:
         found = json.loads((folder / DIGESTS).read_text())
@@ -75,7 +75,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def digest(path: Path) -> str:
-    """XXH3-128 of a file, in hexadecimal."""
+    """XXH3-128 digest of a file, in hexadecimal."""
     hasher, chunk = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
     view = memoryview(chunk)
     with open(path, "rb", buffering=0) as file:
@@ -85,7 +85,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
+    """Sync a file or folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,35 +15,36 @@ from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
 
 FORMAT = 1
-"""Version of a checkpoint's files; a reader refuses newer ones."""
+"""Version of the checkpoint format; a checkpoint of a newer version is refused."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: what a checkpoint needs besides tensors."""
+    """Content of `run.json`: the state of a run without its tensors."""
 
     step: int
-    """Steps done, and the version of the weights."""
+    """Number of finished steps, which is also the version of the weights."""
     next_ordinal: int
-    """First prompt (or demonstration) not yet trained."""
+    """Position of the first prompt (or demonstration) not yet trained on."""
     seed: int
     layout: str
-    """Layout and ZeRO stage that wrote it."""
+    """Parallel layout, ZeRO stage, precision and optimizer of the run, as `written_under` returns
+    them."""
     model: str
-    """Fingerprint of names and shapes of the weights."""
+    """Fingerprint of the names and shapes of the weights."""
     data: str
-    """Fingerprint of the data and its order, in which `next_ordinal` is a position."""
+    """Fingerprint of the data and its order, to which `next_ordinal` refers."""
 
 
 def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A digest over names and whole shapes of a model's weights, whatever their values."""
+    """Digest of the names and whole shapes of a model's weights; their values are not included."""
     text = "\n".join(sorted(f"{name} {shape}" for name, shape in shapes.items()))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
-    """The layout, its tensor backend, ZeRO stage, precision and optimizer, which must all be the
-    same to resume.
+    """Text with layout, tensor backend, ZeRO stage, precision and optimizer. A run can only resume
+    a checkpoint with the same text.
     """
     backend = " by autotp" if layout.tensor > 1 and training.tensor_backend == "autotp" else ""
     kind = training.optimizer.kind
@@ -59,8 +60,8 @@ def write_progress(folder: Path, progress: Progress) -> Path:
 
 
 def read_progress(folder: Path) -> Progress:
-    """`run.json` of a checkpoint. Raises `ValueError` for a newer format, and where a field is
-    missing; unknown fields are passed over with a line on standard error.
+    """Read `run.json` of a checkpoint. Raises `ValueError` for a newer format version or a missing
+    field. Unknown fields are ignored, with a warning on standard error.
     """
     path = folder / "run.json"
     found = json.loads(path.read_text())
@@ -81,16 +82,16 @@ def read_progress(folder: Path) -> Progress:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`."""
+    """Paths of the checkpoints in `folder`, newest first."""
     return sorted(folder.glob("step_*"), reverse=True) if folder.is_dir() else []
 
 
 def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Path | None:
-    """The newest whole checkpoint in `folder` that this run can resume, or None where there is none
-    at all.
+    """Path of the newest undamaged checkpoint in `folder` that this run can resume; None if the
+    folder has no checkpoint.
 
-    A damaged or foreign one is passed over with a line on standard error; if none is left, raises
-    `ValueError`.
+    Other checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
+    skipped.
     """
     passed = []
     for path in newest_first(folder):
@@ -108,7 +109,9 @@ def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Pa
 
 
 def _foreign(path: Path, *, layout: str, model: str, seed: int, data: str) -> str:
-    """Why a whole checkpoint cannot be resumed by this run, or an empty string."""
+    """Why this run cannot resume an undamaged checkpoint (another model, layout, seed or data), or
+    an empty string.
+    """
     try:
         progress = read_progress(path)
     except ValueError as error:

@@ -14,12 +14,12 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
-"""Classes, besides torch's own, whose objects DeepSpeed's files may hold."""
+"""Classes, besides torch's own, that may be unpickled from DeepSpeed's files."""
 
 
 def read_state(path: Path, *, mapped: bool = True) -> dict[str, Any]:
-    """A file of DeepSpeed's on the CPU, `mapped` from disk or in memory. Raises `ValueError` where
-    it is missing, cannot be read, or would run code.
+    """Load a DeepSpeed state file onto the CPU, memory-mapped if `mapped`. Raises `ValueError` if
+    the file is missing, cannot be read, or contains a class that is not allowed.
     """
     try:
         with torch.serialization.safe_globals(ALLOWED):
@@ -34,7 +34,7 @@ def read_state(path: Path, *, mapped: bool = True) -> dict[str, Any]:
 
 
 def write_state(state: dict[str, Any], path: Path) -> None:
-    """A file of DeepSpeed's; raises `OSError` where it cannot be written, which torch calls a
+    """Save a DeepSpeed state file. Raises `OSError` if it cannot be written, where torch raises
     `RuntimeError`.
     """
     try:
@@ -44,8 +44,8 @@ def write_state(state: dict[str, Any], path: Path) -> None:
 
 
 class StateFiles(CheckpointEngine):
-    """Reads and writes the checkpoint files of DeepSpeed's engine, in place of DeepSpeed's class,
-    which unpickles whatever a file holds. Keeps which files were written, and why one was not.
+    """Checkpoint engine for DeepSpeed that loads files without arbitrary unpickling, which
+    DeepSpeed's own allows. Records the written files and the first write error.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,18 @@ class StateFiles(CheckpointEngine):
         self.begin()
 
     def begin(self) -> None:
-        """Start a checkpoint: forget what was written before."""
+        """Start a checkpoint: clear the recorded files and error."""
         self.written: list[Path] = []
         self.problem = ""
-        """Why a file could not be written: the first failure, or an empty string."""
+        """Message of the first write error, or an empty string."""
 
     def create(self, info: CheckpointCommitInfo) -> None:
         pass
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Write a file; a failure is kept in `problem`, since other ranks wait for this one."""
+        """Write a file. An error is recorded in `problem` instead of being raised, since other
+        ranks wait for this one.
+        """
         try:
             write_state(state_dict, Path(path))
             self.written.append(Path(path))
@@ -71,9 +73,11 @@ class StateFiles(CheckpointEngine):
             self.problem = self.problem or str(error)
 
     def load(self, path: str, map_location: object = None) -> dict[str, Any]:
-        """Read a file onto the CPU, from where DeepSpeed copies it."""
+        """Load a file onto the CPU; DeepSpeed copies the tensors to the device."""
         return read_state(Path(path), mapped=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """DeepSpeed's sign that all ranks have written; the caller's own commit follows."""
+        """Called by DeepSpeed once all ranks have written; does nothing, since `Checkpoints`
+        commits.
+        """
         return True

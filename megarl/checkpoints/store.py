@@ -24,16 +24,18 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Of weights, by safetensors' names."""
+"""Supported weight dtypes by their names in safetensors headers."""
 
 
 class Store:
-    """The tensors of some safetensors files, mapped."""
+    """Read access to the tensors of several safetensors files, memory-mapped."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises `ValueError` for a file that is not whole, and for a name that two files have."""
+        """Raises `ValueError` for a truncated file, and for a tensor name that occurs in two
+        files.
+        """
         self.paths: dict[str, Path] = {}
-        """Tensor -> its file."""
+        """The file of each tensor, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._files: dict[Path, Any] = {}
@@ -61,11 +63,13 @@ class Store:
                 self.dtypes[name] = DTYPES[part.get_dtype()]
 
     def flat(self, name: str) -> torch.Tensor:
-        """A tensor in its file, flat; memory is used for what is read of it only."""
+        """Tensor `name` as a flat, memory-mapped tensor: only the pages that are read take
+        memory.
+        """
         return self._files[self.paths[name]].get_tensor(name).reshape(-1)
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """The same, as bytes: two tensors are equal bit by bit, or not."""
+        """Tensor `name` as a flat uint8 tensor, for comparison bit by bit."""
         return self.flat(name).view(torch.uint8)
 
 
@@ -73,8 +77,8 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_whole(folder: Path) -> Store:
-    """A Hugging Face checkpoint's weights: one file, or those of its index. Raises `ValueError`
-    where they are not there.
+    """Open the weights of a Hugging Face checkpoint: one safetensors file, or those of its index.
+    Raises `ValueError` if they are missing or do not match the index.
     """
     whole, index = folder / WHOLE, folder / INDEX
     if whole.exists() and index.exists():
@@ -111,8 +115,8 @@ def open_whole(folder: Path) -> Store:
 def refuse_others(
     store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
 ) -> None:
-    """Raise `ValueError` where a checkpoint's tensors, but for those `left_out`, are not those of
-    its config; it names one.
+    """Raise `ValueError`, naming a tensor, unless the checkpoint has exactly the tensors and shapes
+    of `wanted`. Extra tensors named in `left_out` are allowed.
     """
     fix = "the weights and the config are not of one model: fetch both again"
     for name, shape in wanted.items():
@@ -131,8 +135,8 @@ def refuse_others(
 
 
 def refuse_untied(store: Store, folder: Path, head: str, embedding: str) -> None:
-    """Raise `ValueError` where a head that the config ties to the embedding is not the same, bit by
-    bit.
+    """Raise `ValueError` if the stored output head differs from the embedding, although the config
+    ties the two.
     """
     if store.dtypes[head] != store.dtypes.get(embedding) or not torch.equal(
         store.bytes_of(head), store.bytes_of(embedding)

@@ -15,7 +15,8 @@ CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> None:
-    """Engines have devices, and weights a transport to them; else `ValueError`.
+    """Raise `ValueError` unless there are devices for all engines and the configured transport can
+    bring weights to them.
 
     `shares_gpus`: trainer and engines both run on GPUs of this machine.
     """
@@ -71,9 +72,10 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
-    """vLLM's CPU attention supports the model, and KV caches fit the memory; else `ValueError`.
+    """Raise `ValueError` unless vLLM's CPU attention supports the model and the key-value caches of
+    all engines fit in memory.
 
-    `longest`: tokens of the longest prompt with its response, which one cache must hold.
+    `longest`: tokens of the longest prompt with its response, which a single cache must hold.
     """
     import psutil
 

@@ -19,9 +19,8 @@ from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The layout for `num_ranks` ranks.
-
-    Raises `ValueError` where settings contradict each other.
+    """The parallel layout for `num_ranks` ranks. Raises `ValueError` if settings contradict each
+    other.
     """
     wanted = training.layout
     require(
@@ -50,9 +49,8 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 def check_cut(
     training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig
 ) -> None:
-    """The model can be split as the layout says, and its attention can be packed.
-
-    Raises `ValueError` otherwise. `hf` is the model's configuration in transformers.
+    """Raise `ValueError` unless the model can be sharded over the layout and its attention can be
+    computed on packed sequences. `hf`: the model's transformers configuration.
     """
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
@@ -84,9 +82,8 @@ def check_cut(
 
 
 def refuse_liger(tensor: int) -> None:
-    """Raise `ValueError` where Liger's log-probs cannot run.
-
-    It needs a GPU, its package and a vocabulary that is not split.
+    """Raise `ValueError` if Liger's log-probs cannot run: Liger needs a GPU, its package, and a
+    vocabulary that is not split over tensor-parallel ranks.
     """
     missing = {
         "a GPU": local_device().type == "cuda",
@@ -101,9 +98,8 @@ def refuse_liger(tensor: int) -> None:
 
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` where the configured attention block cannot run here.
-
-    It depends on the device and on the model's head width.
+    """Raise `ValueError` if the configured attention kernel (`training.sequence.block`) does not
+    support the device or the model's head width.
     """
     block, on_gpu, text = (
         training.sequence.block,

@@ -25,7 +25,7 @@ print(json.dumps([torch.version.cuda, found]))
 
 
 def check_accelerators() -> list[Finding]:
-    """GPUs with their free memory, or CPU cores where there are none."""
+    """List the GPUs with their free memory, or the CPU cores if there is no GPU."""
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
     driver = shutil.which("nvidia-smi") is not None
     answer = ask_python(DEVICES)
@@ -70,7 +70,7 @@ def check_accelerators() -> list[Finding]:
 
 
 def check_memory() -> list[Finding]:
-    """Free host memory, within the container's memory limit."""
+    """Whether enough host memory is free, within the container's memory limit."""
     free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -86,7 +86,7 @@ def check_memory() -> list[Finding]:
 
 
 def check_shared_memory() -> list[Finding]:
-    """Free space in /dev/shm, which Ray's object store and vLLM's ranks use."""
+    """Whether /dev/shm, which Ray's object store and vLLM's ranks use, has free space."""
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
@@ -102,7 +102,9 @@ def check_shared_memory() -> list[Finding]:
 
 
 def check_disk() -> list[Finding]:
-    """Free space in this folder (runs) and in the temporary folder (sockets, logs)."""
+    """Whether the current folder (for run folders) and the temporary folder (for sockets and logs)
+    are writable and have free space.
+    """
     findings = []
     for name, folder in (
         ("disk (this folder)", os.getcwd()),
@@ -122,7 +124,9 @@ def check_disk() -> list[Finding]:
 
 
 def check_leftovers() -> list[Finding]:
-    """Processes of earlier runs: those of this user whose parent process has ended."""
+    """Find processes of earlier runs that still run: those of this user whose parent process has
+    ended.
+    """
     orphans, running = [], 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, IndexError):
@@ -158,7 +162,9 @@ def check_leftovers() -> list[Finding]:
 
 
 def _kind_of(command: list[str]) -> str:
-    """Which part of a run has this command line; empty for any other command, `doctor` included."""
+    """Which part of a run (such as Ray or vLLM) a command line belongs to; empty for any other
+    command, `megarl doctor` included.
+    """
     name = Path(command[0]).name
     if name in ("gcs_server", "raylet"):
         return name

@@ -17,7 +17,9 @@ from megarl.trainer.loading import load_model_config
 def check_model(
     config: ModelConfig,
 ) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
-    """(tokenizer, model configuration) of a recipe. Raises `ValueError` where they do not match."""
+    """Load (tokenizer, model configuration) of a recipe. Raises `ValueError` if they do not
+    match.
+    """
     hf = load_model_config(config)
     refuse_unsupported(hf)
     if not config.from_scratch and Path(config.path).is_dir():
@@ -33,7 +35,9 @@ def check_model(
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
-    """Token ids that end a response: the tokenizer's, and the model's generation settings'."""
+    """Token ids that end a response: those of the tokenizer and of the model's generation
+    config.
+    """
     found = [tokenizer.eos_token_id]
     try:
         more = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id

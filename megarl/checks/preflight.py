@@ -25,27 +25,28 @@ from megarl.trainer.loading import check_weights, empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
 MIN_FREE_BYTES = 64 * 2**20
-"""Bytes of free disk space without which no run starts."""
+"""Minimum free disk space in bytes; with less, a run does not start."""
 
 
 def check_train(config: RunConfig) -> RunInputs:
-    """All checks of `megarl train` on this machine with this run's ranks.
-
-    Returns what was loaded on the way. Raises `ValueError`.
+    """Run all checks of `megarl train` on this machine for this run's ranks. Returns what the
+    checks have loaded, such as model configuration and prompts. Raises `ValueError` if a check
+    fails.
     """
     return check_run(config, num_ranks=num_ranks(), on_cpu=local_device().type == "cpu")
 
 
 def check_sft(config: SftConfig) -> RunInputs:
-    """All checks of `megarl sft` with this run's ranks.
-
-    Returns what was loaded on the way. Raises `ValueError`.
+    """Run all checks of `megarl sft` for this run's ranks. Returns what the checks have loaded.
+    Raises `ValueError` if a check fails.
     """
     return check_sft_run(config, num_ranks=num_ranks())
 
 
 def check_eval(config: RunConfig) -> RunInputs:
-    """All checks of `megarl eval`. Returns what was loaded on the way. Raises `ValueError`."""
+    """Run all checks of `megarl eval`. Returns what the checks have loaded. Raises `ValueError` if
+    a check fails.
+    """
     require(
         num_ranks() == 1,
         f"megarl eval runs as one process, but was started as {num_ranks()} ranks",
@@ -58,9 +59,9 @@ def check_eval(config: RunConfig) -> RunInputs:
 
 
 def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True) -> RunInputs:
-    """All checks of `megarl train` for `num_ranks` ranks. Raises `ValueError`.
+    """Run all checks of `megarl train` for `num_ranks` ranks. Raises `ValueError` if one fails.
 
-    Without `new` (evaluation) the run folder, engine placement and checkpoints are not checked.
+    With `new` False (evaluation), run folder, engine placement and checkpoints are not checked.
     """
     ranks = policy_ranks(config, num_ranks)
     layout = check_layout(config.training, len(ranks))
@@ -121,7 +122,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
 
 
 def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
-    """All checks of `megarl sft` for `num_ranks` ranks. Raises `ValueError`."""
+    """Run all checks of `megarl sft` for `num_ranks` ranks. Raises `ValueError` if one fails."""
     layout = check_layout(config.training, num_ranks)
     require(
         config.samples_per_step >= layout.data,
@@ -146,7 +147,9 @@ def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
-    """The run folder is new or `resume` is set, and its disk has free space; else `ValueError`."""
+    """Raise `ValueError` if the run folder already has a run and `resume` is off, or if its disk
+    has too little free space.
+    """
     path = Path(folder)
     holds_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
     require(
@@ -170,10 +173,7 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def check_verifier(config: EnvironmentConfig) -> None:
-    """The environment's verifier starts in a process of its own, as in the run.
-
-    Raises `ValueError` otherwise.
-    """
+    """Raise `ValueError` unless the environment's verifier can be loaded in a worker process."""
 
     async def load_once() -> None:
         environment = Environment(config)

@@ -15,8 +15,8 @@ from megarl.trainer.sharding import refuse_tensor
 
 
 def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
-    """The ranks that no other role has for itself. Raises `ValueError` where rank 0, which talks to
-    the engines, or every rank is taken away.
+    """The ranks that no other role has reserved, which the policy uses. Raises `ValueError` if rank
+    0, which controls the engines, or every rank is reserved.
     """
     own = set(config.reference.ranks)
     left = tuple(rank for rank in range(num_ranks) if rank not in own)
@@ -29,8 +29,8 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
 
 
 def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
-    """Ranks and layout of a role beside the policy. Raises `ValueError` where the layout does not
-    fit its ranks, and where its ranks are partly the policy's.
+    """Ranks and layout of a role other than the policy. Raises `ValueError` if the layout does not
+    fit the ranks, or if ranks reserved for the role are also used by the policy.
     """
     shared = set(role.ranks) & set(policy.ranks)
     require(
@@ -52,8 +52,8 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
 def check_reference(
     config: RunConfig, hf: PretrainedConfig, policy: RolePlace, num_ranks: int
 ) -> RolePlace:
-    """Where the reference is. Raises `ValueError` where its model does not fit its layout or the
-    policy's vocabulary (`hf`: config.json of the policy's model).
+    """Ranks and layout of the reference model. Raises `ValueError` if its model does not fit its
+    layout or has another vocabulary than the policy (`hf`: config.json of the policy's model).
     """
     place = place_role("reference", config.reference, policy=policy, num_ranks=num_ranks)
     if config.reference.model.path:

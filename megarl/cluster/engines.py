@@ -20,21 +20,22 @@ from megarl.errors import EngineLost
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 ActorHandle = Any
-"""Ray makes these at run time: no type says what methods they have."""
+"""A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
 
 Process = tuple[str, int, float]
-"""(host, process id, time of birth): a number alone may be another's on another host, or later."""
+"""(host, process id, start time of the process). The process id alone is not unique: another host,
+or a later process, may have the same."""
 
 ADMIT_TIMEOUT_S = 30.0
-"""Patience with the rollout service when it is told of a fresh engine."""
+"""Seconds the rollout service has to accept an engine that replaces a dead one."""
 
 END_TIMEOUT_S = 10.0
-"""Patience with killed processes, which hold memory until they are gone."""
+"""Seconds to wait for killed processes to disappear: they hold memory until then."""
 
 
 def is_alive(process: Process) -> bool:
-    """Whether a process of this host still runs; those of other hosts are out of reach, and Ray's
-    to end.
+    """Whether `process` runs on this host. False for a process of another host, which Ray must
+    end.
     """
     host, pid, born = process
     if host != socket.gethostname():
@@ -47,8 +48,8 @@ def is_alive(process: Process) -> bool:
 
 
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
-    """Kill those that have not ended by themselves within `patience_s`, and wait until they are
-    gone.
+    """Wait `patience_s` seconds for processes to end by themselves, kill those left, and wait until
+    they are gone.
     """
     deadline = time.monotonic() + patience_s
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
@@ -62,8 +63,11 @@ def end(processes: Sequence[Process], *, patience_s: float) -> None:
 
 
 def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = "") -> list[Any]:
-    """`ray.get` of {who: reference} with a deadline, and errors that say who failed and why; `fix`
-    is for who is late.
+    """`ray.get` of {name of the actor: object reference} with a deadline; returns the results in
+    order.
+
+    An error names the actor that failed or was late, and the reason. `fix` is the advice given
+    where an actor is late.
     """
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -82,8 +86,9 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
 
 
 class EngineGroup:
-    """The engines, from rank 0: each call reaches all of them; it raises within its time limit,
-    naming the engine.
+    """All inference engines of a run, as rank 0 controls them.
+
+    Each method calls every engine and raises within its time limit, naming the engine that failed.
     """
 
     def __init__(self, count: int, start: Callable[[int], ActorHandle], timeout_s: float) -> None:
@@ -95,10 +100,13 @@ class EngineGroup:
         self._processes: dict[int, list[Process]] = {}
         self._fresh: list[int] = []
         self.service: ActorHandle = None
-        """The rollout service, to be told of engines that take another's place."""
+        """The rollout service, which `admit` tells of replaced engines; None for a run without one.
+        """
 
     def wait(self) -> float:
-        """Until every engine that starts is ready; returns the slowest one's seconds."""
+        """Wait until every starting engine is ready; returns the start-up time of the slowest in
+        seconds.
+        """
         starting, self._starting = self._starting, {}
         answers = self._ask(
             starting, self._timeout_s, "starting", "raise rollout.engine.start_timeout_s"
@@ -108,8 +116,10 @@ class EngineGroup:
         return max(answer["seconds"] for answer in answers)
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Tell every engine, by its number, where its weights come from. Raises `EngineLost` where
-        one is dead.
+        """Send each engine `info(number)`: where it receives its weights from (`Engine.connect`).
+
+        Raises `EngineLost` if an engine is dead or late, and `RuntimeError` if a living engine
+        cannot receive weights.
         """
         answers = Answers(
             [handle.connect.remote(info(number)) for number, handle in enumerate(self.handles)]
@@ -124,32 +134,36 @@ class EngineGroup:
             )
 
     def update(self, version: int, *, timeout_s: float) -> Answers:
-        """Every engine begins to take in a version."""
+        """Have every engine start to receive weights of `version`; returns at once with the
+        `Answers`.
+        """
         return Answers([handle.update.remote(version, timeout_s) for handle in self.handles])
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Every engine gives its GPUs' memory away; what it computes stops."""
+        """Have every engine free its GPU memory; generation pauses."""
         self._ask(self._call("sleep"), timeout_s, "going to sleep")
 
     def wake(self, *, timeout_s: float) -> None:
-        """Every engine takes its memory back; weights must be published before it generates."""
+        """Have every engine allocate its GPU memory again, without the weights: publish a version
+        before generation.
+        """
         self._ask(self._call("wake"), timeout_s, "waking up")
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        """Every engine's log-probs of `token_ids[1:]`."""
+        """For each engine, the log-probs of `token_ids[1:]`, at temperature 1."""
         return self._ask(self._call("score", token_ids), timeout_s, "scoring")
 
     def processes(self) -> list[Process]:
-        """Every engine's."""
+        """The processes of all engines."""
         return [process for found in self._processes.values() for process in found]
 
     def pids(self, number: int) -> list[int]:
-        """Process ids of an engine, its actor's first."""
+        """Process ids of engine `number`: its Ray actor first, then vLLM's processes."""
         return [pid for _, pid, _ in self._processes[number]]
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """End what is left of engines and start others in their places, side by side, ready when
-        this returns.
+        """Kill what is left of the engines `numbers` and start new ones in parallel under the same
+        numbers; returns once they are ready.
         """
         for number in numbers:
             with contextlib.suppress(Exception):
@@ -165,7 +179,9 @@ class EngineGroup:
         self.wait()
 
     def admit(self) -> None:
-        """Fresh engines hold a version now: let the rollout service send them requests."""
+        """Hand the replaced engines to the rollout service, which then sends them requests. Call it
+        once they have received a version of the weights.
+        """
         if self.service is not None:
             for number in self._fresh:
                 told = self.service.use_engine.remote(number, self.handles[number])
@@ -173,7 +189,7 @@ class EngineGroup:
         self._fresh = []
 
     def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """The answers, on their way, of every engine."""
+        """Call `method` of every engine: {engine number: object reference of the result}."""
         return {
             number: getattr(handle, method).remote(*arguments)
             for number, handle in enumerate(self.handles)
@@ -195,27 +211,29 @@ class EngineGroup:
 
 
 class Answers:
-    """The engines' answers to one call, on their way."""
+    """Pending results of one call to every engine."""
 
     def __init__(self, references: list[Any]) -> None:
         self._references = references
 
     def poll(self) -> None:
-        """Raise `EngineLost` where engines have failed by now, `Aborted` where they gave up because
-        they were told to.
+        """Check the results there are, without waiting. Raises `EngineLost` if an engine failed,
+        and `Aborted` if an engine only stopped because it was told to abort.
         """
         self._check(self._done(0.0))
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """Every engine's answer; raises as `poll`, and `EngineLost` where some have none within
-        `timeout_s`.
+        """Wait for the results of all engines, by engine number. Raises like `poll`; raises
+        `EngineLost` if an engine has no result within `timeout_s`.
         """
         self._done(timeout_s)
         return self._check(range(len(self._references)))
 
     def refused(self, *, timeout_s: float) -> dict[int, str]:
-        """What engines that live could not do, by number; raises `EngineLost` where some are dead
-        or late.
+        """Wait for all engines: {engine number: error message} of engines that are alive but
+        failed.
+
+        Raises `EngineLost` if an engine is dead, or has no result within `timeout_s`.
         """
         self._done(timeout_s)
         found = {number: self._outcome(number) for number in range(len(self._references))}
@@ -223,8 +241,8 @@ class Answers:
         return {number: why for number, (_, why, _) in found.items() if why}
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """Wait until no engine is at it any more; the numbers of those that failed, or still are at
-        it.
+        """Wait until the call has ended on every engine, at most `timeout_s`. Returns the numbers
+        of the engines where it failed or still runs.
         """
         self._done(timeout_s)
         found = {number: self._outcome(number)[1] for number in range(len(self._references))}
@@ -248,7 +266,7 @@ class Answers:
             raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
 
     def _outcome(self, number: int) -> tuple[Any, str, bool]:
-        """(answer, why there is none, whether the engine is dead or late)."""
+        """(result, error message or "", whether the engine is dead or late) of engine `number`."""
         try:
             return ray.get(self._references[number], timeout=0), "", False
         except GetTimeoutError:
@@ -260,7 +278,7 @@ class Answers:
 
 
 def is_dead(error: RayTaskError) -> bool:
-    """Whether an engine's error says that one of vLLM's processes is gone; by name, since vLLM is
-    not to be imported here.
+    """Whether an engine's error means that one of vLLM's processes is dead. Compares the
+    exception's name, since vLLM must not be imported here.
     """
     return type(error.cause).__name__ == "EngineDeadError"

@@ -38,16 +38,19 @@ from megarl.errors import UserError
 from megarl.schema import require
 
 READY_WITHIN_S = 120.0
-"""Ray answers within this time after its start."""
+"""Seconds within which Ray must answer after it is started."""
 TRAINERS_END_WITHIN_S = 45.0
 RAY_ENDS_WITHIN_S = 15.0
 MARK = "MEGARL_LAUNCH"
-"""Variable that every process started here has in its environment."""
+"""Name of an environment variable set in every process that the launcher starts, to find them
+again."""
 POLL_S = 0.2
 
 
 def main(arguments: list[str]) -> int:
-    """Launch, or with --dry-run print what would be started. Returns the exit code."""
+    """`megarl launch`: start Ray and the trainer ranks, or with --dry-run print the commands.
+    Returns the exit code.
+    """
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if {"-h", "--help"} & set(words):
         print(USAGE, end="")
@@ -99,12 +102,14 @@ def main(arguments: list[str]) -> int:
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(f"megarl launch: {text}", file=sys.stderr, flush=True)
 
 
 def find_gpus(plan: Plan, options: Options) -> Gpus:
-    """The plan's GPUs: of CUDA_VISIBLE_DEVICES, else of the node; a dry run assumes enough."""
+    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, else all of the node. A
+    dry run assumes that there are enough.
+    """
     if options.on_cpu:
         return Gpus([], [[] for _ in range(plan.num_engines)])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -122,7 +127,9 @@ def find_gpus(plan: Plan, options: Options) -> Gpus:
 
 
 def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path) -> list[Command]:
-    """Ray's head node, the question whether it is ready, and the trainer ranks."""
+    """The commands that start Ray's head node, check whether Ray is ready, and start the trainer
+    ranks.
+    """
     python = sys.executable
     shared = RAY_SETTINGS | {MARK: str(state)}
     for_engines = [gpu for engine in gpus.engines for gpu in engine]
@@ -146,15 +153,15 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A TCP port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def run(started: Sequence[Command], state: Path, port: int) -> int:
-    """Start Ray and the trainer ranks, wait for the ranks, and end everything; returns the ranks'
-    exit code, or 1 where Ray fails. Ray's logs stay in `state` after an error.
+    """Start Ray and the trainer ranks, wait for the ranks, then end all processes. Returns the
+    ranks' exit code, or 1 if Ray fails. After an error Ray's logs stay in the folder `state`.
     """
     ray, ready, trainers = started
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -205,7 +212,7 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
 def start(
     command: Command, environment: dict[str, str], log: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own; `log` takes both of its outputs."""
+    """Start `command` in a new session; standard output and standard error go to `log`."""
     return subprocess.Popen(
         command.words,
         env=environment | command.environment,
@@ -231,14 +238,14 @@ def wait_for_ray(
 
 
 def show_end(log: Path) -> None:
-    """The last lines of a log, on standard error."""
+    """Print the last lines of a log file on standard error."""
     lines = log.read_text(errors="replace").splitlines()[-20:]
     print("\n".join(lines), file=sys.stderr)
 
 
 def end(processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str) -> None:
-    """Ask each (process, patience in seconds) to end, the last one started first, then kill what is
-    left of everything that they started.
+    """Terminate processes, given as (process, seconds to wait), in reverse order of their start.
+    Then kill every process of this launch (see `started_processes`) that still runs.
     """
     for process, patience_s in reversed(processes):
         if process.poll() is None:
@@ -260,8 +267,8 @@ def end(processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str) -
 
 
 def started_processes(mark: str, leaders: Collection[int]) -> list[int]:
-    """Ids of living processes that have `mark` in their environment or are in the session of one of
-    `leaders`, and of all below them.
+    """Ids of the running processes that this launch started, with all their descendants: those with
+    `mark` in their environment, and those in the session of a process in `leaders`.
     """
     import psutil
 

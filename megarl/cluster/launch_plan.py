@@ -40,7 +40,7 @@ SWITCHES = ("--cpu", "--dry-run")
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of `megarl launch`."""
+    """Parsed command line of `megarl launch`."""
 
     recipe: str
     num_train_gpus: int | None = None
@@ -49,12 +49,12 @@ class Options:
     on_cpu: bool = False
     dry_run: bool = False
     overrides: tuple[str, ...] = ()
-    """Settings of the recipe, as `megarl train` takes them."""
+    """Overrides of settings in the recipe, in the form that `megarl train` accepts."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's processes on one node."""
+    """The processes that a run starts on one node."""
 
     folder: str
     """The run folder."""
@@ -80,12 +80,14 @@ class Gpus:
     ranks: list[str]
     """GPU of each trainer rank."""
     engines: list[list[str]]
-    """GPUs of each engine. Ray deals disaggregated ones out: each engine gets as many, in whichever
-    order."""
+    """For each engine, its GPUs. For disaggregated engines Ray decides which engine gets which of
+    these sets."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Raises `ValueError` naming the argument and what to write."""
+    """Parse the command line. Raises `ValueError` that names the wrong argument and what to write
+    instead.
+    """
     words, overrides = list(arguments), ()
     if "--" in words:
         cut = words.index("--")
@@ -130,7 +132,9 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def make_plan(config: RunConfig, options: Options) -> Plan:
-    """Ranks and engines of the recipe; raises `ValueError` where the options do not fit it."""
+    """The plan of a recipe's trainer ranks and engines. Raises `ValueError` if the options
+    contradict the recipe.
+    """
     rollout, training = config.rollout, config.training
     layout, colocated = training.layout, rollout.placement == "colocated"
     rest = layout.sequence * layout.tensor
@@ -177,9 +181,10 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
 
 
 def deal(plan: Plan, gpus: Sequence[str], found: str) -> Gpus:
-    """The first of `gpus` to the trainer ranks, the next ones to the engines; colocated engine e
-    shares those of ranks [e * tensor, (e + 1) * tensor). `found` says in an error where the list
-    is from.
+    """Assign the first of `gpus` to the trainer ranks and the following ones to the engines. A
+    colocated engine e shares the GPUs of ranks [e * tensor, (e + 1) * tensor).
+
+    `found` says where the list of GPUs comes from, for the `ValueError` raised if it is too short.
     """
     ranks, tensor = plan.num_ranks, plan.tensor
     share = "colocated " if plan.colocated else ""
@@ -195,8 +200,8 @@ def deal(plan: Plan, gpus: Sequence[str], found: str) -> Gpus:
 
 
 def slurm_host(environment: Mapping[str, str], own: str) -> str:
-    """The host of the Slurm allocation, or `own` without one. Raises `ValueError` for an allocation
-    of several nodes, and where several copies of this command were started.
+    """The host of the Slurm allocation, or `own` outside Slurm. Raises `ValueError` if the
+    allocation has several nodes, or if Slurm started several copies of this command.
     """
     if not environment.get("SLURM_JOB_ID"):
         return own
@@ -217,13 +222,13 @@ def slurm_host(environment: Mapping[str, str], own: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A program to start in a session of its own, with `environment` added to this process's."""
+    """A program to start in a new session, with the variables in `environment` added."""
 
     environment: dict[str, str]
     words: list[str]
 
     def __str__(self) -> str:
-        """As a shell would read it, on one line."""
+        """The command as one line for a shell."""
         settings = [
             f"{name}={shlex.quote(value) if value else ''}"
             for name, value in self.environment.items()
@@ -235,7 +240,7 @@ class Command:
 def describe(
     plan: Plan, gpus: Gpus, facts: Mapping[str, str], port: int, commands: Sequence[Command]
 ) -> str:
-    """Everything that is started, and where; `facts` come first, one a line."""
+    """A text that lists the processes to start and their GPUs, after the lines in `facts`."""
 
     def on(numbers: Sequence[str]) -> str:
         return f"GPU {','.join(numbers)}" if numbers else "CPU"

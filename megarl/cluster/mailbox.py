@@ -27,24 +27,29 @@ from megarl.errors import EngineLost
 from megarl.types import Segment, TokenArrays
 
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
-"""How long an answer waits for others to travel with, while other requests are under way: this
-share of the time that a generation takes, or that the answer itself took, within bounds."""
+"""How long `Inbox.collect` holds a finished answer back, so that later answers travel in the same
+call. The wait is this share of the mean generation time or of the answer's own latency, whichever
+is longer, within the two bounds in seconds."""
 
 GATHER_SHARE = 0.25
-"""How long a request waits for others to travel with, as a share of that."""
+"""How long `Mailbox` holds requests back to send them in one call, as a share of `Pace.linger_s`.
+"""
 
 MAX_BATCH = 64
-"""Requests or answers in one call: the event loop of either side handles a batch in one go."""
+"""Most requests, or answers, in one Ray call. An event loop is blocked while it handles a batch."""
 
 MAX_BATCH_BYTES = 4 * 2**20
-"""Arrays in one return value, which a rank fetches whole for any one of its samples."""
+"""`Inbox.collect` adds no further answer once the token arrays of the batch have this many bytes. A
+rank that needs one sample of a batch fetches the whole batch."""
 
 MIN_STORED_BYTES, INLINE_BYTES = 16 * 2**10, 100 * 2**10
-"""Ray keeps a return value of less than `INLINE_BYTES` in its owner's memory instead of the object
-store. Arrays of at least `MIN_STORED_BYTES` are padded beyond that."""
+"""Ray keeps a return value of less than `INLINE_BYTES` in the memory of the calling process instead
+of the object store. A batch of arrays of at least `MIN_STORED_BYTES` is padded to `INLINE_BYTES`,
+so that it goes to the object store."""
 
 ENGINE_DEAD = "EngineDeadError"
-"""vLLM's exception for a dead process of an engine; by name, since vLLM is not imported here."""
+"""Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
+since vLLM is not imported here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +59,22 @@ class StoredArrays:
     ref: Any
     """`ray.ObjectRef` of a list of arrays."""
     position: int
-    """In that list."""
+    """Index of the arrays in the list that `ref` refers to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of an actor, as text: its class may not be known to the caller."""
+    """An exception raised in an actor, as text: the caller may be unable to import its class."""
 
     kind: str
     message: str
 
 
 def fetch(arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
-    """The arrays, read from the object store without a copy. Meets `megarl.rollout.batch.Fetch`.
-    Raises `RuntimeError` if the node that stored them is lost.
+    """Read token arrays from Ray's object store, without a copy, in the order of the references.
+
+    Has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if the node that stored the
+    arrays is lost.
     """
     refs = list({one.ref: None for one in arrays})
     try:
@@ -80,18 +87,24 @@ def fetch(arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
 
 
 class Pace:
-    """How long generations take, and so how long an answer may wait for others."""
+    """Running mean of the generation time, which sets how long an answer is held back
+    (`linger_s`).
+    """
 
     linger_s = MIN_LINGER_S
 
     def record(self, generation_s: float) -> None:
-        """A generation took this long."""
+        """Update `linger_s` with the duration of one generation, in seconds."""
         aim = min(max(LINGER_SHARE * generation_s, MIN_LINGER_S), MAX_LINGER_S)
         self.linger_s += 0.05 * (aim - self.linger_s)
 
 
 class Mailbox:
-    """The caller's end, in one event loop."""
+    """Sends requests to one Ray actor, an `Inbox`, in batches, and returns the answers to the
+    callers.
+
+    All calls must come from one event loop.
+    """
 
     def __init__(self, handle: Any, pace: Pace) -> None:
         """`handle`: a Ray actor whose class is an `Inbox`."""
@@ -104,10 +117,11 @@ class Mailbox:
         self._collector: asyncio.Task[None] | None = None
 
     async def ask(self, request: Any, arrays: Sequence[StoredArrays] = ()) -> Any:
-        """The answer of the actor's `serve(request, arrays)`. A `Segment` in it has `StoredArrays`.
+        """Have the actor run `serve(request, arrays)` and return the result.
 
-        Raises `EngineLost` if the actor, or a process it depends on, is dead, `ValueError` and
-        `RuntimeError` for what `serve` raised.
+        If the result is a `Segment`, its `arrays` are replaced by a `StoredArrays`. Raises
+        `EngineLost` if the actor, or a process it depends on, is dead. Raises `ValueError` if
+        `serve` raised one, and `RuntimeError` for any other exception of `serve`.
         """
         loop = asyncio.get_running_loop()
         number, self._next = self._next, self._next + 1
@@ -123,7 +137,7 @@ class Mailbox:
             self._pending.pop(number, None)
 
     async def _send(self) -> None:
-        """Send what is in the outbox, in batches, until it is empty."""
+        """Send the queued requests to the actor in batches, until none is queued."""
         try:
             while self._outbox:
                 await asyncio.sleep(GATHER_SHARE * self._pace.linger_s)
@@ -145,7 +159,9 @@ class Mailbox:
             self._sender = None
 
     async def _collect(self) -> None:
-        """Distribute answers for as long as requests wait for them."""
+        """Fetch answers from the actor and hand each to its caller, while any request is
+        unanswered.
+        """
         try:
             while self._pending:
                 answers, arrays = self._collect_from.remote(self._pace.linger_s)
@@ -167,7 +183,7 @@ class Mailbox:
             self._collector = None
 
     def _fail(self, error: Exception) -> None:
-        """Raise `error` from every request that waits."""
+        """End every unanswered request with the exception `error`."""
         if isinstance(error, RayActorError):
             error = EngineLost(f"its process died ({str(error).splitlines()[0]})")
         self._outbox = []
@@ -185,31 +201,40 @@ def _exception(failure: Failure) -> Exception:
 
 
 class Inbox:
-    """The actor's end; an actor class derives from it and defines `serve`."""
+    """Base class of a Ray actor that a `Mailbox` sends requests to; a subclass defines `serve`."""
 
     _answers: list[tuple[int, Any, float]]
-    """(number of the request, answer, when the request came)."""
+    """Finished answers not yet collected: (request number, answer, time the request arrived)."""
     _ready: asyncio.Event
-    """Whether there are answers."""
+    """Set while there are finished answers to collect."""
     _full: asyncio.Event
-    """Whether answers need not wait for others."""
+    """Set when finished answers must no longer be held back."""
 
     async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
-        """Answer one request; `arrays` are those its caller named."""
+        """Compute the answer to one request. `arrays`: the token arrays that the caller passed with
+        it.
+        """
         raise NotImplementedError
 
     async def submit(
         self, requests: list[tuple[int, Any, list[tuple[int, int]]]], *stored: list[TokenArrays]
     ) -> None:
-        """Begin to serve a batch of requests; `stored` are the lists their arrays lie in."""
+        """Start to serve a batch of requests, and return before they are answered.
+
+        Each request is (request number, request, places). A place (i, j) means entry j of the list
+        `stored[i]` of token arrays.
+        """
         self._open_inbox()
         for number, request, places in requests:
             arrays = [TokenArrays(*stored[which][position]) for which, position in places]
             self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
 
     async def collect(self, linger_s: float) -> tuple[list[tuple[int, Any, int]], Any]:
-        """Wait for answers, `linger_s` longer than for the first while more are to come: [(number
-        of the request, answer, position of its arrays or -1)], arrays.
+        """Wait for the first finished answer; while requests are still being served, hold it back
+        for `linger_s` seconds so that others can join it.
+
+        Returns (answers, arrays). An answer is (request number, answer, index of its token arrays
+        in `arrays`, or -1 where it has none).
         """
         self._open_inbox()
         await self._ready.wait()
@@ -239,7 +264,9 @@ class Inbox:
         return answers, columns
 
     def _open_inbox(self) -> None:
-        """An actor's event loop is only known once a method runs in it."""
+        """Create the events and tables at the first call: only then does the actor's event loop
+        run.
+        """
         if not hasattr(self, "_ready"):
             self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
             self._serving: dict[int, asyncio.Task[None]] = {}

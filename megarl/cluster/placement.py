@@ -21,19 +21,18 @@ from ray.util.scheduling_strategies import (
 )
 
 SLIVER = 0.001
-"""CPUs an engine rank asks Ray for where there are no GPUs: the system shares the cores out, not
-Ray.
-"""
+"""CPUs that an engine rank reserves in Ray where there are no GPUs. The value is close to 0, so
+that Ray does not limit the number of engines; the operating system shares out the cores."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One engine's place."""
+    """Where one inference engine is to run: a Ray reservation, or the GPUs of trainer ranks."""
 
     options: dict[str, Any]
-    """Of its Ray actor."""
+    """Ray options (`num_gpus`, `scheduling_strategy`, ...) of the engine's actor."""
     environment: dict[str, str] = field(default_factory=dict)
-    """What its process must find beside the rest."""
+    """Environment variables to add to those of the engine's process."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ class RankPlace:
 
     host: str
     gpu: str
-    """Its GPU as the system numbers them, or nothing."""
+    """Number of the rank's GPU, as CUDA_VISIBLE_DEVICES writes it; empty on the CPU."""
 
     @staticmethod
     def mine(*, on_cpu: bool) -> RankPlace:
-        """This process's."""
+        """The host and the GPU of the calling rank."""
         if on_cpu:
             return RankPlace(socket.gethostname(), "")
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -55,9 +54,10 @@ class RankPlace:
 
 
 def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[Seat]:
-    """Disaggregated: seats for `count` engines of `tensor` ranks each; Ray must be up.
+    """Reserve in Ray, which must be running, a `Seat` for each of `count` disaggregated engines:
+    engines on GPUs that no trainer rank uses. Each engine has `tensor` ranks on one node.
 
-    Raises `RuntimeError` where the cluster does not have them within `timeout_s`.
+    Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s`.
     """
     bundle = {"GPU": float(tensor)} if gpus else {"CPU": SLIVER * tensor}
     group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
@@ -80,11 +80,11 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
 
 
 def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list[Seat]:
-    """Colocated: seats on the nodes and GPUs of trainer ranks, given in their order; Ray must be
-    up.
+    """A `Seat` for each of `count` colocated engines: engine e shares the GPUs of `ranks[e * tensor
+    : (e + 1) * tensor]`. Ray must be running.
 
-    Raises `ValueError` where an engine's ranks would sit on several nodes, `RuntimeError` where Ray
-    does not run on one of them.
+    Raises `ValueError` if the ranks of one engine are on several nodes. Raises `RuntimeError` if
+    Ray does not run on the node of a rank.
     """
     nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     seats = []

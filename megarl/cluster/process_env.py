@@ -21,11 +21,13 @@ RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
 }
-"""Variables of Ray's own processes and of every rank."""
+"""Environment variables to set for Ray's own processes and for every rank."""
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Settings that libraries read when they are imported; call before torch is."""
+    """Set the environment variables that libraries read at import. Call it before torch is
+    imported.
+    """
     _use_built_operators()
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -49,7 +51,7 @@ def _use_built_operators() -> None:
 
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
-    """What a vLLM engine's process needs to find in its environment."""
+    """Environment variables to set for the process of a vLLM engine."""
     settings = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -68,12 +70,12 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
 
 
 def own_cluster_token() -> str:
-    """The token of the Ray cluster this run starts or joins: the user's own where there is one,
-    else a fresh one.
+    """The authentication token of the run's Ray cluster: the one the user has set, else a new
+    random one.
     """
     return os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def use_cluster_token(token: str) -> None:
-    """Join with `token`, which rank 0 has told."""
+    """Use `token`, received from rank 0, to authenticate to the Ray cluster."""
     os.environ["RAY_AUTH_TOKEN"] = token

@@ -24,17 +24,19 @@ from megarl.types import Prompt, StepBatch
 
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
-"""Patience with an engine or service that is asked to stop, before it is killed."""
+"""Seconds an engine or service has to stop before it is killed."""
 
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
-"""Memory is taken as it is used."""
+"""Minimum size of Ray's object store. Memory is only used as objects are stored."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
-"""The same when the run ends by a signal or an error."""
+"""As `STOP_TIMEOUT_S`, for a run that ends by a signal or an error."""
 
 
 class Cluster:
-    """Ray and what runs on it. A context manager: on leaving, everything it started has ended."""
+    """A Ray cluster and the actors of a run. As a context manager it ends, on exit, all processes
+    it started.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class Cluster:
         object_store_bytes: int = MIN_OBJECT_STORE_BYTES,
     ) -> None:
         """Start Ray on this machine with an object store of `object_store_bytes`, or join the
-        cluster at `address` (or in RAY_ADDRESS) that knows `token`. What does not fit into the
-        object store Ray writes to the disk.
+        cluster at `address` (or RAY_ADDRESS), authenticated by `token`. Ray spills to disk what
+        exceeds the object store.
         """
         use_cluster_token(token)
         self.namespace = namespace
@@ -82,7 +84,9 @@ class Cluster:
         environment: dict[str, str],
         **arguments: Any,
     ) -> EngineGroup:
-        """An engine on every seat, starting side by side; `.wait()` for them before use."""
+        """Start an engine on every seat, in parallel, without waiting; call `.wait()` on the result
+        before use.
+        """
 
         def start(number: int) -> ActorHandle:
             actor = ray.remote(EngineActor).options(
@@ -98,8 +102,9 @@ class Cluster:
         return self._groups[-1]
 
     def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
-        """The rollout service, starting: made by `build` inside an actor of its own that every rank
-        can find by name. It evaluates on the `held_out` problems. `wait_for_service` waits for it.
+        """Start the rollout service in a named actor that every rank can look up; `build`
+        constructs it there. Call `wait_for_service` before use. `held_out`: the problems it
+        evaluates on.
         """
         handle = (
             ray.remote(ServiceActor)
@@ -111,14 +116,14 @@ class Cluster:
         return handle
 
     def wait_for_service(self, timeout_s: float) -> None:
-        """Wait until the rollout service is ready. Raises `RuntimeError` after `timeout_s`, and
-        where it failed.
+        """Wait until the rollout service is ready. Raises `RuntimeError` if it fails or is not
+        ready within `timeout_s`.
         """
         starting = {"the rollout service": self._service_ready}
         ask(starting, timeout_s, "starting", "raise rollout.engine.start_timeout_s")
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the actors, then Ray, then whatever of vLLM's processes is still there."""
+        """Stop the actors, then Ray, then kill the processes of vLLM that still run."""
         stops = []
         for handle in self._owned:
             with contextlib.suppress(Exception):
@@ -142,18 +147,20 @@ class Cluster:
 
 
 class RolloutClient:
-    """One rank's end of the rollout service; every call has a deadline."""
+    """A trainer rank's interface to the rollout service. Every call has a timeout."""
 
     def __init__(self, data_rank: int, *, deadline_s: float) -> None:
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._deadline_s = data_rank, deadline_s
 
     def start(self) -> None:
-        """Let the service begin."""
+        """Have the rollout service start to generate."""
         self._ask(self._service.start.remote(), "starting rollouts")
 
     def take(self, step: int) -> StepBatch:
-        """This rank's share of step `step`; its tokens are read from where they were generated."""
+        """The samples of this rank for `step`; the token arrays are read from Ray's object
+        store.
+        """
         plan = self._ask(
             self._service.take.remote(step, self._data_rank),
             f"waiting for the rollouts of step {step}",
@@ -161,17 +168,19 @@ class RolloutClient:
         return assemble(plan, fetch)
 
     def release(self, step: int) -> None:
-        """Step `step` is trained and version `step + 1` is on the engines."""
+        """Tell the service that `step` is trained and weight version `step + 1` is on the
+        engines.
+        """
         self._ask(self._service.release.remote(step + 1), f"releasing step {step}")
 
     def cursor(self, step: int) -> int:
-        """First ordinal not yet trained after `step` steps."""
+        """Ordinal of the first prompt not used by the first `step` steps."""
         return self._ask(
             self._service.cursor.remote(step), f"reading the prompt cursor of step {step}"
         )
 
     def evaluate(self, temperature: float, name: str) -> Evaluated:
-        """One scored answer to each held-out problem: (metrics, transcripts)."""
+        """Generate and score one response to each held-out problem: (metrics, transcripts)."""
         return self._ask(self._service.evaluate.remote(temperature, name), "evaluating")
 
     def _ask(self, reference: Any, doing: str) -> Any:

@@ -20,20 +20,24 @@ from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """The next model segment of a rollout. See `megarl.rollout.requests.EngineHandle`."""
+    """Request to an engine for the next model segment of a rollout. See
+    `megarl.rollout.requests.EngineHandle`.
+    """
 
     prompt_ids: np.ndarray
-    """[P] int32"""
+    """[P] int32 prompt tokens."""
     seed: int
     max_tokens: int
     temperature: float
 
 
 class EngineActor(Inbox, Engine):
-    """An inference engine that serves the rollout service's requests in batches."""
+    """Ray actor of an inference engine that answers the rollout service's requests in batches."""
 
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
-        """Generate after the prompt and the segments whose `arrays` these are."""
+        """Generate the next segment of a rollout. `arrays`: token arrays of its earlier
+        segments.
+        """
         token_ids = np.concatenate([request.prompt_ids, *(one.token_ids for one in arrays)])
         return await self.generate(
             token_ids.tolist(),
@@ -44,7 +48,7 @@ class EngineActor(Inbox, Engine):
 
 
 class RemoteEngine:
-    """An engine actor, from the rollout service. Meets
+    """An engine actor as the rollout service calls it; implements
     `megarl.rollout.requests.EngineHandle`.
     """
 
@@ -68,7 +72,7 @@ class RemoteEngine:
 
 
 class EnvironmentActor(Inbox):
-    """The environment in a process of its own, with its worker processes below it."""
+    """Ray actor that runs the environment; the environment's worker processes are its children."""
 
     def __init__(self, config: EnvironmentConfig, codec: Codec) -> None:
         self._environment = Environment(config, codec)
@@ -77,7 +81,9 @@ class EnvironmentActor(Inbox):
         await self._environment.start()
 
     async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
-        """Call a method of the environment by name; its segments' arrays come beside it."""
+        """Call a method of the environment by name. `arrays`: token arrays of the segments in the
+        arguments.
+        """
         name, arguments = request
         if name == "begin":
             return await self._environment.begin(**arguments)
@@ -94,7 +100,7 @@ class EnvironmentActor(Inbox):
 
 
 class RemoteEnvironment:
-    """The environment, from the rollout service. Meets
+    """The environment actor as the rollout service calls it; implements
     `megarl.rollout.attempts.EnvironmentHandle`.
     """
 
@@ -105,7 +111,7 @@ class RemoteEnvironment:
         self.has_start = bool(config.session)
 
     async def start(self) -> None:
-        """Wait until the verifier is loaded; raises what `Environment.start` raises."""
+        """Wait until the verifier is loaded; raises `ValueError` if it does not load."""
         await self._handle.start.remote()
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:

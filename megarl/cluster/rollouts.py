@@ -30,14 +30,16 @@ from megarl.rollout.config import RolloutConfig
 from megarl.trainer.context import RunInputs
 
 BYTES_PER_TOKEN = 8
-"""int32 and float32; see `megarl.types.TokenArrays`."""
+"""Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
 class Generation:
-    """Engines and rollout service of a run; `cluster` and `engines` are set on rank 0 only."""
+    """The engines and the rollout service of a run. `cluster` and `engines` are None except on rank
+    0.
+    """
 
     config: RunConfig
     mesh: ProcessMesh
@@ -45,13 +47,13 @@ class Generation:
     engines: EngineGroup | None
 
     def wait(self) -> None:
-        """Rank 0 waits until engines and service are ready; other ranks return at once."""
+        """On rank 0, wait until engines and service are ready; other ranks return at once."""
         if self.cluster is not None and self.engines is not None:
             self.engines.wait()
             self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
 
     def join(self, stack: ExitStack) -> None:
-        """Bring the ranks other than 0 into rank 0's Ray cluster; all ranks call it."""
+        """Connect the other ranks to rank 0's Ray cluster. All ranks call it together."""
         place = None
         if self.cluster is not None:
             place = (self.cluster.address, self.cluster.namespace, own_cluster_token())
@@ -61,15 +63,17 @@ class Generation:
             stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
     def sleep(self) -> None:
-        """Colocated engines free the GPU memory for training; all ranks call it."""
+        """Have colocated engines free their GPU memory for training. All ranks call it together."""
         self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
 
     def wake(self) -> None:
-        """Colocated engines take their memory back, without weights; all ranks call it."""
+        """Have colocated engines allocate the memory of their weights again; the content comes with
+        the next publication. All ranks call it together.
+        """
         self._ask_engines("waking the engines up", EngineGroup.wake)
 
     def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
-        """Rank 0 asks the engines; what fails there is raised on every rank."""
+        """Run a call to the engines on rank 0; an error is raised on every rank."""
         timeout_s = self.config.weight_sync.timeout_s
         failure = on_first(lambda: call(self.engines, timeout_s=timeout_s), self.mesh.world)
         if failure:
@@ -79,8 +83,8 @@ class Generation:
 def start_generation(
     config: RunConfig, inputs: RunInputs, mesh: ProcessMesh, stack: ExitStack, *, on_cpu: bool
 ) -> Generation:
-    """Rank 0 starts Ray, the engines and the rollout service; they load while the caller builds the
-    model. `Generation.wait` waits for them.
+    """On rank 0, start Ray, the engines and the rollout service, without waiting: the caller builds
+    the model meanwhile. Call `Generation.wait` before use.
     """
     ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
     if mesh.world.rank != 0:
@@ -100,8 +104,8 @@ def start_generation(
 
 
 def object_store_bytes(rollout: RolloutConfig) -> int:
-    """What the token arrays of all rollouts under way can take, but at most a third of the free
-    shared memory.
+    """Size of Ray's object store: the token arrays of all rollouts generated at the same time, but
+    at most a third of the free shared memory, and at least `MIN_OBJECT_STORE_BYTES`.
     """
     draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
     groups = (1 + rollout.max_staleness) * draws * rollout.groups_per_step
@@ -120,8 +124,8 @@ def start_engines(
     ranks: Sequence[RankPlace] = (),
     load: bool = False,
 ) -> EngineGroup:
-    """The recipe's engines, starting: on the GPUs of the trainer's `ranks` where they are
-    colocated. With `load` they read the model's weights instead of waiting for version 0.
+    """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
+    `ranks`. With `load` they read the model's weights from disk instead of waiting for version 0.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -157,8 +161,8 @@ def start_service(
     first_step: int,
     first_ordinal: int,
 ) -> None:
-    """Start the rollout service that sends requests to the engines. The prompts of `inputs`, which
-    only rank 0 has, move to the service: they are read and tokenised once.
+    """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
+    service, so that they are read and tokenised only once.
     """
     assert inputs.prompts is not None
     builder = functools.partial(

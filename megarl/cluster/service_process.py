@@ -29,8 +29,8 @@ def build_service(
     first_step: int,
     first_ordinal: int,
 ) -> tuple[RolloutService, RemoteEnvironment]:
-    """The rollout service and its environment. `handles`: the engine actors. `layout`: the
-    policy's. A run that resumes begins at `first_step` and dataset position `first_ordinal`.
+    """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
+    policy's. A resumed run begins at `first_step`, with the prompt at position `first_ordinal`.
     """
     pace = Pace()
     environment = RemoteEnvironment(config.environment, codec, pace)
@@ -52,7 +52,9 @@ def build_service(
 
 
 class ServiceActor:
-    """The shell around `RolloutService`, which is built where it runs: verifiers do not travel."""
+    """Ray actor of a `RolloutService`. The service is created inside the actor, since verifiers
+    cannot be pickled.
+    """
 
     def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
         self._build, self._held_out = build, held_out

@@ -14,32 +14,30 @@ class PromptsConfig:
     source: str = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     subset: str = ""
-    """Which configuration of a data set from the hub, where it has several (openai/gsm8k: 'main').
-    """
+    """Configuration of a hub data set that has several (openai/gsm8k: 'main')."""
     split: str = "train"
-    """Which split, for a data set from the hub; files have none."""
+    """Split of a hub data set, such as 'train'; ignored for files."""
     unique: bool = False
-    """Use each prompt once, however often the source repeats it (DAPO-Math-17k repeats each about a
-    hundred times).
-    """
+    """Keep each prompt only once, even if the source repeats it (DAPO-Math-17k repeats each about a
+    hundred times)."""
     prompt_column: str = "prompt"
-    """Column of the prompt: a text, or a chat (a list of {role, content}). Dots reach into nested
-    columns.
-    """
+    """Column with the prompt: a text, or a chat (a list of {role, content}). A name with dots
+    selects a nested column."""
     answer_column: str = "answer"
-    """Column of the reference answer that the verifier compares with. Dots reach into nested
-    columns.
-    """
+    """Column with the reference answer for the verifier. A name with dots selects a nested
+    column."""
     answer_after: str = ""
-    """Where set, the answer is what follows the last occurrence of this marker (GSM8K: '####')."""
+    """If set, the reference answer is the text after the last occurrence of this marker (GSM8K:
+    '####')."""
     template: Literal["none", "chat"] = "none"
-    """`chat` renders the prompt with the tokenizer's chat template; a chat column needs it."""
+    """`chat` renders the prompt with the tokenizer's chat template; required for a chat column."""
     system: str = ""
     """A system message put before the prompt when the chat template is used."""
     instruction: str = ""
     """A text appended to the prompt (or to its last user message), after a newline."""
     max_prompt_tokens: int = 1024
-    """A longer prompt stops the run before it starts, naming the row."""
+    """Maximum prompt length. A longer prompt is an error before the run starts, which names the
+    row."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: int | None = None
@@ -62,15 +60,16 @@ class DemonstrationsConfig:
     source: str = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     split: str = "train"
-    """Which split, for a data set from the hub."""
+    """Split of a hub data set, such as 'train'; ignored for files."""
     prompt_column: str = "prompt"
-    """Column of the prompt: a text, or a chat."""
+    """Column with the prompt: a text, or a chat (a list of {role, content})."""
     response_column: str = "response"
-    """Column of the response; the end-of-sequence token is added to it."""
+    """Column with the response; an end-of-sequence token is appended."""
     template: Literal["none", "chat"] = "none"
     """`chat` renders the prompt with the tokenizer's chat template."""
     max_tokens: int = 2048
-    """Prompt and response together; a longer row stops the run before it starts, naming the row."""
+    """Maximum length of prompt and response together. A longer row is an error before the run
+    starts, which names the row."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: int | None = None

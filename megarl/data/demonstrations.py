@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DemonstrationList:
-    """Demonstrations by ordinal."""
+    """The demonstrations (prompt, response) of a run in their training order."""
 
     def __init__(
         self, prompts: TokenLists, responses: TokenLists, order: Order, fingerprint: str
@@ -38,7 +38,9 @@ class DemonstrationList:
         return len(self._prompts)
 
     def at(self, ordinal: int) -> Demonstration:
-        """The demonstration trained as number `ordinal`; a pure function of (seed, ordinal)."""
+        """The demonstration at position `ordinal` of training, over all epochs. It depends only on
+        the seed and the ordinal.
+        """
         index = self._order.row(ordinal)
         return Demonstration(
             index=index, prompt_ids=self._prompts[index], response_ids=self._responses[index]
@@ -48,8 +50,8 @@ class DemonstrationList:
 def load_demonstrations(
     config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> DemonstrationList:
-    """Read, check and tokenise every demonstration; raises `ValueError` naming the file, the row
-    and what to set.
+    """Read, check and tokenise all demonstrations. Raises `ValueError` that names the file, the row
+    and the setting to change.
     """
     setting = "demonstrations"
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)

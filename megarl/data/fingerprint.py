@@ -14,10 +14,11 @@ import xxhash
 
 
 def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str:
-    """xxh3-128 over `settings` (what renders and orders the rows) and over each row's (value of the
-    prompt column, answer or response), in order; preceded by the number of rows.
+    """Number of rows and xxh3-128 digest of a data set. The digest covers `settings` (which
+    determine rendering and order) and, in order, each row's (prompt, answer or response).
 
-    Equal on every machine and version of Python; the data's place and column names do not enter.
+    The digest is the same on every machine and Python version. It does not depend on file or column
+    names.
     """
     hasher = xxhash.xxh3_128()
     for value in settings:
@@ -30,8 +31,8 @@ def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str
 
 
 def framed(value: Any) -> bytes:
-    """The bytes of a text, or of the JSON of anything else, after their kind and number: no two
-    sequences of values give the same bytes.
+    """Bytes of a text, or of the JSON of another value, prefixed by type and length. The prefix
+    makes the concatenation of several values unambiguous.
     """
     if isinstance(value, str):
         # A JSON text may hold half a surrogate pair, which plain UTF-8 refuses.
@@ -42,5 +43,5 @@ def framed(value: Any) -> bytes:
 
 
 def canonical_json(value: Any) -> str:
-    """ASCII JSON with sorted keys: one text for equal values."""
+    """ASCII JSON with sorted keys, so that equal values give the same text."""
     return json.dumps(value, sort_keys=True, default=str)

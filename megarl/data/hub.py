@@ -13,8 +13,9 @@ ANSWER_WITHIN_S = 5.0
 
 
 def hub_state() -> Literal["online", "offline", "unreachable"]:
-    """`offline` where HF_HUB_OFFLINE says so, else whether the endpoint answers within
-    `ANSWER_WITHIN_S`; proxies count.
+    """Whether the Hugging Face hub can be used: `offline` if HF_HUB_OFFLINE is set; otherwise
+    `online` if the hub answers within `ANSWER_WITHIN_S`, else `unreachable`. Proxy settings are
+    respected.
     """
     from huggingface_hub import constants
 
@@ -40,7 +41,9 @@ def hub_state() -> Literal["online", "offline", "unreachable"]:
 
 
 def why_absent(name: str) -> str:
-    """The half sentence that follows "`name` is not on this machine", for errors."""
+    """Text for an error message, to follow "`name` is not on this machine": why it was not
+    downloaded.
+    """
     state = hub_state()
     if state == "offline":
         return "and HF_HUB_OFFLINE is set; unset it to download, or set the path of a local copy"

@@ -8,8 +8,8 @@ from megarl.schema import require
 
 
 class Order:
-    """In which order rows are used, a pure function of (seed, ordinal): epochs follow each other,
-    each shuffled anew.
+    """The order in which rows are used over all epochs; each epoch is shuffled anew. It depends
+    only on the seed and the ordinal.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -17,7 +17,7 @@ class Order:
         self._epochs: dict[int, list[int]] = {}
 
     def row(self, ordinal: int) -> int:
-        """The row used as number `ordinal`, from 0."""
+        """Index of the row used at position `ordinal`, from 0."""
         require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         epoch, position = divmod(ordinal, self._num_rows)
         return self._permutation(epoch)[position] if self._shuffle else position

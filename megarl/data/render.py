@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def column(row: Row, name: str, *, place: str, setting: str) -> Any:
-    """The value of column `name`, where dots reach into nested columns; raises `ValueError` listing
-    those there are.
+    """The value of column `name` in a row; a name with dots selects a nested column. Raises
+    `ValueError`, listing the columns, if there is none of that name.
     """
     if name in row:
         value = row[name]
@@ -39,7 +39,7 @@ def column(row: Row, name: str, *, place: str, setting: str) -> Any:
 
 
 def text_of(value: Any, *, what: str, place: str) -> str:
-    """A text or a number as a text; raises `ValueError` for anything else."""
+    """Convert a text or a number to text; raises `ValueError` for any other value."""
     if isinstance(value, str):
         return value
     require(
@@ -60,8 +60,8 @@ def render(
     place: str,
     setting: str,
 ) -> str:
-    """The text the model sees of a prompt column (a text, or a chat as a list of {role, content}),
-    up to the reply.
+    """Render a prompt, given as a text or a chat (a list of {role, content}), to the text that the
+    model sees before its response.
     """
     if template == "none":
         require(

@@ -23,26 +23,26 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows in the order of their file."""
+    """Rows of a data set in the order of their file."""
 
     source: str
     rows: list[Row]
     lines: list[int] | None = None
-    """Line of each row, from 1, where the file has lines."""
+    """For each row its line number in the file, from 1; None for formats without lines."""
 
     def only(self, indices: list[int]) -> Table:
-        """The rows at `indices`, which keep their places in the file."""
+        """A table of the rows at `indices`, which keep their line numbers."""
         lines = [self.lines[index] for index in indices] if self.lines else None
         return Table(self.source, [self.rows[index] for index in indices], lines)
 
     def place(self, index: int) -> str:
-        """Where row `index` was found, for errors."""
+        """File, line and index of row `index`, for error messages."""
         line = f", line {self.lines[index]}" if self.lines else ""
         return f"{self.source}{line} (row {index}, counted from 0)"
 
 
 def read_json(path: Path, limit: int | None) -> Table:
-    """A list of objects."""
+    """Read a JSON file that holds a list of objects."""
     try:
         tree = json.loads(_text(path))
     except json.JSONDecodeError as error:
@@ -65,7 +65,7 @@ def read_json(path: Path, limit: int | None) -> Table:
 
 
 def read_jsonl(path: Path, limit: int | None) -> Table:
-    """One object a line; blank lines are passed over."""
+    """Read a file with one JSON object on each line; blank lines are skipped."""
     rows: list[Row] = []
     lines: list[int] = []
     # Not splitlines(): it also cuts at characters that may stand in a JSON string.
@@ -91,7 +91,7 @@ def read_jsonl(path: Path, limit: int | None) -> Table:
 
 
 def read_parquet(path: Path, limit: int | None) -> Table:
-    """A parquet table; nested columns become nested objects."""
+    """Read a parquet file; nested columns become nested objects."""
     import pyarrow
     import pyarrow.parquet
 
@@ -105,7 +105,7 @@ def read_parquet(path: Path, limit: int | None) -> Table:
 
 
 def read_csv(path: Path, limit: int | None) -> Table:
-    """Comma-separated with a line of column names; every value is a text."""
+    """Read a comma-separated file whose first line has the column names; every value is a text."""
     rows: list[Row] = []
     lines: list[int] = []
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
@@ -146,10 +146,10 @@ READERS: dict[str, Callable[[Path, int | None], Table]] = {
 def read_rows(
     source: str, *, split: str, limit: int | None, setting: str, subset: str = ""
 ) -> Table:
-    """The rows of a file, by its suffix, or of a data set on the hub; raises `ValueError` naming
-    file and line.
+    """Read a file, whose suffix determines the format, or a hub data set. Raises `ValueError` that
+    names file and line.
 
-    `setting` is the section of the recipe ("prompts"), for errors.
+    `setting`: the section of the recipe ("prompts"), for error messages.
     """
     require(
         bool(source),
@@ -176,7 +176,7 @@ def read_rows(
 
 
 def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: str) -> Table:
-    """A data set that `datasets` knows: on the hub, in its cache, or a local folder."""
+    """Read a data set with `datasets`: from the hub, from its cache, or from a local folder."""
     state = "online" if Path(name).is_dir() else hub_state()
     unknown = (
         f"{setting}.source '{name}' is neither a file of this machine ({', '.join(READERS)}) nor"
@@ -202,7 +202,7 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
 
 
 def _text(path: Path) -> str:
-    """The text of a UTF-8 file, its byte-order mark removed."""
+    """Read a UTF-8 file as text, without a byte-order mark."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -212,7 +212,7 @@ def _text(path: Path) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words, for errors."""
+    """Name of the type of a JSON value, for error messages."""
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(
         type(value), f"{value!r}"
     )

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class PromptList:
-    """Prompts by ordinal; meets `megarl.rollout.service.PromptSource`."""
+    """The prompts of a run in their training order; implements
+    `megarl.rollout.service.PromptSource`.
+    """
 
     def __init__(
         self,
@@ -45,11 +47,13 @@ class PromptList:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Every prompt once, in the order of the file: for evaluation."""
+        """Iterate over all prompts once, in file order: for evaluation."""
         return (self._row(index) for index in range(len(self)))
 
     def at(self, ordinal: int) -> Prompt:
-        """The prompt trained as number `ordinal`; a pure function of (seed, ordinal)."""
+        """The prompt at position `ordinal` of training, over all epochs. It depends only on the
+        seed and the ordinal.
+        """
         return self._row(self._order.row(ordinal))
 
     def _row(self, index: int) -> Prompt:
@@ -65,8 +69,8 @@ class PromptList:
 def load_prompts(
     config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PromptList:
-    """Read, check and tokenise every prompt; raises `ValueError` naming the file, the row and what
-    to set.
+    """Read, check and tokenise all prompts. Raises `ValueError` that names the file, the row and
+    the setting to change.
     """
     table = read_rows(
         config.source,
@@ -112,7 +116,7 @@ def load_prompts(
 
 
 def _unique(table: Table, prompt_column: str) -> Table:
-    """The first row of each prompt."""
+    """Remove repeated prompts: keeps the first row of each."""
     first: dict[str, int] = {}
     for index, row in enumerate(table.rows):
         prompt = column(
@@ -123,7 +127,7 @@ def _unique(table: Table, prompt_column: str) -> Table:
 
 
 def _answer(config: PromptsConfig, table: Table, index: int) -> str:
-    """The reference answer of a row, what follows the marker where one is set."""
+    """The reference answer of a row; if `answer_after` is set, only the text after that marker."""
     place = table.place(index)
     value = column(
         table.rows[index], config.answer_column, place=place, setting="prompts.answer_column"

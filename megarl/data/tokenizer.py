@@ -27,8 +27,8 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or a SentencePiece `.model` file; raises `ValueError`
-    saying what to set.
+    """Load the tokenizer of a folder, a hub name or a SentencePiece `.model` file. Raises
+    `ValueError` with the setting to change.
     """
     require(
         bool(name),
@@ -101,8 +101,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
-    """Raise `ValueError` unless `tokenizer` has EOS and padding and no id beyond `vocab_size`;
-    `source` names it in the error.
+    """Raise `ValueError` unless `tokenizer` has an end-of-sequence and a padding token and all its
+    ids are below `vocab_size`. `source` names the tokenizer in the error.
     """
     require(
         tokenizer.eos_token_id is not None,
@@ -126,9 +126,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
 
 
 def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    """A fast tokenizer with the ids of the SentencePiece file `path`; its special tokens keep their
-    roles.
-    """
+    """A fast tokenizer with the ids and special tokens of the SentencePiece file `path`."""
     from sentencepiece import sentencepiece_model_pb2
     from transformers import PreTrainedTokenizerFast
 
@@ -161,8 +159,8 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
-    """The `tokenizers` pipeline (normaliser, model, decoder) that does what SentencePiece's `model`
-    does.
+    """A `tokenizers` pipeline (normaliser, model, decoder) equivalent to the SentencePiece
+    `model`.
     """
     from tokenizers import (
         AddedToken,
@@ -237,8 +235,8 @@ def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE `model`, first applied first: it joins whatever pair makes
-    the best-scored piece.
+    """The merges of a SentencePiece BPE `model` in order of priority. SentencePiece stores none: it
+    always joins the pair that gives the piece with the highest score.
     """
     index = {
         piece.piece: number for number, piece in enumerate(model.pieces) if piece.type == NORMAL

@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_TEXTS = 4096
-"""Texts tokenised at once: enough to keep the tokenizer busy, few enough to bound the Python lists
-that it returns."""
+"""Number of texts tokenised in one call; bounds the memory of the Python lists that are
+returned."""
 
 
 class TokenLists:
-    """N lists of token ids, without a Python object for each: list i is
-    `ids[offsets[i]:offsets[i + 1]]`.
-    """
+    """N lists of token ids in one array: list i is `ids[offsets[i]:offsets[i + 1]]`."""
 
     ids: np.ndarray
-    """[T] int32 the lists, one after the other."""
+    """[T] int32: the lists, concatenated."""
     offsets: np.ndarray
-    """[N + 1] int64 first token of each list, then T."""
+    """[N + 1] int64: index in `ids` of the first token of each list, then T."""
 
     def __init__(self, lists: Iterable[Sequence[int] | np.ndarray]) -> None:
         parts = [np.asarray(ids, dtype=np.int32) for ids in lists]
@@ -41,18 +39,17 @@ class TokenLists:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N] int64 tokens of each list."""
+        """[N] int64: number of tokens of each list."""
         return np.diff(self.offsets)
 
 
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: Literal["none", "chat"]
 ) -> TokenLists:
-    """Ids of prompts. A rendered chat has its special tokens in the text; a plain text gets what
-    the tokenizer puts before a text, such as a beginning-of-sequence token.
+    """Tokenise prompts. A rendered chat contains its special tokens; to plain text the tokenizer's
+    initial special tokens, such as beginning-of-sequence, are added.
 
-    What the tokenizer puts *after* a text is an end of sequence, and a prompt that has ended cannot
-    be answered: it is removed.
+    An end-of-sequence token that the tokenizer appends is removed, since the response follows.
     """
     eos, end = tokenizer.eos_token, tokenizer.eos_token_id
 
@@ -66,7 +63,7 @@ def prompt_tokens(
 
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenLists:
-    """Ids of responses, each ended by one end-of-sequence token, whether or not the text has it."""
+    """Tokenise responses, each with exactly one end-of-sequence token at the end."""
     end = tokenizer.eos_token_id
 
     def fix(text: str, ids: list[int]) -> list[int]:
@@ -82,7 +79,7 @@ def _encode(
     add_special_tokens: bool,
     fix: Callable[[str, list[int]], list[int]],
 ) -> TokenLists:
-    """The tokenizer's ids of each text, after `fix` of (text, ids)."""
+    """Tokenise each text; `fix(text, ids)` returns the ids to use."""
     options: dict[str, Any] = {  # without masks, half the time
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": False,

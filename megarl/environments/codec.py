@@ -11,17 +11,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec:
-    """Decodes and encodes as a Hugging Face tokenizer does, in a process that may not have loaded
+    """Decodes and encodes like a Hugging Face tokenizer, where possible without importing
     transformers. Can be pickled.
     """
 
     tokenizer: Any
     is_bare: bool
-    """Whether `tokenizer` is a `tokenizers.Tokenizer`, and not one of transformers."""
+    """Whether `tokenizer` is a `tokenizers.Tokenizer` rather than a transformers tokenizer."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Codec:
-        """The lightest codec that does what `tokenizer` does."""
+        """A codec equivalent to `tokenizer`: with only its `tokenizers.Tokenizer` if that decodes
+        the same, otherwise with the transformers tokenizer itself.
+        """
         kind = type(tokenizer)
         cleans = tokenizer.clean_up_tokenization_spaces
         if (
@@ -37,10 +39,10 @@ class Codec:
         return cls(tokenizer, is_bare=False)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `token_ids`, without special tokens."""
+        """Decode `token_ids` to text, without special tokens."""
         return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, no special tokens added."""
+        """Encode `text` to token ids, without adding special tokens."""
         made = self.tokenizer.encode(text, add_special_tokens=False)
         return list(made.ids if self.is_bare else made)

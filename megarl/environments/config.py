@@ -7,14 +7,14 @@ from megarl.schema import config, require, require_range
 
 @config
 class OverlongConfig:
-    """DAPO's soft length penalty: 0 up to `limit - buffer` tokens, then linear down to -1 at
-    `limit` (arXiv:2503.14476).
+    """DAPO's soft length penalty (arXiv:2503.14476): 0 up to `limit - buffer` response tokens, then
+    falling linearly to -1 at `limit`.
     """
 
     limit_tokens: int = 0
     """Response length at which the penalty reaches -1; 0 turns it off."""
     buffer_tokens: int = 0
-    """Width of the ramp before the limit."""
+    """Number of tokens before the limit over which the penalty falls from 0 to -1."""
 
     def __post_init__(self) -> None:
         require_range("environment.overlong.limit_tokens", self.limit_tokens, 0)
@@ -27,36 +27,32 @@ class OverlongConfig:
 
 @config
 class EnvironmentConfig:
-    """A verifier and its bounds."""
+    """The verifier or multi-turn session, its rewards, worker processes and time limits."""
 
     verifier: str = "exact_match"
-    """`exact_match`, `math` (boxed or final mathematics, by math-verify), or
-    `path/to/file.py:function` of your own.
-    """
+    """`exact_match`, `math` (boxed or final expression, compared by math-verify), or
+    `path/to/file.py:function` for a user's function."""
     session: str = ""
-    """`path/to/file.py:Class` of an environment of several turns (`megarl.environments.session`);
-    takes the place of `verifier`.
-    """
+    """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`); used
+    instead of `verifier`."""
     answer_after: str = ""
-    """`exact_match` compares what follows the last occurrence of this marker in the response; empty
-    compares all of it.
-    """
+    """`exact_match` compares only the text after the last occurrence of this marker in the
+    response; if empty, the whole response."""
     correct: float = 1.0
-    """Reward of a right answer."""
+    """Reward of a correct answer."""
     wrong: float = 0.0
     """Reward of a wrong answer, and of a rollout whose verifier failed."""
     require_stop: bool = True
-    """A response cut off at the token limit counts as wrong."""
+    """Treat a response that was cut off at the token limit as wrong."""
     overlong: OverlongConfig = OverlongConfig()
     """Length penalty added to the reward."""
     num_workers: int = 1
     """Processes that decode responses and run the verifier or the sessions."""
     time_limit_s: float = 10.0
-    """A verdict, or a session's step, that takes longer costs that sample (counted as a time-out),
-    never the run.
-    """
+    """Time limit of a verifier call or session step, in seconds. Beyond it the sample counts as a
+    failure (time-out); the run goes on."""
     start_limit_s: float = 60.0
-    """The same for a session's start."""
+    """Time limit of a session's start, in seconds; beyond it the sample counts as a failure."""
 
     def __post_init__(self) -> None:
         require(

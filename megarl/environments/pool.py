@@ -49,30 +49,32 @@ main(int(sys.argv[2]))"""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of asking a worker: a score, an observation, or a failure and its message."""
+    """Result of a request to a worker process: a score, an observation, or a failure with a
+    message.
+    """
 
     score: float = 0.0
-    """From 0, wrong, to 1, right; 0 where `failure` is set."""
+    """From 0 (wrong) to 1 (right); 0 if `failure` is set."""
     failure: Literal["", "error", "timeout", "nan"] = ""
     detail: str = ""
     observation: list[int] | None = None
-    """Tokens that the model reads next; None where the rollout has ended."""
+    """Token ids that the model reads next; None if the rollout has ended."""
 
 
 class _Ended(Exception):
-    """The worker process ended before it replied."""
+    """Raised if the worker process ended before it replied."""
 
 
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Names of environment variables that a verifier does not get."""
+"""Pattern of environment variable names that are removed from a verifier's process."""
 
 
 class _Worker:
-    """One worker process and the channel to it; used by one thread."""
+    """One worker process and the socket to it. Only one thread sends requests to it."""
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """Start the process and wait until its verifier is loaded; raises `ValueError` with the fix
-        where it does not load.
+        """Start the process and wait until it has loaded the verifier. Raises `ValueError`, with
+        advice, if the verifier does not load.
         """
         setting = "session" if config.session else "verifier"
         named = f"environment.{setting} '{config.session or config.verifier}'"
@@ -105,8 +107,8 @@ class _Worker:
             raise ValueError(reply["refused"])
 
     def ask(self, message: Any, limit_s: float) -> dict[str, Any]:
-        """Send and wait for the reply; raises `TimeoutError` after `limit_s`, `_Ended` where the
-        process ended.
+        """Send `message` and wait for the reply. Raises `TimeoutError` after `limit_s`, and
+        `_Ended` if the process has ended.
         """
         body = pickle.dumps(message)
         deadline = time.monotonic() + limit_s
@@ -127,8 +129,8 @@ class _Worker:
         return json.loads(reply)
 
     def ended(self) -> bool:
-        """Has the process ended? It is not reaped by asking, so that its number stays its own until
-        `kill`.
+        """Whether the process has ended. The process is not reaped, so that its id is not reused
+        before `kill`.
         """
         with self._lock:
             if self.process.returncode is not None:
@@ -139,22 +141,22 @@ class _Worker:
             )
 
     def _let_end(self) -> None:
-        """Give a process that closed its channel the moment it needs to end in its own way, for the
-        words of the error.
+        """Wait briefly until a process that closed its socket has ended, so that the error can
+        state its exit code.
         """
         deadline = time.monotonic() + END_WITHIN_S
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def kill(self) -> None:
-        """End the process and what it started, now; from any thread."""
+        """Kill the process and its process group. May be called from any thread."""
         with self._lock:
             if self.process.returncode is None:  # not reaped yet, so its number is still its own
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
 
     def discard(self) -> None:
-        """End the process and close the channel; only once no thread waits on it."""
+        """Kill the process and close the socket. Call it only when no thread waits for a reply."""
         self.kill()
         self._channel.close()
 
@@ -164,10 +166,10 @@ def _how_it_ended(code: int) -> str:
 
 
 class WorkerPool:
-    """Judges responses, or runs sessions, in `config.num_workers` processes."""
+    """Scores responses, or runs sessions, in `config.num_workers` worker processes."""
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """`codec` is needed where responses come as tokens, and for sessions."""
+        """`codec` is required for sessions, and for responses given as token ids."""
         self._config, self._codec = config, codec
         # A session must find its own process again; for a verdict the first free one will do.
         lanes, threads = (config.num_workers, 1) if config.session else (1, config.num_workers)
@@ -180,34 +182,42 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Load the verifier in a first process; raises `ValueError` where it does not load."""
+        """Start a first process and load the verifier there; raises `ValueError` if the verifier
+        does not load.
+        """
         await asyncio.wrap_future(self._lanes[0].submit(self._worker))
 
     async def judge(self, prompt: Prompt, response: str | np.ndarray) -> Outcome:
-        """The verifier's outcome; raises `ValueError` only where the verifier cannot be loaded at
-        all.
+        """Score a response with the verifier. Failures are part of the outcome; `ValueError` is
+        raised only if the verifier cannot be loaded.
         """
         return await self._run("", self._config.time_limit_s, "judge", prompt, response)
 
     async def begin(self, key: str, prompt: Prompt) -> Outcome:
-        """Start the session of rollout `key`: its first observation, which may be empty."""
+        """Start the session of rollout `key`. The outcome holds its first observation, which may be
+        empty.
+        """
         return await self._run(key, self._config.start_limit_s, "begin", key, prompt)
 
     async def step(self, key: str, response: np.ndarray) -> Outcome:
-        """Hand the model's turn to the session of rollout `key`: its observation or score."""
+        """Pass the model's response to the session of rollout `key`. The outcome holds an
+        observation or a score.
+        """
         return await self._run(key, self._config.time_limit_s, "step", key, response)
 
     async def end(self, key: str) -> None:
-        """Forget the session of rollout `key`."""
+        """Discard the session of rollout `key`."""
         await self._run(key, self._config.time_limit_s, "end", key)
 
     async def decode(self, token_ids: np.ndarray) -> str:
-        """The text of `token_ids`; raises `RuntimeError` where the worker cannot decode."""
+        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails."""
         made = self._lane("").submit(self._decode, token_ids)
         return await asyncio.wrap_future(made)
 
     def _lane(self, key: str) -> ThreadPoolExecutor:
-        """Where the requests of rollout `key` go."""
+        """The single-thread executor for all requests of rollout `key`: each executor has one
+        worker process, which holds the session.
+        """
         return self._lanes[zlib.crc32(key.encode()) % len(self._lanes)]
 
     async def _run(self, key: str, limit_s: float, command: str, *arguments: Any) -> Outcome:
@@ -215,7 +225,7 @@ class WorkerPool:
         return await asyncio.wrap_future(made)
 
     async def close(self) -> None:
-        """End every process; waiting requests are cancelled. May be called twice."""
+        """Kill all processes and cancel waiting requests. May be called twice."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -231,7 +241,7 @@ class WorkerPool:
             worker.discard()
 
     def _worker(self) -> _Worker:
-        """The calling thread's worker, started where it has none."""
+        """The worker process of the calling thread, started if the thread has none."""
         worker: _Worker | None = getattr(self._own, "worker", None)
         if (
             worker is not None and worker.ended()

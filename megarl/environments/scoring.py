@@ -19,8 +19,8 @@ from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
 def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
-    """0 up to limit - buffer tokens, then linear to -1 at the limit and beyond (arXiv:2503.14476,
-    eq. 13).
+    """DAPO's length penalty (arXiv:2503.14476, eq. 13): 0 up to limit - buffer tokens, then falling
+    linearly to -1 at the limit; -1 beyond.
     """
     if config.limit_tokens == 0:
         return 0.0
@@ -29,13 +29,15 @@ def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
 
 
 class Environment:
-    """A verifier or session class, its bounds, and the reward that a score is worth. Meets
-    `megarl.rollout.attempts.EnvironmentHandle` where token arrays are in this process.
+    """Scores rollouts with a verifier or session class and converts scores to rewards. Implements
+    `megarl.rollout.attempts.EnvironmentHandle` for token arrays in this process.
     """
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None = None) -> None:
-        """Raises `ValueError` where the verifier's name is unknown or its file missing; `start`
-        finds what is wrong inside. `codec` is needed where responses come as tokens.
+        """`codec` is required for sessions, and for responses given as token ids.
+
+        Raises `ValueError` if the verifier's name is unknown or its file is missing. Errors inside
+        the file are found by `start`.
         """
         own_file(config)
         self._config = config
@@ -43,9 +45,7 @@ class Environment:
         self.has_start = bool(config.session)
 
     async def start(self) -> None:
-        """Load the verifier now, rather than with the first rollout; raises `ValueError` where it
-        does not load.
-        """
+        """Load the verifier before the first rollout; raises `ValueError` if it does not load."""
         await self._pool.start()
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
@@ -71,7 +71,9 @@ class Environment:
         return self._verdict(outcome, num_tokens)
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        """See `megarl.rollout.attempts.EnvironmentHandle`: a rollout cut off counts as wrong."""
+        """See `megarl.rollout.attempts.EnvironmentHandle`. The rollout gets the reward of a wrong
+        answer.
+        """
         await self._pool.end(key)
         return self._verdict(Outcome(), num_tokens)
 
@@ -83,11 +85,12 @@ class Environment:
     async def score(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int, truncated: bool
     ) -> Verdict:
-        """The verdict on a response of `num_tokens` tokens, given as text or as tokens;
-        `truncated` where the token limit cut it off.
+        """Score a response, given as text or token ids, and return the verdict with its reward.
+        `num_tokens`: length of the response. `truncated`: the response was cut off at the token
+        limit.
 
-        A verifier's failure is that sample's failure, never an exception. Raises `ValueError` where
-        the verifier does not load at all.
+        If the verifier fails, the verdict says so and nothing is raised. Raises `ValueError` only
+        if the verifier does not load.
         """
         if truncated and self._config.require_stop:
             return self._verdict(Outcome(), num_tokens)
@@ -116,7 +119,9 @@ class Environment:
 
 
 def observed(token_ids: Sequence[int]) -> Segment:
-    """The environment's segment of `token_ids`."""
+    """A segment of kind "environment" with `token_ids`, which the model reads and is not trained
+    on.
+    """
     arrays = TokenArrays(
         np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32)
     )

@@ -20,33 +20,34 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the model reads next."""
+    """Text of the environment that the model reads next."""
 
     text: str
-    """With whatever the model's chat template puts around it. Tokenised once, without special
-    tokens added; empty only at the start, for nothing.
-    """
+    """The text, including the chat template's markup. It is tokenised without adding special
+    tokens. It may be empty only at the start, where it means no observation."""
 
 
 class Session(Protocol):
-    """The environment of one rollout. Methods may be `async`, may raise and may hang: that costs
-    their own rollout only.
+    """The environment of one rollout. Methods may be `async`. If a method raises or exceeds its
+    time limit, only this rollout fails.
     """
 
     def start(self, prompt: Prompt) -> Any:
-        """The `Observation` that follows the prompt, before the model's first turn."""
+        """Return the `Observation` that follows the prompt, before the model's first response."""
         ...
 
     def step(self, text: str, token_ids: np.ndarray) -> Any:
-        """Reply to the model's turn, given decoded and as sampled ([T] int32): an `Observation`,
-        after which the model writes again, or a score from 0 (wrong) to 1 (right), which ends the
-        rollout.
+        """Respond to the model's latest segment, given as decoded text and as sampled token ids
+        ([T] int32).
+
+        Return an `Observation`, after which the model continues, or a score from 0 (wrong) to 1
+        (right), which ends the rollout.
         """
         ...
 
 
 class VerifierSession:
-    """A verifier as a session of one step. See `Session`."""
+    """Runs a verifier as a session with a single step. See `Session`."""
 
     def __init__(self, verifier: Any) -> None:
         self._verifier = verifier

@@ -26,9 +26,8 @@ from megarl.schema import require
 from megarl.types import Prompt
 
 Verifier = Callable[[Prompt, str], Awaitable[float]]
-"""(prompt, response text) -> score: 1.0 right, 0.0 wrong, or a number between. May raise and may
-be slow.
-"""
+"""A function (prompt, response text) -> score from 0.0 (wrong) to 1.0 (right). It may raise and may
+be slow."""
 
 NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
 FINAL = "####"  # GSM8K's mark of a final answer
@@ -45,8 +44,9 @@ NOT_UNITS = re.compile(
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
-    """Right where what follows the last `answer_after` marker (or all of the response) is the
-    answer, outer blanks aside.
+    """A verifier that returns 1.0 if the text after the last `answer_after` marker equals the
+    reference answer, else 0.0. If the marker is empty, the whole response is compared. Surrounding
+    whitespace is ignored.
     """
     marker = config.answer_after
 
@@ -61,12 +61,13 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
 
 
 def math(config: EnvironmentConfig) -> Verifier:
-    """Right where the final expression of the response equals the answer as mathematics.
+    r"""A verifier that returns 1.0 if the final expression of the response is mathematically equal
+    to the reference answer, else 0.0.
 
-    Final is what follows the last `####` or stands in the last `\\boxed{}`, whichever comes later;
-    without either, what math-verify takes for the final expression. Plain numbers are compared
-    exactly, all else by math-verify (its documentation says what it holds equal). A reference
-    answer that is no mathematics raises.
+    The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
+    comes later; without either, it is what math-verify extracts. Plain numbers are compared
+    exactly, everything else by math-verify. The verifier raises if the reference answer is not a
+    mathematical expression.
     """
     import math_verify
 
@@ -107,8 +108,8 @@ VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
 
 
 def final_expression(text: str) -> str | None:
-    """What the text marks as its final answer, by `####` or `\\boxed{}`, whichever comes last; None
-    where nothing is marked.
+    r"""The text after the last `####` or inside the last `\boxed{}`, whichever comes later; None
+    without either.
     """
     hashed, boxed = text.rfind(FINAL), text.rfind("\\boxed{")
     if boxed > hashed:
@@ -128,8 +129,8 @@ def final_expression(text: str) -> str | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The number a text is, when it is nothing else: signs, `$`, thousands separators, a final stop
-    and a unit aside.
+    """The value of a text that is a plain number, otherwise None. A sign, `$`, thousands
+    separators, a final full stop and a unit are allowed.
     """
     if len(text) > NUMBER_CHARACTERS:
         return None
@@ -159,8 +160,8 @@ def _latex(number: Fraction) -> str:
 
 
 def split_name(name: str) -> tuple[Path, str] | None:
-    """(file, function) of `path/to/file.py:function`, or None for a verifier of `VERIFIERS`; raises
-    `ValueError` otherwise.
+    """(file, function) of a verifier named `path/to/file.py:function`; None for a built-in one in
+    `VERIFIERS`. Raises `ValueError` for any other name.
     """
     if name in VERIFIERS:
         return None
@@ -168,8 +169,8 @@ def split_name(name: str) -> tuple[Path, str] | None:
 
 
 def own_file(config: EnvironmentConfig) -> Path | None:
-    """The user's file that the configuration names, or None; raises `ValueError` if there is no
-    such file or the name is unknown.
+    """Path of the user's verifier or session file; None for a built-in verifier. Raises
+    `ValueError` if the file is missing or the name is unknown.
     """
     if config.session:
         return _split(config.session, "environment.session", "")[0]
@@ -178,8 +179,8 @@ def own_file(config: EnvironmentConfig) -> Path | None:
 
 
 def load_verifier(config: EnvironmentConfig) -> Verifier:
-    """The verifier that the configuration names; raises `ValueError` where a file or function
-    cannot be had.
+    """Load the configured verifier function. Raises `ValueError` if its file or function cannot be
+    loaded.
     """
     own = split_name(config.verifier)
     if own is None:
@@ -194,8 +195,9 @@ def load_verifier(config: EnvironmentConfig) -> Verifier:
 
 
 def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
-    """What makes a `megarl.environments.session.Session` for each rollout; raises `ValueError`
-    where the file or class of `environment.session` cannot be had.
+    """Load the class `environment.session`, which is instantiated for each rollout (see
+    `megarl.environments.session.Session`). Raises `ValueError` if the file or class cannot be
+    loaded, or a method is missing.
     """
     setting = "environment.session"
     made = _load(*_split(config.session, setting, ""), setting, "class", inspect.isclass)
@@ -209,7 +211,9 @@ def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
 
 
 def _split(name: str, setting: str, others: str) -> tuple[Path, str]:
-    """(file, attribute) of `path/to/file.py:attribute`; `others` are the other values allowed."""
+    """(file, attribute) of `path/to/file.py:attribute`; raises `ValueError` for another form or a
+    missing file. `others`: further allowed values, for the error message.
+    """
     kind = "function" if setting == "environment.verifier" else "Class"
     file, colon, attribute = name.rpartition(":")
     require(
@@ -225,7 +229,7 @@ def _split(name: str, setting: str, others: str) -> tuple[Path, str]:
 
 
 def _load(path: Path, name: str, setting: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    """Attribute `name` of the module in file `path`."""
+    """Import the Python file at `path` and return its attribute `name`."""
     spec = importlib.util.spec_from_file_location(f"megarl_verifier_{path.stem}", path)
     assert spec is not None, path
     assert spec.loader is not None, path  # the suffix is .py

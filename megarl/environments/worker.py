@@ -28,7 +28,7 @@ DETAIL_CHARACTERS = 2000
 
 
 def receive(channel: socket.socket) -> bytes | None:
-    """The next message, or None where the other end is gone."""
+    """Receive the next message from the socket; None if the other end has closed it."""
     head = _exactly(channel, LENGTH.size)
     return None if head is None else _exactly(channel, LENGTH.unpack(head)[0])
 
@@ -49,7 +49,9 @@ def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when the thread that made it ends, however that comes about."""
+    """On Linux, have the kernel kill this process when the thread that started it ends for any
+    reason.
+    """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -58,7 +60,9 @@ def _die_with_parent(parent: int) -> None:
 
 
 def score_reply(score: Any) -> dict[str, Any]:
-    """The reply for a score: {score}, or {failure, detail} if it is no number from 0 to 1."""
+    """The reply for a score: {score}, or {failure, detail} if the score is not a number from 0 to
+    1.
+    """
     try:
         number = math.nan if isinstance(score, str | bytes) else float(score)
     except (TypeError, ValueError, OverflowError):
@@ -79,7 +83,9 @@ def score_reply(score: Any) -> dict[str, Any]:
 
 
 class Sessions:
-    """The sessions of one worker process. Every command returns a reply that JSON can write."""
+    """The open sessions of one worker process. Every method returns a reply that can be written as
+    JSON.
+    """
 
     def __init__(self, make: Callable[[], Any], codec: Any) -> None:
         self._make, self._codec = make, codec
@@ -87,24 +93,26 @@ class Sessions:
         self._loop = asyncio.new_event_loop()
 
     def judge(self, prompt: Any, response: Any) -> dict[str, Any]:
-        """Start a session and let it step once: {score}, or why there is none."""
+        """Score a response with a new session of a single step: {score}, or {failure, detail}."""
         return self._guarded(lambda: self._judge(prompt, response))
 
     def begin(self, key: str, prompt: Any) -> dict[str, Any]:
-        """Start session `key`: {observation} as token ids, or why it could not start."""
+        """Start session `key`: {observation} as token ids, or {failure, detail}."""
         return self._guarded(lambda: self._begin(key, prompt))
 
     def step(self, key: str, response: Any) -> dict[str, Any]:
-        """Hand the model's turn to session `key`: {observation}, {score}, or why neither."""
+        """Pass the model's response to session `key`: {observation} as token ids, {score}, or
+        {failure, detail}.
+        """
         return self._guarded(lambda: self._step(key, response))
 
     def end(self, key: str) -> dict[str, Any]:
-        """Forget session `key`."""
+        """Discard session `key`."""
         self._open.pop(key, None)
         return {}
 
     def decode(self, token_ids: Any) -> dict[str, Any]:
-        """{text} of token ids."""
+        """Decode token ids: {text}."""
         return {"text": self._codec.decode(token_ids)}
 
     def _judge(self, prompt: Any, response: Any) -> dict[str, Any]:
@@ -143,7 +151,7 @@ class Sessions:
         return self._loop.run_until_complete(made) if inspect.isawaitable(made) else made
 
     def _read(self, response: Any) -> tuple[str, Any]:
-        """(text, token ids) of a response that came as tokens, or as text alone."""
+        """(text, token ids) of a response given as token ids or as text."""
         if isinstance(response, str):
             return response, self._codec.encode(response) if self._codec is not None else []
         return self._codec.decode(response), response
@@ -156,7 +164,7 @@ class Sessions:
 
 
 def main(parent: int) -> None:
-    """Serve until the parent's end of the channel closes."""
+    """Serve requests until the parent process closes its end of the socket."""
     _die_with_parent(parent)
     # The channel moves away from standard input, so that a verifier may read without breaking it;
     # what one prints goes to standard error, because the parent's standard output may be read by

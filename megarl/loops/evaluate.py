@@ -14,7 +14,9 @@ from megarl.trainer.context import RunInputs
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Answer and score the held-out problems; prints one JSON object."""
+    """Generate and score one response to each held-out problem; prints the metrics as one JSON
+    object.
+    """
     on_cpu = mesh.local_device().type == "cpu"
     with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
         engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, load=True)

@@ -24,7 +24,7 @@ from megarl.types import StepBatch, StepReport
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """`megarl train`: run, and print a summary as one JSON object from rank 0."""
+    """`megarl train`: run RL training; rank 0 prints a summary as one JSON object."""
     started_at = time.monotonic()
     with open_run(config, inputs) as context:
         parts = build(context, config, inputs)
@@ -42,7 +42,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 
 def run(parts: Parts) -> None:
-    """Train from `parts.first_step` to `config.steps`."""
+    """Train from step `parts.first_step` until `config.steps` steps are done."""
     config, policy, rollouts = parts.config, parts.policy, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
     parts.publisher.publish(version=parts.first_step)
@@ -81,7 +81,9 @@ def run(parts: Parts) -> None:
 
 
 def train(parts: Parts, batch: StepBatch) -> StepReport:
-    """Other roles fill their columns for the batch, then the policy is trained on it."""
+    """Compute the columns that other roles provide for the batch, then train the policy on the
+    batch.
+    """
     packed, columns = parts.policy.pack_step(batch), {}
     for name, scorer in parts.scorers.items():
         columns[name] = scorer.score(batch, packed, temperature=parts.config.rollout.temperature)
@@ -89,22 +91,24 @@ def train(parts: Parts, batch: StepBatch) -> StepReport:
 
 
 def serve(parts: ServingParts) -> None:
-    """The loop of a rank that the policy does not use: score what its ranks send, step by step."""
+    """Loop of a rank that only roles other than the policy use: in each step, score the samples
+    that the policy's ranks send.
+    """
     for _ in range(parts.first_step, parts.config.steps):
         for scorer in parts.scorers.values():
             scorer.score(None, (), temperature=parts.config.rollout.temperature)
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
-    """Write down a step; rank 0 only."""
+    """On rank 0, write the metrics and transcripts of a step."""
     if parts.observer is not None:
         parts.observer.transcripts(report.step, transcripts)
         parts.observer.step(report)
 
 
 def evaluate(parts: Parts, step: int) -> None:
-    """Score the held-out problems at the weights after `step` steps. Every rank waits for the
-    answers, so that none waits in a collective.
+    """Evaluate the weights after `step` steps on the held-out problems. All ranks call it and wait:
+    a rank that went on would run into the timeout of its next collective.
     """
     config = parts.config.evaluation
     if not parts.num_held_out:

@@ -25,28 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """What the loop works with on a rank of the policy."""
+    """Objects that the training loop uses on a rank of the policy."""
 
     config: RunConfig
     first_step: int
-    """Steps that the checkpoint to resume has done; 0 for a new run."""
+    """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
     policy: Role
     scorers: dict[str, Scorer]
-    """Roles that fill a column of each batch before the policy is trained on it, by column."""
+    """{column name: role that computes the column of each batch before the policy is trained on
+    it}."""
     learner: PolicyGradient
     generation: Generation
     rollouts: RolloutClient
     publisher: Publisher
     checkpoints: Checkpoints
     observer: Observer | None
-    """On rank 0."""
+    """Writes metrics; None except on rank 0."""
     num_held_out: int
-    """Held-out problems; 0 where the recipe has none."""
+    """Number of held-out problems; 0 if the recipe has none."""
 
 
 @dataclass
 class ServingParts:
-    """What a rank works with that only other roles than the policy use."""
+    """Objects that the loop uses on a rank that only roles other than the policy use."""
 
     config: RunConfig
     first_step: int
@@ -54,7 +55,7 @@ class ServingParts:
 
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
-    """Build the parts of this rank; `context.stack` takes them down. All ranks call it together."""
+    """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
     mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
     if not mesh.is_member:
         scorers = make_scorers(context, config, inputs)
@@ -105,15 +106,15 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
 
 
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds that the rollouts of a step, or the answers to the held-out problems, may take."""
+    """Seconds that the rollouts of a step, or the evaluation on the held-out problems, may take."""
     draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
     requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.group_size)
     return patience_s(config, max(requests, num_held_out))
 
 
 def make_scorers(context: RunContext, config: RunConfig, inputs: RunInputs) -> dict[str, Scorer]:
-    """The frozen roles that the algorithm needs, by the column that each fills. All ranks of the
-    job call it together.
+    """{column name: scorer} of the frozen roles that the algorithm needs. All ranks of the job call
+    it together.
     """
     if config.algorithm.kl.coefficient == 0:
         return {}

@@ -25,7 +25,7 @@ from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 
 def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
-    """Prompt and response as one sequence; only the response is trained on."""
+    """Concatenate prompt and response into one sample; only response tokens are trained on."""
     prompt, response = demonstration.prompt_ids, demonstration.response_ids
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     return Samples.one(sample_id, prompt + response, mask=mask)
@@ -34,8 +34,8 @@ def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
 def take(
     demonstrations: DemonstrationList | None, mesh: ProcessMesh, first: int, count: int
 ) -> Samples:
-    """The samples of `count` demonstrations from ordinal `first` on, on every rank. Rank 0, the
-    only one to have demonstrations, sends them: about 13 bytes a token.
+    """The samples of `count` demonstrations from position `first`, on every rank. Rank 0, which
+    alone has the demonstrations, sends them: about 13 bytes for each token.
     """
     samples = None
     if demonstrations is not None:
@@ -48,8 +48,8 @@ def take(
 
 
 def main(config: SftConfig, inputs: RunInputs) -> int:
-    """`megarl sft`: train from the checkpoint to resume, or the model's own weights, to
-    `config.steps`.
+    """`megarl sft`: supervised fine-tuning until `config.steps`, from a resumed checkpoint or the
+    model's own weights.
     """
     with open_run(config, inputs) as context:
         role = context.role("policy", config.model, optimizer_steps=config.steps)
@@ -69,8 +69,8 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
 
 
 def train(role: Role, samples: Samples, step: int) -> StepReport:
-    """One optimizer step on `samples`, the same on every rank: the mean over the step's response
-    tokens of -log-prob.
+    """Take one optimizer step on `samples`, which are the same on every rank. The loss is the mean
+    of -log-prob over the response tokens of the step.
     """
     started_at = time.monotonic()
     mesh, lengths = role.mesh, samples.lengths.tolist()

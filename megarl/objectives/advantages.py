@@ -32,11 +32,11 @@ tokens_N are the response tokens of each sample.
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rewards relative to the mean of their group."""
+    """For each sample of a step: its centred reward, its group, and the size of that group."""
 
     centred_N: Tensor
-    """[N] float64, reward minus the mean of its group; exactly 0 where all rewards of it are
-    equal."""
+    """[N] float64, reward minus the mean reward of its group; exactly 0 if all rewards of the group
+    are equal."""
     index_N: Tensor
     """[N] int64, number of each sample's group, from 0."""
     sizes_N: Tensor

@@ -75,7 +75,8 @@ class AlgorithmConfig:
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""
     constant_tokens: int = 0
-    """Divisor of a sequence under `aggregation: constant` (Dr.GRPO: the token limit)."""
+    """Number of tokens by which the sum over a sequence is divided under `aggregation: constant`
+    (Dr.GRPO: the token limit)."""
     clip_low: float = 0.2
     """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
     clip_high: float = 0.28

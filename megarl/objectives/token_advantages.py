@@ -23,9 +23,10 @@ class TokenRewards:
     """
 
     rewards: Tensor
-    """[T] float64, a KL penalty in the reward included; 0 where `mask` is False."""
+    """[T] float64 reward for each token, less the KL penalty if it is part of the reward; 0 where
+    `mask` is False."""
     mask: Tensor
-    """[T] bool, True where the policy chose the token."""
+    """[T] bool, True for tokens that the policy generated."""
     sample_ids: Tensor
     """[T] int64, the sample of each token."""
     sum_over_ranks: Callable[[Tensor], Tensor]

@@ -32,7 +32,8 @@ class Series:
     """"faint": raw values under a smoothed line; "points" and "rings": separate measurements,
     joined by a thin line; "bars": stacked."""
     each: int = 1
-    """Number of steps that one value stands for; `steps` are their middles."""
+    """Number of consecutive steps that one value stands for; `steps` then holds the middle of each
+    range."""
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

@@ -20,37 +20,41 @@ from megarl.types import Prompt, Segment, Verdict
 
 
 class EnvironmentHandle(Protocol):
-    """What the rollout service asks of the environment, wherever it runs."""
+    """Interface that the rollout service needs of an environment, in this process or a remote
+    one.
+    """
 
     has_start: bool
     """Whether `begin` must be called before the model's first segment."""
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        """Start the session of rollout `key`: what the model reads after the prompt, None for
-        nothing, or a verdict where the session could not start.
+        """Start the session of rollout `key`.
+
+        Returns what the model reads after the prompt: a segment, or None for nothing. Returns a
+        verdict if the session could not start.
         """
         ...
 
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
     ) -> Segment | Verdict:
-        """What follows the model's `segment`: an observation, or the verdict that ends the
+        """Respond to the model's `segment` with an observation, or with the verdict that ends the
         rollout. `num_tokens`: tokens the model has generated in the whole rollout.
         """
         ...
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        """End the session of rollout `key`, which has no room left for another model segment."""
+        """End the session of rollout `key`, whose token limit is used up; returns the verdict."""
         ...
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        """The text of each segment, without special tokens."""
+        """Decode each segment to text, without special tokens."""
         ...
 
 
 def request_seed(run_seed: int, *place: int | str) -> int:
-    """A request's seed: a function of the run's seed and the request's place alone, so order of
-    arrival changes nothing.
+    """Sampling seed of a generation request. The seed depends only on the run's seed and `place`
+    (such as group, sample, turn), so results do not depend on the order of arrival.
     """
     text = "/".join(str(part) for part in (run_seed, *place))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
@@ -58,24 +62,26 @@ def request_seed(run_seed: int, *place: int | str) -> int:
 
 @dataclass(frozen=True)
 class Attempts:
-    """Makes attempts with a run's engines and environment."""
+    """Generates and scores rollouts with a run's engines and environment."""
 
     engines: EnginePool
     environment: EnvironmentHandle
     run_seed: int
     max_new_tokens: int
-    """Limit of all segments of a rollout together."""
+    """Token limit of a rollout: all segments together, without the prompt."""
 
     def seed(self, *place: int | str) -> int:
-        """The seed of the first request of the attempt at `place`."""
+        """Sampling seed of the first generation request of the rollout at `place`."""
         return request_seed(self.run_seed, *place)
 
     async def attempt(
         self, prompt: Prompt, *place: int | str, temperature: float
     ) -> tuple[list[Segment], Verdict]:
-        """Segments and verdict. `place` names the attempt in the run, for example (group, sample);
-        the seed of its first request is `request_seed(run_seed, *place)`, and the seed of request
-        n > 0 is `request_seed(run_seed, *place, n)`.
+        """Generate and score one rollout of `prompt`: (segments, verdict).
+
+        `place` identifies the rollout in the run, for example (group, sample). The seed of its
+        first request is `request_seed(run_seed, *place)`, that of request n > 0 is
+        `request_seed(run_seed, *place, n)`.
         """
         key = "/".join(map(str, place))
         prompt_ids = np.asarray(prompt.token_ids, dtype=np.int32)

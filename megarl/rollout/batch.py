@@ -17,61 +17,63 @@ from megarl.parallel import balance
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
-"""References to token arrays (`Segment.arrays`) -> the arrays, in the same order."""
+"""A function that loads token arrays, given references to them (`Segment.arrays`), in the same
+order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """One sample without its tokens."""
+    """One sample of a step, with references to its token arrays instead of the arrays."""
 
     sample_id: int
-    """Number in the step."""
+    """Index of the sample in the step."""
     prompt_ids: np.ndarray
-    """[P] int32; one array for all samples of a group."""
+    """[P] int32 prompt tokens; all samples of a group share one array."""
     segments: list[Segment]
     reward: float
 
 
 @dataclass(frozen=True, slots=True)
 class SharePlan:
-    """A data rank's share of a step, without the tokens."""
+    """The samples of a step that one data-parallel rank trains on, without their token arrays."""
 
     batch: StepBatch
-    """Complete but for `samples`."""
+    """The rank's `StepBatch`, in which only `samples` is still to be filled."""
     parts: list[list[SamplePlan]]
-    """Per mini-batch, the samples of this rank."""
+    """For each mini-batch, the samples of this rank."""
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """A complete step, dealt out."""
+    """A complete step, divided over the data-parallel ranks."""
 
     step: int
     plans: list[SharePlan]
-    """Per data rank."""
+    """For each data-parallel rank, its samples."""
     shown: list[Group] = field(default_factory=list)
-    """The groups to be written out as text."""
+    """Groups whose text is written to the transcripts."""
 
     def share(self, data_rank: int) -> StepBatch:
-        """The `StepBatch` of a data rank where token arrays are in this process."""
+        """The `StepBatch` of `data_rank`; the token arrays must be in this process."""
         return assemble(self.plans[data_rank], in_process)
 
 
 def in_process(arrays: Sequence[Any]) -> Sequence[TokenArrays]:
-    """Fetch arrays that are in this process already."""
+    """A `Fetch` for arrays that are in this process already: returns them unchanged."""
     return arrays
 
 
 def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:
-    """Fetch the tokens of a share's samples and return the complete `StepBatch`."""
+    """Fetch the token arrays of a rank's samples and return the complete `StepBatch`."""
     segments = [part for samples in plan.parts for one in samples for part in one.segments]
     arrays = iter(fetch([part.arrays for part in segments]))
     return replace(plan.batch, samples=[_columns(samples, arrays) for samples in plan.parts])
 
 
 def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
-    """Prompts and segments of `samples` as columns: exactly what was sampled, never tokenised
-    again. `arrays` yields the `TokenArrays` of their segments in order.
+    """Concatenate prompts and segments of `samples` into per-token columns. The tokens are those
+    sampled; text is not tokenised again. `arrays` yields the `TokenArrays` of the segments in
+    order.
     """
     lengths = [
         len(one.prompt_ids) + sum(part.num_tokens for part in one.segments) for one in samples
@@ -106,11 +108,12 @@ def shares(
     micro_batch_tokens: int,
     transcripts: int,
 ) -> StepGroups:
-    """Deal `accepted` out: mini-batches of whole groups, samples balanced over ranks, equal numbers
-    of packed sequences on each. Needs lengths only.
+    """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
+    ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
+    lengths are read.
 
-    Fewer accepted groups than mini-batches make fewer mini-batches; none at all make a step that
-    trains on nothing.
+    With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
+    accepted groups trains on nothing.
     """
     rollouts = [(group, rollout) for group in accepted for rollout in group.rollouts]
     samples = _plans(accepted)
@@ -151,7 +154,7 @@ def shares(
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:
-    """The samples of `groups`, numbered in order."""
+    """The samples of `groups`, with consecutive sample ids."""
     made: list[SamplePlan] = []
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
@@ -164,8 +167,8 @@ def _plans(groups: list[Group]) -> list[SamplePlan]:
 def describe(
     step: int, drawn: list[Group], accepted: list[Group], seconds: float
 ) -> dict[str, float]:
-    """Statistics over everything drawn: the accepted groups alone would flatter or belittle the
-    policy.
+    """Metrics over all drawn groups, also those that dynamic sampling rejected: the accepted groups
+    alone would give biased averages.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
     rewards = [rollout.verdict.reward for rollout in rollouts]
@@ -194,7 +197,9 @@ def describe(
 
 
 def to_transcript(step: int, group: Group, responses: Sequence[str]) -> dict[str, Any]:
-    """A group as text; `responses` are the decoded rollouts."""
+    """The record of a group for the transcripts. `responses`: the decoded responses of its
+    rollouts.
+    """
     return {
         "step": step,
         "ordinal": group.ordinal,

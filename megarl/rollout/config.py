@@ -9,29 +9,27 @@ from megarl.schema import config, require, require_range
 
 @config
 class EngineConfig:
-    """One vLLM engine; `rollout.num_engines` of them run."""
+    """Settings of each vLLM engine; `rollout.num_engines` of them run."""
 
     tensor: int = 1
-    """Tensor-parallel ranks of the engine."""
+    """Tensor-parallel degree of an engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     kv_cache_gib: int = 1
-    """CPU only: memory of the key-value cache. On GPUs see gpu_memory_utilization."""
+    """CPU only: memory of the key-value cache in GiB. On GPUs see gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.5
-    """Share of a GPU's memory the engine may use; the trainer shares the GPU when they are
-    colocated.
-    """
+    """Fraction of a GPU's memory that the engine may use. A colocated trainer uses the same GPU."""
     max_num_sequences: int = 256
-    """Requests decoded together; more wait in the engine's queue."""
+    """Maximum number of requests decoded at the same time; further ones wait in the engine's queue.
+    """
     max_batched_tokens: int = 8192
-    """Tokens of one engine step, prompts included."""
+    """Maximum number of tokens of one engine step, prompt tokens included."""
     num_threads: int = 1
     """CPU only: threads of the engine's kernels."""
     compile: bool = True
-    """CUDA only: CUDA graphs and torch.compile. Without them an engine starts faster and runs
-    slower.
-    """
+    """CUDA only: use CUDA graphs and torch.compile. Without them an engine starts faster and
+    generates more slowly."""
     start_timeout_s: float = 600.0
-    """An engine that is not ready by then ends the run with an error."""
+    """The run ends with an error if an engine is not ready after this many seconds."""
 
     def __post_init__(self) -> None:
         require_range("rollout.engine.tensor", self.tensor, 1)
@@ -47,13 +45,14 @@ class EngineConfig:
 
 @config
 class DynamicSamplingConfig:
-    """DAPO's dynamic sampling: a group whose rewards are all equal teaches nothing and is replaced
-    by a new one.
+    """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantages, and is
+    replaced by a new group.
     """
 
     enabled: bool = True
     max_draws: float = 3.0
-    """A step draws at most `max_draws x groups_per_step` groups, then trains on what is there."""
+    """A step draws at most `max_draws x groups_per_step` groups. It then trains on the accepted
+    ones, even if they are fewer than `groups_per_step`."""
 
     def __post_init__(self) -> None:
         require_range("rollout.dynamic_sampling.max_draws", self.max_draws, 1.0)
@@ -61,25 +60,26 @@ class DynamicSamplingConfig:
 
 @config
 class RolloutConfig:
-    """Groups of samples from the engines."""
+    """How rollouts are sampled: engines, group size, sampling parameters and staleness."""
 
     num_engines: int = 1
     engine: EngineConfig = EngineConfig()
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """On GPUs: engines on GPUs of their own, or sharing the trainer's."""
+    """On GPUs: whether the engines have GPUs of their own or share those of the trainer."""
     groups_per_step: int = 16
-    """Prompts that one step trains on."""
+    """Prompts (groups of rollouts) that one training step uses."""
     group_size: int = 16
     """Rollouts of each prompt."""
     max_new_tokens: int = 256
     """Length limit of a response."""
     temperature: float = 1.0
-    """Applied in the trainer's log-probs as well."""
+    """Sampling temperature; the trainer's log-probs are computed at the same temperature."""
     max_staleness: int = 0
-    """Versions by which the weights that generate may lag those that train; 0 is synchronous."""
+    """Maximum number of steps by which the weights that generate a rollout may be older than those
+    that train on it; 0 is synchronous."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: float = 600.0
-    """A request that takes longer ends the run with an error that names the engine."""
+    """The run ends with an error if an engine needs longer for a generation request, in seconds."""
 
     def __post_init__(self) -> None:
         require_range("rollout.num_engines", self.num_engines, 1)

@@ -20,14 +20,15 @@ from megarl.rollout.config import EngineConfig
 from megarl.types import Segment, TokenArrays
 
 BACKEND = "megarl"
-"""vLLM weight-transfer backend through which weights arrive."""
+"""Name under which megarl's weight transfer is registered in vLLM."""
 
 WORKER_EXTENSION = "megarl.weight_sync.receiver.WeightSyncWorker"
-"""Class that vLLM's workers load, by name; its module registers the backend."""
+"""Import path of the class that extends vLLM's workers; importing its module registers `BACKEND`.
+"""
 
 
 class Engine:
-    """One replica. All methods are coroutines of one event loop; any number may be under way."""
+    """One vLLM engine. All methods must run in one event loop, where they may run concurrently."""
 
     def __init__(
         self,
@@ -43,8 +44,10 @@ class Engine:
         load: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """`load` reads the model's own weights; otherwise they are random until version 0 is
-        published. `sleeps`: the engine can give its memory to the trainer and take it back."""
+        """`load`: read the model's weights from disk; otherwise they are random until version 0 is
+        published. `sleeps`: the engine can free its GPU memory for a colocated trainer and allocate
+        it again.
+        """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version = -1
@@ -81,8 +84,8 @@ class Engine:
             self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
 
     async def start(self) -> dict[str, Any]:
-        """Load vLLM and allocate its cache; returns {processes, seconds}. Raises what vLLM
-        raises.
+        """Start vLLM and allocate its key-value cache; returns {processes, seconds}. Errors of vLLM
+        are raised unchanged.
         """
         started_at = time.monotonic()
         from vllm import AsyncEngineArgs, SamplingParams
@@ -100,8 +103,8 @@ class Engine:
     async def generate(
         self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
     ) -> Segment:
-        """One sample of at most `max_tokens` tokens; `temperature` 0 is greedy. The end-of-sequence
-        token is part of it.
+        """Sample one response of at most `max_tokens` tokens, a final end-of-sequence token
+        included. `temperature` 0 is greedy.
         """
         sampling = self._sampling(
             max_tokens=max_tokens,
@@ -131,7 +134,7 @@ class Engine:
         )
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of token_ids[1:] given what precedes them, at temperature 1."""
+        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
         final = None
         sampling = self._sampling(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
@@ -144,8 +147,9 @@ class Engine:
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
     async def connect(self, info: dict[str, Any]) -> None:
-        """Tell the engine's ranks where weights come from
-        (`megarl.weight_sync.bucket_receiver.InitInfo`).
+        """Tell the engine's ranks where they receive weights from; `info` is a
+        `megarl.weight_sync.bucket_receiver.InitInfo` as a dict. Raises `RuntimeError` if a rank
+        cannot.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -153,12 +157,12 @@ class Engine:
         self._refuse_problem(await self._llm.collective_rpc("megarl_weight_status"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Take in a version under running generation; what each rank holds then
-        (`megarl.weight_sync.receiver.WeightSyncWorker`).
+        """Receive weights of `version` while requests are running; returns for each engine rank
+        what it holds then (`megarl.weight_sync.receiver.WeightSyncWorker`).
 
-        Requests under way are kept: their cache is computed again with the new weights, and each
-        token's version recorded. After a failure the weights are a mix, and generation stays paused
-        until a version has arrived whole.
+        Running requests continue: their key-value cache is recomputed with the new weights, and the
+        version of each token is recorded. Raises `RuntimeError` if a rank failed. The weights are
+        then a mix of versions, and generation stays paused until an update succeeds.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -179,8 +183,8 @@ class Engine:
         return owned
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
-        """Raise what an engine rank could not do; each answers for itself, since one that raised
-        would confuse the others.
+        """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
+        instead of raising, since vLLM does not expect a single rank to fail.
         """
         for rank, answer in enumerate(owned):
             if answer["problem"]:
@@ -189,20 +193,20 @@ class Engine:
                 )
 
     async def sleep(self) -> None:
-        """Give weights and cache away, in favour of who shares the GPU; on CPU vLLM only stops.
-        Requests stay in the queue.
+        """Free the memory of weights and key-value cache for a colocated trainer; on the CPU only
+        generation pauses. Requests stay queued.
         """
         await self._llm.sleep(level=2, mode="keep")
         self._asleep = True
 
     async def wake(self) -> None:
-        """Take the weights' memory back, empty. The cache's follows with a version: vLLM generates
-        once it has both.
+        """Allocate the memory of the weights again, uninitialised. The next `update` fills the
+        weights, allocates the key-value cache and resumes generation.
         """
         await self._llm.wake_up(tags=["weights"])
 
     async def stop(self) -> None:
-        """End vLLM's processes."""
+        """Shut down vLLM's processes."""
         llm = getattr(self, "_llm", None)
         if llm is not None:
             await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
@@ -220,8 +224,8 @@ class Engine:
 
 
 def _own_processes() -> list[tuple[str, int, float]]:
-    """(host, process id, time of birth) of this process and of vLLM's below it: numbers alone may
-    be others' one day.
+    """(host, process id, start time) of this process and its descendants. The start time tells a
+    process from a later one with the same id.
     """
     import psutil
 

@@ -10,18 +10,18 @@ from megarl.rollout.attempts import Attempts
 from megarl.types import Prompt, Segment, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
-"""(metrics, transcripts)"""
+"""Result of an evaluation: (metrics, transcripts)."""
 
 NUM_TRANSCRIPTS = 128
-"""Problems, from the first, whose answers are kept as text: those of a large held-out set would be
-gigabytes."""
+"""Number of problems, from the first, whose responses are kept as text; this bounds the size of the
+transcripts."""
 
 
 async def evaluate(
     attempts: Attempts, prompts: Sequence[Prompt], temperature: float, name: str
 ) -> Evaluated:
-    """Metrics of all problems, and transcripts of the first `NUM_TRANSCRIPTS`. Seeds depend on the
-    problem and `name` alone.
+    """Generate and score one response to each problem: (metrics over all problems, transcripts of
+    the first `NUM_TRANSCRIPTS`). The sampling seeds depend only on the problem and `name`.
     """
 
     async def one(

@@ -16,11 +16,11 @@ from megarl.rollout.config import RolloutConfig
 from megarl.types import Prompt, Segment
 
 REPLACEMENT_POLL_S = 0.2
-"""Between two looks at whether another engine is in the place of one that died."""
+"""Seconds between two checks whether a dead engine has been replaced."""
 
 
 class EngineHandle(Protocol):
-    """What the rollout service asks of an engine, wherever the engine runs."""
+    """Interface that the rollout service needs of an engine, in this process or a remote one."""
 
     async def generate(
         self,
@@ -31,14 +31,15 @@ class EngineHandle(Protocol):
         max_tokens: int,
         temperature: float,
     ) -> Segment:
-        """The model segment that follows the prompt ([P] int32) and `segments`, at most
-        `max_tokens` long. Raises `EngineLost` if the engine's processes are gone.
+        """Generate the model segment that follows the prompt ([P] int32) and the earlier
+        `segments`, of at most `max_tokens` tokens. Raises `EngineLost` if a process of the engine
+        is dead.
         """
         ...
 
 
 class EnginePool:
-    """All engines of a run; a request goes to the least loaded one."""
+    """All engines of a run; a request is sent to the engine with the fewest open requests."""
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
         self.engines, self._config = list(engines), config
@@ -48,15 +49,19 @@ class EnginePool:
         self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
         self._waiting = 0
-        """Calls of the trainer that wait for rollouts."""
+        """Number of trainer calls that are waiting for rollouts."""
 
     def replace(self, number: int, engine: EngineHandle) -> None:
-        """Put a fresh engine in the place of one that died; its requests are asked again."""
+        """Replace the dead engine `number` by a new one; requests that the dead engine left
+        unanswered are sent again.
+        """
         self.engines[number] = engine
 
     @contextlib.contextmanager
     def trainer_waits(self) -> Iterator[None]:
-        """While the trainer waits for rollouts it replaces no engine: a lost one is an error."""
+        """A context in which a dead engine is an error: the trainer, which would replace it, is
+        waiting.
+        """
         self._waiting += 1
         try:
             yield
@@ -73,9 +78,10 @@ class EnginePool:
         max_tokens: int,
         temperature: float,
     ) -> Segment:
-        """The next model segment of a rollout, from the least loaded engine. Raises `RuntimeError`
-        if the engine does not answer within `rollout.request_timeout_s`, or is lost while the
-        trainer waits.
+        """Generate the next model segment of a rollout on the engine with the fewest open requests.
+
+        Raises `RuntimeError` if the engine does not answer within `rollout.request_timeout_s`, or
+        dies while the trainer waits.
         """
         number = min(range(len(self.engines)), key=self._load.__getitem__)
         self._load[number] += 1
@@ -105,8 +111,8 @@ class EnginePool:
             self._load[number] -= 1
 
     async def _replacement(self, number: int, dead: EngineHandle, lost: EngineLost) -> None:
-        """Wait until another engine is in the place of `dead`; its requests are asked again, with
-        their seeds.
+        """Wait until engine `number` is no longer `dead` but its replacement. The caller then sends
+        the request again with the same seed.
         """
         # The trainer replaces engines while it publishes; once it waits for rollouts, nobody will.
         while self.engines[number] is dead:

@@ -28,17 +28,23 @@ from megarl.types import Group, Prompt, Rollout
 
 
 class PromptSource(Protocol):
-    """Prompts by ordinal: a pure function of (seed, ordinal), so that a cursor is one number."""
+    """Interface of a prompt sequence: `at` depends only on the seed and the ordinal, so a position
+    in the data is a single number.
+    """
 
     def __len__(self) -> int: ...
 
     def at(self, ordinal: int) -> Prompt:
-        """The prompt trained as number `ordinal`; each epoch is shuffled anew."""
+        """The prompt at position `ordinal` of training, over all epochs; each epoch is shuffled
+        anew.
+        """
         ...
 
 
 class RolloutService:
-    """Collection, dynamic sampling and the bounded buffer, for all ranks."""
+    """Generates the groups of rollouts, applies dynamic sampling, and keeps finished batches until
+    the trainer takes them. One service serves all trainer ranks.
+    """
 
     def __init__(
         self,
@@ -82,13 +88,14 @@ class RolloutService:
         self.engines = EnginePool(engines, config)
         self._attempts = Attempts(self.engines, environment, seed, config.max_new_tokens)
         self._groups: dict[int, Group] = {}
-        """Finished groups of the open batch and later ones, by ordinal."""
+        """Finished groups that are not yet part of a complete batch, by ordinal."""
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, int] = {first_step: first_ordinal}
         self._closed_at = time.monotonic()
         self._released_at: dict[int, float] = {first_step: self._closed_at}
-        """When each version was on the engines, from the oldest one that a batch is timed by."""
+        """Time at which each weight version was on the engines; used to time batches. Versions that
+        no later batch needs are removed."""
         self._changed = asyncio.Condition()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,17 +104,17 @@ class RolloutService:
     # ------------------------------------------------------------------------- asked by the trainer
 
     def use_engine(self, number: int, engine: EngineHandle) -> None:
-        """A fresh engine takes the place of one that died; requests that waited for it go on."""
+        """Replace the dead engine `number`; its unanswered requests are sent to the new engine."""
         self.engines.replace(number, engine)
 
     async def start(self) -> None:
-        """Begin to dispatch; call once version `first_step` is on the engines."""
+        """Start to generate. Call it once weight version `first_step` is on the engines."""
         self._closed_at = time.monotonic()
         await self._dispatch()
 
     async def take(self, step: int, data_rank: int) -> SharePlan:
-        """Wait for step `step` and return the share of `data_rank`, for
-        `megarl.rollout.batch.assemble`. Raises whatever ended collection.
+        """Wait until the batch of `step` is complete and return the samples of `data_rank`, for
+        `megarl.rollout.batch.assemble`. Raises `RuntimeError` if generation has failed.
         """
         with self.engines.trainer_waits():
             async with self._changed:
@@ -123,8 +130,8 @@ class RolloutService:
             return plan
 
     async def release(self, version: int) -> None:
-        """Weights `version` are on the engines: its predecessor's batch is done with and its token
-        arrays may go, newer groups may start.
+        """Tell the service that weights `version` are on the engines. It discards the batches of
+        earlier steps, and starts the groups that the staleness limit now allows.
         """
         self.window.version = max(self.window.version, version)
         self._released_at.setdefault(version, time.monotonic())
@@ -142,15 +149,16 @@ class RolloutService:
         await self._dispatch()
 
     async def cursor(self, step: int) -> int:
-        """First ordinal not yet trained once `step` steps are done: all that a checkpoint needs to
-        know of the prompts.
+        """Ordinal of the first prompt not used by the first `step` steps. A checkpoint needs no
+        other state of the prompts.
         """
         return self._cursors[step]
 
     async def evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
-        """One scored answer to each of `prompts` -> (metrics, transcripts of the first problems).
+        """Generate and score one response to each of `prompts`: (metrics, transcripts of the first
+        problems).
 
-        Every rank may ask: it is done once a version.
+        Every rank may call it; the evaluation runs once for each weight version.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
@@ -161,7 +169,7 @@ class RolloutService:
             return await asyncio.shield(self._evaluations[key])
 
     async def stop(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all running tasks."""
         tasks = [*self._tasks, *self._evaluations.values(), *self._transcripts.values()]
         for task in tasks:
             task.cancel()
@@ -170,7 +178,9 @@ class RolloutService:
     # ----------------------------------------------------------------------------------- collection
 
     async def _dispatch(self) -> None:
-        """Start every group the window allows, up to the last step's."""
+        """Start every group that the staleness limit allows and that some step of the run can still
+        use.
+        """
         while self._failure is None and self.window.may_start():
             task = asyncio.create_task(self._collect(self.window.start()))
             self._tasks.add(task)
@@ -178,7 +188,9 @@ class RolloutService:
             await asyncio.sleep(0)  # hundreds of groups at once would block the event loop
 
     async def _collect(self, ordinal: int) -> None:
-        """All rollouts of one group; then whatever batch that completes."""
+        """Generate all rollouts of the group `ordinal`, then complete every batch that has its
+        groups.
+        """
         try:
             prompt, version = self.prompts.at(ordinal), self.window.version
             samples = range(self.config.group_size)
@@ -203,7 +215,9 @@ class RolloutService:
                 self._changed.notify_all()
 
     def _accepts(self, group: Group) -> bool:
-        """Dynamic sampling: a group whose rewards are all equal has no advantage to learn from."""
+        """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not
+        all equal.
+        """
         if not self.config.dynamic_sampling.enabled:
             return True
         # Without the length penalty: answers that are all wrong stay a group to reject, however
@@ -214,7 +228,9 @@ class RolloutService:
         return len(scores) > 1
 
     def _close(self) -> Callable[[], StepGroups] | None:
-        """What deals the open batch out to the ranks, if that is complete."""
+        """If the open batch is complete, a function that divides it over the ranks; otherwise
+        None.
+        """
         step, first = self.window.step, self.window.first
         accepted = self.window.close()
         if accepted is None:
@@ -241,7 +257,7 @@ class RolloutService:
         )
 
     async def _written(self, closed: StepGroups) -> list[dict[str, Any]]:
-        """The groups to be shown as text; the environment decodes them."""
+        """Transcripts of the groups in `closed.shown`; the environment decodes their tokens."""
         segments = [
             part for group in closed.shown for one in group.rollouts for part in one.segments
         ]
@@ -256,7 +272,7 @@ class RolloutService:
         ]
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
-        """One scored attempt."""
+        """Generate and score one rollout of a group."""
         segments, verdict = await self._attempts.attempt(
             prompt, ordinal, sample, temperature=self.config.temperature
         )

@@ -17,45 +17,46 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Window:
-    """State of the rule. `first` is the cursor: the oldest group that is not part of a closed
-    batch.
+    """State that decides which groups may start and which groups form the batch of a step.
+
+    The open batch is the one of the earliest step whose batch is not complete.
     """
 
     per_step: int
     max_draws: int
-    """Groups a step may look at."""
+    """Maximum number of groups that a step draws, rejected ones included."""
     staleness: int
     last_step: int
-    """Groups that only later steps would train are not started."""
+    """Last step of the run; groups that only later steps would use are not started."""
     first: int = 0
-    """First ordinal of the open batch."""
+    """Ordinal of the first group of the open batch."""
     step: int = 0
-    """The open batch's step."""
+    """Step of the open batch."""
     version: int = 0
-    """The trainer's version."""
+    """Version of the trainer's weights."""
     next: int = 0
     """Ordinal of the next group to start."""
     known: dict[int, bool] = field(default_factory=dict)
-    """Accepted or not, of finished groups from `first` on."""
+    """{ordinal: accepted} of the finished groups from `first` on."""
 
     def may_start(self) -> bool:
         """Whether group `next` may start now."""
         return self._latest_step(self.next) <= min(self.version + self.staleness, self.last_step)
 
     def start(self) -> int:
-        """Take the next ordinal."""
+        """Mark group `next` as started and return its ordinal."""
         assert self.may_start()
         self.next += 1
         return self.next - 1
 
     def finish(self, ordinal: int, accepted: bool) -> None:
-        """Group `ordinal` is done."""
+        """Record that group `ordinal` is finished, and whether dynamic sampling accepts it."""
         assert self.first <= ordinal < self.next and ordinal not in self.known
         self.known[ordinal] = accepted
 
     def close(self) -> list[int] | None:
-        """The accepted ordinals of the open batch once it is complete, else None. Closing it opens
-        the next.
+        """If the open batch is complete, return the ordinals of its accepted groups and open the
+        next batch; otherwise return None.
         """
         end, accepted = self._end(self.first, assume=False)
         if end is None:
@@ -67,9 +68,10 @@ class Window:
         return accepted
 
     def _end(self, first: int, *, assume: bool) -> tuple[int | None, list[int]]:
-        """(first ordinal after the batch that begins at `first`, its accepted ordinals).
+        """(ordinal after the batch that begins at `first`, ordinals of its accepted groups).
 
-        `assume`: groups not yet finished count as accepted; otherwise meeting one gives None.
+        With `assume`, unfinished groups count as accepted. Without, the first item is None if a
+        group that decides the batch is unfinished.
         """
         accepted: list[int] = []
         for ordinal in range(first, first + self.max_draws):
@@ -83,10 +85,10 @@ class Window:
         return first + self.max_draws, accepted
 
     def _latest_step(self, ordinal: int) -> int:
-        """The latest step that can train `ordinal`.
+        """The latest step whose batch can contain group `ordinal`.
 
-        That is where it lands if every unfinished group is accepted: a rejection can only pull
-        later groups forward.
+        That is the step it belongs to if every unfinished group is accepted: a rejection moves
+        later groups to earlier steps, never to later ones.
         """
         first, step = self.first, self.step
         while True:

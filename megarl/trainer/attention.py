@@ -16,15 +16,13 @@ ATTENTION = "megarl_packed"
 
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
-"""What models ask of attention by keyword and ours does not have; `refuse_unsupported` knows most
-of it at start-up.
-"""
+"""Keyword arguments of transformers' attention that megarl's attention does not support. Most of
+them are already refused at start-up by `refuse_unsupported`."""
 
 
 Attend = Callable[..., torch.Tensor]
-"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: attention of one
-micro-batch, in all layers.
-"""
+"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: a function that computes
+the attention of every layer for one micro-batch."""
 
 
 def _attention(
@@ -37,8 +35,8 @@ def _attention(
     attend: Attend | None = None,
     **features: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1,
-    T, Hq, D].
+    """Attention with transformers' signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] ->
+    [1, T, Hq, D].
     """
     assert attend is not None and attention_mask is None and query.shape[0] == 1
     asked = [name for name in UNSUPPORTED if features.get(name) is not None]
@@ -55,8 +53,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` for attention features that our kernel does not have: never computed
-    wrongly in silence.
+    """Raise `ValueError` if the model uses an attention feature that megarl's kernels do not
+    support.
     """
     text = config.get_text_config()
     found = []
@@ -94,8 +92,8 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
 
 
 def prove_attention(model: PreTrainedModel) -> None:
-    """Raise `ValueError` unless every layer of `model` (on the meta device) takes its attention
-    from us; no weights needed.
+    """Raise `ValueError` unless every layer of `model` computes its attention by megarl's function.
+    The model is on the meta device; no weights are needed.
     """
     calls: list[tuple[int, ...]] = []
 

@@ -26,8 +26,8 @@ from megarl.trainer.sharding import WORD_STYLES, kv_heads, refuse_tensor
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
-    """Have AutoTP cut `model` for this rank, in place; the returned names are the parameters of
-    which it now holds a part.
+    """Have DeepSpeed AutoTP shard `model` over the tensor-parallel ranks, in place. Returns
+    {parameter name: shard} of the parameters of which this rank now holds a part.
     """
     axis = mesh.tensor
     if axis.size == 1:
@@ -69,7 +69,9 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """Which parts AutoTP's layers hold, by their own word."""
+    """{parameter name: shard} of the parameters that AutoTP has sharded, read from AutoTP's
+    layers.
+    """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
     found = {}
@@ -85,8 +87,8 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError` where AutoTP cannot cut a model over `tensor` ranks as we need it, with
-    what to set instead.
+    """Raise `ValueError`, with the setting to change, if AutoTP cannot shard the model over
+    `tensor` ranks.
     """
     refuse_tensor(config, tensor)
     heads = kv_heads(config)

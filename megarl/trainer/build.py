@@ -31,11 +31,11 @@ def build_network(
     seed: int,
     head: HeadName = "logprobs",
 ) -> RoleModel:
-    """The network of `config` with this rank's part of the weights on `device`: its tensor shard,
-    under ZeRO 3 a slice of it. All ranks of the mesh call it together.
+    """Create the model of `config` with this rank's weights on `device`: its tensor-parallel shard,
+    and under ZeRO 3 a slice of that shard. All ranks of the mesh call it together.
 
-    With `tensor_backend: autotp` every rank loads the whole model on the CPU, since AutoTP cuts
-    weights that are there.
+    With `tensor_backend: autotp` every rank first loads the whole model on the CPU: AutoTP can only
+    shard loaded weights.
     """
     dtype = DTYPES[training.precision]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
@@ -57,7 +57,9 @@ def fill_network(
     *,
     seed: int,
 ) -> None:
-    """Load the weights of a sharded network that is on the meta device; see `load_weights`."""
+    """Load the weights of a model that is already sharded and still on the meta device; see
+    `load_weights`.
+    """
     dtype, weights = DTYPES[training.precision], open_weights(config, seed=seed)
     if training.zero_stage == 3:
         replicas = mesh.gradient

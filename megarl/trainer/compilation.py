@@ -12,11 +12,10 @@ from torch.utils.cpp_extension import get_default_build_root
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
-    """Remove the locks of DeepSpeed's own compilations that were killed half-way: everybody after
-    them would wait for ever.
+    """Remove lock files of DeepSpeed's extension builds whose process was killed. With such a file,
+    later builds would wait for ever.
 
-    A compilation takes about half a minute; torch leaves its lock behind where the process ends
-    without cleaning up.
+    A build takes about half a minute. torch does not remove the lock file of a killed process.
     """
     place = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     dropped = []

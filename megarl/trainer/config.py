@@ -18,21 +18,22 @@ class ModelConfig:
     tokenizer: str = ""
     """Folder, hub name or SentencePiece .model file; empty means the model's own."""
     from_scratch: bool = False
-    """Random weights of the run's seed instead of stored ones."""
+    """Initialise the weights at random, from the run's seed, instead of loading them."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Allow the model to run Python code from its repository."""
 
 
 @config
 class LayoutConfig:
-    """Degrees of the trainer's mesh; their product is the number of ranks."""
+    """Parallel degrees of the trainer; their product is the number of ranks."""
 
     data: int = 0
-    """Ranks with different samples; 0 means: whatever the number of ranks leaves."""
+    """Data-parallel degree; 0 means the number of ranks divided by the other degrees."""
     sequence: int = 1
-    """Ranks that share a sample and split it by token (the field also says context parallel)."""
+    """Sequence-parallel (context-parallel) degree: the ranks that split the tokens of a
+    sequence."""
     tensor: int = 1
-    """Ranks that share a token and split it by width."""
+    """Tensor-parallel degree: the ranks that split the weights of each layer."""
 
     def __post_init__(self) -> None:
         require_range("training.layout.data", self.data, 0)
@@ -42,37 +43,36 @@ class LayoutConfig:
 
 @config
 class RoleConfig:
-    """A model beside the policy: which one, on which ranks, and how it is sharded there."""
+    """A model other than the policy, such as the reference: its weights, ranks and sharding."""
 
     model: ModelConfig = ModelConfig()
-    """An empty path means the policy's model."""
+    """Model and tokenizer; with an empty path the policy's."""
     ranks: tuple[int, ...] = ()
-    """Ranks of its own, which the policy then does not use; empty: it shares the policy's ranks."""
+    """Numbers of the ranks that only this role uses; empty: the role shares the policy's ranks."""
     layout: LayoutConfig = LayoutConfig()
-    """Degrees of its mesh. On the policy's ranks the default is the policy's layout."""
+    """Parallel degrees of this role. On the policy's ranks the default is the policy's layout."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """Of a frozen role only stage 3 shards the weights; None means the policy's stage."""
+    """DeepSpeed ZeRO stage; None means the policy's. A frozen role has only weights, which stage 3
+    shards."""
 
 
 @config
 class SequenceConfig:
-    """How the ranks of `layout.sequence` share a packed row."""
+    """How the ranks of `layout.sequence` share the attention of a packed sequence."""
 
     transport: Literal["auto", "ring", "ring_lean", "all_gather"] = "auto"
-    """How keys and values reach the other ranks: round a ring while attention is computed, one
-    block at a time in less memory (lean), or all at once. auto: lean on CPU, where it costs no
-    time, and the overlapping ring on GPUs.
-    """
+    """How keys and values reach the other ranks: in a ring, overlapped with computation; in a ring,
+    one block at a time with less memory (lean); or by one all-gather. auto is lean on CPU, where
+    overlap gains nothing, and the overlapped ring on GPUs."""
     ulysses: int = 1
-    """So many neighbours trade tokens for heads before that (DeepSpeed-Ulysses); equal to
-    layout.sequence: nothing else.
-    """
+    """DeepSpeed-Ulysses degree: so many neighbouring ranks first exchange tokens for heads by
+    all-to-all. If it equals layout.sequence, there is no further exchange of keys and values."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
-    """Which rank holds which tokens; auto takes the one with the most even work, row by row."""
+    """Which tokens each rank holds. auto chooses, for each packed sequence, the way with the most
+    even work."""
     block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
-    """What computes attention between ranks' tokens: auto is triton on GPUs and cpu elsewhere;
-    flash and cudnn are torch's.
-    """
+    """Kernel that computes attention between the tokens of two ranks. auto is triton on GPUs and
+    cpu elsewhere; flash and cudnn are torch's kernels."""
 
     def __post_init__(self) -> None:
         require_range("training.sequence.ulysses", self.ulysses, 1)
@@ -80,19 +80,20 @@ class SequenceConfig:
 
 @config
 class OptimizerConfig:
-    """AdamW."""
+    """Settings of AdamW."""
 
     kind: Literal["torch", "apex", "deepspeed_cpu"] = "torch"
-    """Whose AdamW: torch's fused one; NVIDIA apex's FusedAdam (GPUs); or DeepSpeedCPUAdam, for
-    optimizer state in host memory (`offload_optimizer`, or no GPU), compiled at first use.
-    """
+    """Implementation of AdamW: torch's fused one; FusedAdam of NVIDIA apex (GPUs); or
+    DeepSpeedCPUAdam, which is compiled at first use, for optimizer state in host memory
+    (`offload_optimizer`, or no GPU)."""
     learning_rate: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping
+    off."""
 
     def __post_init__(self) -> None:
         require_range("training.optimizer.learning_rate", self.learning_rate, 0.0)
@@ -105,7 +106,9 @@ class OptimizerConfig:
 
 @config
 class ScheduleConfig:
-    """Learning rate over optimizer steps: linear warm-up, then constant, linear or cosine."""
+    """Learning-rate schedule over optimizer steps: linear warm-up, then constant, linear or
+    cosine.
+    """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -119,14 +122,14 @@ class ScheduleConfig:
 
 @config
 class CheckpointConfig:
-    """Checkpoints are written aside, synced to disk and renamed: a folder that has its name is
-    whole.
+    """When checkpoints are written. A checkpoint is written to a temporary folder, synced to disk
+    and then renamed, so an interrupted save leaves no incomplete checkpoint.
     """
 
     every: int = 0
-    """Steps between checkpoints; 0 writes only the last."""
+    """Number of steps between checkpoints; 0 writes one only after the last step."""
     keep: int = 2
-    """Older ones are removed after a newer one is whole."""
+    """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
 
     def __post_init__(self) -> None:
         require_range("training.checkpoint.every", self.every, 0)
@@ -135,30 +138,29 @@ class CheckpointConfig:
 
 @config
 class TrainingConfig:
-    """One policy under DeepSpeed."""
+    """How the policy is trained: parallel layout, DeepSpeed, optimizer and batches."""
 
     layout: LayoutConfig = LayoutConfig()
     sequence: SequenceConfig = SequenceConfig()
     tensor_backend: Literal["plan", "autotp"] = "plan"
-    """Whose layers cut the model over `layout.tensor`: ours, or DeepSpeed AutoTP's, which keep
-    embedding and head whole.
-    """
+    """Implementation of tensor parallelism: megarl's own layers, or DeepSpeed AutoTP, which does
+    not shard embedding and output head."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO: 1 splits optimizer state, 2 gradients, 3 parameters over data x sequence."""
+    """DeepSpeed ZeRO stage. Over data x sequence ranks, 1 partitions optimizer state, 2 also
+    gradients, 3 also parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 keeps float32 master weights in the optimizer."""
+    """Dtype of weights and activations; with bfloat16 the optimizer keeps float32 master
+    weights."""
     num_mini_batches: int = 1
-    """Optimizer steps per step's batch; more than 1 makes the later ones off-policy."""
+    """Optimizer steps for each step's batch; after the first, training is off-policy."""
     micro_batch_tokens: int = 8192
-    """Token budget of one packed row per rank; a longer sample gets a row of its own. Sequence
-    ranks share a row, and add up.
-    """
+    """Maximum number of tokens of a packed sequence for each rank; a longer sample is packed alone.
+    With sequence parallelism the limit of a packed sequence is this times `layout.sequence`."""
     logprobs: Literal["chunked", "liger"] = "chunked"
-    """What computes log-probs and entropies: our own kernels, or Liger's on one tensor rank of a
-    GPU.
-    """
+    """Implementation of log-probs and entropies: megarl's own kernels, or Liger's, which needs a
+    GPU and tensor-parallel degree 1."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward."""
+    """Recompute activations in the backward pass instead of storing them."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (ZeRO 1-3)."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -167,9 +169,8 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU only: torch threads of each trainer rank."""
     collective_timeout_s: float = 600.0
-    """A collective that takes longer ends the run with an error instead of waiting for ever. The
-    other ranks wait as long for rank 0 to read and tokenise the data before the first collective.
-    """
+    """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
+    the time that the other ranks wait for rank 0 to read and tokenise the data."""
 
     def __post_init__(self) -> None:
         require_range("training.num_mini_batches", self.num_mini_batches, 1)

@@ -41,36 +41,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolePlace:
-    """Where a role is."""
+    """The ranks that a role runs on, and its parallel layout there."""
 
     ranks: tuple[int, ...]
-    """Ranks of the job, in the layout's order."""
+    """Ranks of the job that the role uses, in the order of its layout."""
     layout: Layout
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks before a run have loaded and resolved; see `megarl.checks.preflight`."""
+    """What the checks before a run have loaded, such as prompts and tokenizer; see
+    `megarl.checks.preflight`.
+    """
 
     layout: Layout
     tokenizer: PreTrainedTokenizerBase
     hf: transformers.PretrainedConfig
-    """The model's config.json."""
+    """Hugging Face configuration of the model (config.json)."""
     stop_token_ids: list[int]
     data: str
-    """On rank 0: digest of the prompts or demonstrations and their order."""
+    """On rank 0: fingerprint of the prompts or demonstrations, and of their order."""
     prompts: PromptList | None = None
-    """On rank 0, which hands them to the rollout service."""
+    """On rank 0: the training prompts, which rank 0 passes to the rollout service."""
     held_out: PromptList | None = None
-    """On rank 0, likewise."""
+    """On rank 0: the problems for evaluation, which rank 0 passes to the rollout service."""
     demonstrations: DemonstrationList | None = None
-    """On rank 0, which sends each step's samples to the other ranks."""
+    """On rank 0: the samples for supervised fine-tuning. Rank 0 sends each step's samples to the
+    others."""
     resume_from: Path | None = None
     """On rank 0: the checkpoint to resume from."""
     ranks: tuple[int, ...] | None = None
-    """Ranks of the trained model; None: all of the job."""
+    """Ranks that the policy uses; None: all ranks of the job."""
     reference: RolePlace | None = None
-    """Where the reference is; None: on the policy's ranks, with its layout."""
+    """Ranks and layout of the reference model; None: those of the policy."""
 
     def __str__(self) -> str:
         counts = {"prompts": self.prompts, "demonstrations": self.demonstrations}
@@ -80,27 +83,29 @@ class RunInputs:
 
 @dataclass
 class RunContext:
-    """A run on this rank. Made by `open_run`."""
+    """What a run has opened on this rank: mesh, run folder and inputs. Created by `open_run`."""
 
     config: RunConfig | SftConfig
     inputs: RunInputs
     mesh: ProcessMesh
     device: torch.device
     stack: ExitStack
-    """Closes what the loop adds, last in first out, also after an error."""
+    """Exit stack for what the training loop opens; closed in reverse order, also after an error."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes metrics and talks to the user."""
+        """Whether this is rank 0, which writes metrics and prints messages."""
         return self.mesh.rank == 0
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Path of the run folder."""
         return Path(self.config.folder)
 
     def make_mesh(self, place: RolePlace) -> ProcessMesh:
-        """Another mesh of the run's ranks; every rank of the job makes it, members or not."""
+        """Create a further mesh over some ranks of the job. All ranks of the job call it
+        together.
+        """
         mesh = ProcessMesh(
             place.layout, ranks=place.ranks, timeout_s=self.config.training.collective_timeout_s
         )
@@ -116,8 +121,8 @@ class RunContext:
         training: TrainingConfig | None = None,
         mesh: ProcessMesh | None = None,
     ) -> Role:
-        """A role, closed with the run; see `megarl.trainer.role.Role`. `training` and `mesh`
-        default to those of the run.
+        """Create a role, which is destroyed at the end of the run; see `megarl.trainer.role.Role`.
+        `training` and `mesh` default to those of the run.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.role import Role
@@ -136,7 +141,7 @@ class RunContext:
         return role
 
     def checkpoints(self, engine: TrainEngine) -> Checkpoints:
-        """Saves and restores the trained model `engine` in `folder/checkpoints`."""
+        """The object that saves and restores the trained model `engine` in `folder/checkpoints`."""
         return Checkpoints(
             self.folder / "checkpoints",
             keep=self.config.training.checkpoint.keep,
@@ -148,12 +153,14 @@ class RunContext:
         )
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
-        """Load the checkpoint that rank 0 chose; None for a new run. All ranks call it."""
+        """Load the checkpoint that rank 0 chose and return its progress; None for a new run. All
+        ranks call it together.
+        """
         chosen = broadcast_object(self.inputs.resume_from, self.mesh.world)
         return checkpoints.load(chosen) if chosen is not None else None
 
     def observe(self, first_step: int) -> Observer | None:
-        """The writer of metrics, on rank 0; None on the other ranks."""
+        """The object that writes metrics, on rank 0; None on the other ranks."""
         if not self.is_main:
             return None
         return self.stack.enter_context(
@@ -169,7 +176,9 @@ class RunContext:
 
 @contextmanager
 def open_run(config: RunConfig | SftConfig, inputs: RunInputs) -> Iterator[RunContext]:
-    """Join the ranks, make the mesh and the run folder; undo it on leaving, also after an error."""
+    """A context manager that initialises torch.distributed and creates the mesh and the run folder.
+    On exit, also after an error, it closes all of them.
+    """
     training = config.training
     torch.set_num_threads(training.num_threads)
     with ExitStack() as stack:

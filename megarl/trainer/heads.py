@@ -21,13 +21,14 @@ HeadName = Literal["logprobs", "value", "scalar"]
 
 
 class LogProbHead(nn.Linear):
-    """The output embedding, computing log-probs of given targets instead of logits.
+    """The output head (unembedding): computes log-probs of given targets instead of returning
+    logits.
 
-    The weight has the name and the shape of the Hugging Face head that it replaces.
+    The weight keeps the name and the shape of the Hugging Face head that it replaces.
     """
 
     shard: VocabularyShard | None = None
-    """Which part of the vocabulary `weight` has, where tensor ranks share it."""
+    """The part of the vocabulary that `weight` holds under tensor parallelism."""
     backend = "chunked"
 
     def forward(
@@ -38,9 +39,10 @@ class LogProbHead(nn.Linear):
 
 
 class ScoreHead(nn.Linear):
-    """One number for each hidden state; starts at 0, so that a new critic predicts 0 everywhere.
+    """A linear head with one output for each hidden state, for values or rewards. It is initialised
+    to 0, so a new critic predicts 0.
 
-    Every tensor rank holds it whole and computes the same.
+    Every tensor-parallel rank holds the whole weight and computes the same output.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:

@@ -31,7 +31,9 @@ from megarl.trainer.weights import CheckpointWeights, RandomWeights, Weights, in
 
 
 def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
-    """The model's config.json, or a `ValueError` that says what to set."""
+    """Read the model's config.json. Raises `ValueError`, with the setting to change, if that
+    fails.
+    """
     try:
         return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -48,8 +50,8 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """The same model, deterministic: with dropout no log-prob of the trainer would be that of the
-    engine.
+    """The model configuration with every dropout probability set to 0: with dropout the trainer's
+    log-probs would differ from the engine's.
     """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
@@ -59,7 +61,9 @@ def without_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
-    """The model without weights, on the meta device: names and shapes only, in a moment."""
+    """Create the model on the meta device: parameter names and shapes without memory for
+    weights.
+    """
     hf = without_dropout(load_model_config(config))
     try:
         with torch.device("meta"):
@@ -80,19 +84,19 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def check_weights(config: ModelConfig) -> None:
-    """Raise `ValueError`, which names the tensor or file, unless the checkpoint has exactly the
-    tensors of the model.
+    """Raise `ValueError`, naming the tensor or file, unless the checkpoint has exactly the tensors
+    of the model.
 
-    Reads the headers of the safetensors files only; does nothing with `from_scratch`, or for a hub
-    name, whose files may not be on this machine yet.
+    Only the headers of the safetensors files are read. Nothing is checked with `from_scratch`, or
+    for a hub name, whose files may not be downloaded yet.
     """
     if not config.from_scratch and Path(config.path).is_dir():
         CheckpointWeights(config.path, empty_model(config))
 
 
 def open_weights(config: ModelConfig, *, seed: int) -> Weights:
-    """Where the model's whole tensors come from: its checkpoint, or with `from_scratch` the
-    seed.
+    """The source of the model's tensors: its checkpoint, or with `from_scratch` random
+    initialisation.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
@@ -103,18 +107,19 @@ def open_weights(config: ModelConfig, *, seed: int) -> Weights:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of every parameter that one rank owns. The default: all of it."""
+    """Which part of every parameter one rank owns; by default the whole parameter."""
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    """How the tensor axis cuts parameters; those not named are whole."""
+    """{parameter name: tensor-parallel shard}; parameters without an entry are not sharded."""
     tensor_rank: int = 0
     slice: int = 0
-    """Under ZeRO 3: the rank's place among `slices` ranks that share its tensor shard."""
+    """Under ZeRO 3: index of this rank among the `slices` ranks that share its tensor-parallel
+    shard."""
     slices: int = 1
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
-        """Boxes of the whole tensor `name` of shape `shape`, and their places in one flat
-        buffer.
+        """The regions of tensor `name` (whole shape `shape`) that this rank owns, and their
+        positions in one flat buffer.
         """
         owned = Owned()
         owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)
@@ -129,8 +134,8 @@ class Part:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """This rank's part of tensor `name`, flat, in `dtype` on `device`; ZeRO 3 slices are padded
-        with zeros to equal lengths.
+        """Read this rank's part of tensor `name` as a flat tensor of `dtype` on `device`. Under
+        ZeRO 3 a slice is padded with zeros to the length of the longest slice.
         """
         owned, whole = self.owned(name, shape), matrix(shape)
         size = owned.sizes[name]
@@ -146,7 +151,7 @@ class Part:
 
 
 MakeParameter = Callable[[torch.Tensor, torch.Size, bool], nn.Parameter]
-"""(this rank's flat part, shape of its tensor shard, requires_grad) -> a parameter."""
+"""(this rank's flat part, shape of its tensor-parallel shard, requires_grad) -> a parameter."""
 
 
 def _plain(part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
@@ -163,12 +168,13 @@ def load_weights(
     device: torch.device,
     make: MakeParameter = _plain,
 ) -> None:
-    """Give every parameter and buffer of `model`, which is on the meta device and tensor-sharded as
-    `part` says, its value on `device`.
+    """Load every parameter and buffer of `model` onto `device`. The model is on the meta device and
+    sharded as `part` says.
 
-    Parameters become `dtype`; buffers stay as the model makes them: rounded rotary frequencies
-    would be other positions. Tied parameters stay one. Hooks and attributes of parameters are kept.
-    `make` builds the parameters; under ZeRO 3 it is `megarl.trainer.partition.Partitioner`.
+    Parameters are converted to `dtype`. Buffers keep the model's own dtype, since rotary
+    frequencies must not be rounded. Tied parameters stay tied; hooks and attributes of parameters
+    are kept. `make` creates the parameters; under ZeRO 3 it is a
+    `megarl.trainer.partition.Partitioner`.
     """
     init_buffers(model, weights, device)
     shapes, made = whole_shapes(model, dict(part.shards)), {}
@@ -183,7 +189,9 @@ def load_weights(
 
 
 def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
-    """`made` with the attributes and gradient hooks that `empty` was given while it was sharded."""
+    """Copy attributes and gradient hooks of the parameter `empty` to the parameter `made`; returns
+    `made`.
+    """
     for name, value in vars(empty).items():
         setattr(made, name, value)
     for hook in (empty._backward_hooks or {}).values():
@@ -192,7 +200,9 @@ def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
 
 
 def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Take over the checkpoint's generation_config.json, where there is one: exports carry it."""
+    """Set the model's generation config from generation_config.json, if the checkpoint has one, so
+    that exports contain it.
+    """
     if config.from_scratch:
         return
     with contextlib.suppress(OSError):  # some old models have none
@@ -200,8 +210,9 @@ def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The whole causal language model on this rank's CPU in `dtype`; with `from_scratch`, random
-    weights that only `seed` decides. For one process, and for AutoTP, which cuts what is loaded.
+    """Load the whole causal language model on this rank's CPU in `dtype`, or with `from_scratch`
+    initialise it from `seed`. Used by single-process tools and for AutoTP, which shards loaded
+    weights.
     """
     weights, model = open_weights(config, seed=seed), empty_model(config)
     load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))

@@ -29,8 +29,8 @@ from megarl.types import MicroBatch
 
 
 class Linear(nn.Linear):
-    """A linear layer on the faster of this machine's libraries; the same parameters under the same
-    names.
+    """`nn.Linear` with the faster matrix product of this machine's libraries. Parameters and their
+    names are the same.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,7 @@ class Linear(nn.Linear):
 
 
 def use_linear(model: nn.Module) -> None:
-    """Put `Linear` in the place of every plain linear layer, around the parameters that are
-    there.
-    """
+    """Replace every `nn.Linear` of the model by `Linear`, which keeps the same parameters."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:
@@ -51,8 +49,11 @@ def use_linear(model: nn.Module) -> None:
 
 
 class RoleModel(nn.Module):
-    """A backbone and a head on a mesh; owns the Hugging Face model, sharded over the tensor axis,
-    as `.model`, and under the heads `value` and `scalar` a `ScoreHead` as `.score`.
+    """A transformer with the head of its role (log-probs, values or scores), over the ranks of a
+    mesh.
+
+    `.model` is the Hugging Face model, sharded over the tensor-parallel ranks. With the heads
+    `value` and `scalar`, `.score` is a `ScoreHead`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RoleModel(nn.Module):
         self.shards = (
             shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
         )
-        """Parameters of `model` of which this rank holds a part."""
+        """{parameter name: shard} of the parameters of `model` of which this rank holds a part."""
         self._inner = RingExchange(mesh.ulysses)
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":
@@ -90,7 +91,7 @@ class RoleModel(nn.Module):
         use_linear(model)
 
     def _use_logprob_head(self, training: TrainingConfig) -> None:
-        """Put a `LogProbHead` around the weight of the output embedding."""
+        """Replace the model's output head by a `LogProbHead` with the same weight."""
         old: Any = self.model.get_output_embeddings()
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features, head.weight = (
@@ -110,8 +111,8 @@ class RoleModel(nn.Module):
         self.model.set_output_embeddings(head)
 
     def _drop_output_embedding(self) -> None:
-        """Remove the vocabulary's output layer, which a score does not use; a tied one stays as the
-        input embedding.
+        """Remove the model's output head, which a role that computes scores does not need. A tied
+        weight stays as the input embedding.
         """
         output: Any = self.model.get_output_embeddings()
         for parent in list(self.model.modules()):
@@ -122,7 +123,8 @@ class RoleModel(nn.Module):
         self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> Any:
-        """What the head computes; M targets have `batch.mask` True, K documents end on this rank.
+        """Run the model on a micro-batch. M is the number of tokens with `batch.mask` True, K the
+        number of documents that end on this rank. Returns, by head:
 
         * `logprobs`: (log-probs [M], entropies [M]) at `temperature`
         * `value`: values [M]
@@ -144,8 +146,8 @@ class RoleModel(nn.Module):
         return output(hidden[chosen], batch.targets[chosen], temperature)
 
     def _last_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        """[K] positions, among this rank's tokens, of the last tokens of samples; padding has
-        sample id -1 and is left out.
+        """[K] indices, among this rank's tokens, of the last token of each sample. Padding, which
+        has sample id -1, is left out.
         """
         length = len(batch.token_ids)
         place = torch.arange(length)
@@ -155,8 +157,8 @@ class RoleModel(nn.Module):
         return (ends & (batch.sample_ids >= 0)).nonzero()[:, 0]
 
     def _attend(self, batch: MicroBatch) -> Attend:
-        """Attention for this micro-batch: over the whole row here, or together with the other
-        sequence ranks.
+        """The attention function for this micro-batch: on this rank alone, or over the
+        sequence-parallel ranks.
         """
         if not batch.indices:
             return partial(packed_attention, documents=Documents.of(batch.starts))

@@ -23,20 +23,20 @@ Parameters = Sequence[torch.nn.Parameter]
 
 
 def torch_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW`, its fused kernel."""
+    """`torch.optim.AdamW` with its fused kernel."""
     return torch.optim.AdamW(parameters, fused=True, **_settings(config))
 
 
 def apex_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`FusedAdam` of NVIDIA apex in its AdamW mode; for parameters on a GPU."""
+    """`FusedAdam` of NVIDIA apex in AdamW mode, for parameters on a GPU."""
     from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
 
     return FusedAdam(parameters, adam_w_mode=True, **_settings(config))
 
 
 def deepspeed_cpu_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`DeepSpeedCPUAdam` in its AdamW mode; for optimizer state in host memory. The first call on a
-    machine compiles a C++ extension, which takes a minute or two.
+    """`DeepSpeedCPUAdam` in AdamW mode, for optimizer state in host memory. The first call on a
+    machine compiles a C++ extension, which takes one or two minutes.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -44,7 +44,7 @@ def deepspeed_cpu_adamw(parameters: Parameters, config: OptimizerConfig) -> torc
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
-    """The arguments that all three take under the same names."""
+    """Keyword arguments that all three optimizers accept."""
     return {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
@@ -61,8 +61,8 @@ OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], torch.optim.Optimi
 
 
 def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError` where the recipe's optimizer cannot work with ranks on `device`: state in
-    the wrong memory, or a package or compiler that is missing.
+    """Raise `ValueError` if the configured optimizer cannot run on `device`: its state would be in
+    the wrong memory, or a package or compiler is missing.
     """
     kind = training.optimizer.kind
     on_gpu = device.type == "cuda" and not training.offload_optimizer
@@ -104,7 +104,7 @@ def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
 
 
 def _apex_problem() -> str:
-    """Why NVIDIA apex's fused optimizer cannot be imported; empty where it can."""
+    """Why NVIDIA apex's `FusedAdam` cannot be imported; empty if it can."""
     try:
         from apex.optimizers import FusedAdam  # noqa: F401  # pyright: ignore[reportMissingImports]
     except Exception as error:  # another project's package of that name raises what it likes

@@ -19,15 +19,16 @@ from megarl.types import MicroBatch, Samples
 
 
 def padding(length: int) -> Samples:
-    """A sample of `length` tokens that trains nothing; its sample id is -1."""
+    """A sample of `length` padding tokens without a training target; its sample id is -1."""
     return Samples.one(-1, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
 def pack(samples: Samples, device: torch.device, places: np.ndarray | None = None) -> MicroBatch:
-    """All `samples` behind each other, labels shifted. Without samples: two tokens that train
-    nothing, so that ranks without work still take part in collectives.
+    """Concatenate `samples` into one packed sequence (a micro-batch) with shifted labels.
 
-    `places` [T]: where each token stands in the columns of the mini-batch; default 0 .. T - 1.
+    Without samples the sequence has two padding tokens, so that the rank still takes part in
+    collectives. `places` [T]: index of each token in the columns of the mini-batch, by default its
+    index in `samples`.
     """
     if not len(samples):
         samples, places = padding(2), None
@@ -36,7 +37,9 @@ def pack(samples: Samples, device: torch.device, places: np.ndarray | None = Non
     positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
 
     def of_target(column: np.ndarray) -> np.ndarray:
-        """Position t predicts token t + 1; the last position of a document predicts nothing."""
+        """Shift a column by one: position t gets the value of token t + 1. The last position of a
+        document has no target.
+        """
         shifted = np.empty_like(column)
         shifted[:-1] = column[1:]
         shifted[offsets[1:] - 1] = 0
@@ -66,10 +69,11 @@ def pack_shared(
     how: str = "auto",
     places: np.ndarray | None = None,
 ) -> MicroBatch:
-    """`pack`, of which each rank of the sequence axis keeps its tokens; all ranks give the same.
+    """Like `pack`, but each sequence-parallel rank keeps only its tokens. All ranks pass the same
+    samples.
 
-    Labels are shifted before the cut. Where a rank would be left without tokens, the packed
-    sequence gets a padding document of two tokens a rank.
+    Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
+    tokens for each rank is appended to the packed sequence.
     """
     if axis.size == 1:
         return pack(samples, device, places)
@@ -96,7 +100,9 @@ def pack_mini_batch(
     axis: Axis,
     how: str = "auto",
 ) -> list[MicroBatch]:
-    """The micro-batches of a mini-batch, each given as positions in `samples`."""
+    """Pack a mini-batch into micro-batches. `micro_batches`: for each one, the indices of its
+    samples.
+    """
     return [
         pack_shared(samples.select(chosen), device, axis, how, samples.places(chosen))
         for chosen in micro_batches
@@ -113,15 +119,15 @@ PER_TOKEN = (
     "rewards",
     "places",
 )
-"""Fields of `MicroBatch` of which each sequence rank keeps its tokens."""
+"""Per-token fields of `MicroBatch`, which are divided over the sequence-parallel ranks."""
 
 
 class SequenceMean:
-    """Mean of a per-token quantity over the response tokens of each sample, given back to every
-    token; differentiable.
+    """Replaces a per-token quantity by its mean over the response tokens of the same sample;
+    differentiable.
 
-    `sample_ids` [M] are those of this rank's response tokens, `members` all samples of the packed
-    sequence (see `MicroBatch`).
+    `sample_ids` [M]: the sample of each response token on this rank. `members`: all samples of the
+    packed sequence (see `MicroBatch`).
     """
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
@@ -131,7 +137,9 @@ class SequenceMean:
         ).clamp_min(1)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] -> [M]; every rank of the axis calls it, with tokens or without."""
+        """[M] per-token values -> [M] means. All ranks of the sequence axis call it, even without
+        tokens.
+        """
         sums = torch.zeros(len(self._counts), dtype=values.dtype, device=values.device).index_add(
             0, self._index, values
         )

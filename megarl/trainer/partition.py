@@ -19,12 +19,12 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class Partitioner:
-    """Makes ZeRO 3 parameters of this rank's slices: ceil(numel / n) elements in flat order, where
-    n is the number of data x sequence ranks.
+    """Creates ZeRO 3 parameters from this rank's slices. A slice has ceil(numel / n) elements in
+    flat order, where n is the number of data x sequence ranks.
     """
 
     def __init__(self, settings: dict[str, object], mesh: ProcessMesh, dtype: torch.dtype) -> None:
-        """`settings` are DeepSpeed's, the same that the engine will get."""
+        """`settings`: the DeepSpeed configuration that the engine is later created with."""
         view = DeepSpeedView(mesh)
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             deepspeed.init_distributed(
@@ -42,7 +42,9 @@ class Partitioner:
         self._num_slices = mesh.gradient.size
 
     def __call__(self, part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
-        """A parameter of `shape` (of the tensor shard) from this rank's padded slice `part`."""
+        """A ZeRO 3 parameter from this rank's padded slice `part`. `shape`: shape of the
+        tensor-parallel shard.
+        """
         # A view of one element: DeepSpeed asks for the shape, and nothing whole is allocated.
         unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(shape)
         parameter = nn.Parameter(unfilled, requires_grad=requires_grad)

@@ -27,19 +27,23 @@ from megarl.trainer.step import StepMetrics, optimizer_step
 from megarl.types import MicroBatch, StepBatch, StepReport
 
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
-"""Sums of `megarl.objectives.corrections.mismatch` that become metrics."""
+"""Sums returned by `megarl.objectives.corrections.mismatch` that are reported as metrics."""
 
 
 class PolicyGradient:
-    """Trains the policy role by one algorithm."""
+    """Trains the policy with the configured algorithm."""
 
     def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
-        """`temperature`: that of the rollouts; the trainer's log-probs are taken at the same."""
+        """`temperature`: sampling temperature of the rollouts, at which the trainer computes
+        log-probs too.
+        """
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm reads the column `reference_logprobs`."""
+        """Whether the algorithm needs the reference model's log-probs (column
+        `reference_logprobs`).
+        """
         return self.algorithm.kl.coefficient > 0
 
     def train(
@@ -48,10 +52,11 @@ class PolicyGradient:
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> StepReport:
-        """One optimizer step per mini-batch; the same report on every rank, which all call it.
+        """Train on one batch, with one optimizer step for each mini-batch. All ranks call it
+        together and get the same report.
 
-        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: what other roles have
-        computed for the batch, by name.
+        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: per-token results of
+        other roles for this batch, by name.
         """
         columns = dict(columns)
         if (first := self._first_scored()) < len(packed):
@@ -87,10 +92,12 @@ class PolicyGradient:
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _first_scored(self) -> int:
-        """The first mini-batch whose log-probs must be computed before the step's first update.
+        """Index of the first mini-batch whose log-probs need a forward pass before the step's first
+        update.
 
-        The forward pass of the first mini-batch is at the step's start anyway: its log-probs need
-        no second pass, unless advantages depend on them.
+        The first mini-batch is trained with the weights that the step starts with, so its training
+        pass gives these log-probs. It needs a separate pass only if advantages depend on log-probs
+        (KL in the reward).
         """
         kl = self.algorithm.kl
         if kl.coefficient > 0 and kl.where == "reward":
@@ -98,7 +105,9 @@ class PolicyGradient:
         return 1 if self.algorithm.old_logprobs == "trainer" else 2**31
 
     def _advantages(self, batch: StepBatch, columns: Mapping[str, Column]) -> Column:
-        """Per mini-batch, the advantage of every token of this data rank's samples, [T] float32."""
+        """For each mini-batch, the advantages of the tokens of this data-parallel rank's samples,
+        [T] float32.
+        """
         kl, data, device = self.algorithm.kl, self.policy.mesh.data, self.policy.device
         masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
         ids = [
@@ -138,8 +147,8 @@ class PolicyGradient:
         return list(found.float().split(lengths))
 
     def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
-        """[N] float32: the weight of each token of a sample in the loss of mini-batch `number`; 0
-        for samples of other mini-batches.
+        """[N] float32: for each sample of the step, the weight of its tokens in the loss of
+        mini-batch `number`; 0 for samples of other mini-batches.
         """
         mine = torch.from_numpy(batch.mini_batch_of) == number
         weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
@@ -156,8 +165,8 @@ class PolicyGradient:
         *,
         at_start: bool,
     ) -> torch.Tensor:
-        """This micro-batch's part of the mini-batch's loss; adds to `metrics`. `at_start`: the
-        weights are still those of the step's start.
+        """This micro-batch's term of the mini-batch's loss; adds its values to `metrics`.
+        `at_start`: no update of this step has been made yet.
         """
         algorithm = self.algorithm
         logprobs, entropy = self.policy.engine(micro, self.temperature)
@@ -197,7 +206,7 @@ class PolicyGradient:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """The step's metrics over all ranks."""
+        """The metrics of a step, reduced over all ranks."""
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
         found = {

@@ -27,13 +27,13 @@ from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
 
 Column = list[torch.Tensor]
-"""Per mini-batch, one float32 for each token of this data rank's samples, [T] each; 0 where the
-policy did not choose the token. The same on every rank that has the samples.
-"""
+"""A per-token result for one batch: for each mini-batch a float32 tensor [T] over the tokens of
+this data-parallel rank's samples. It is 0 for tokens that the policy did not generate. Ranks with
+the same samples have the same column."""
 
 
 class Role:
-    """One model on this rank, under DeepSpeed ZeRO."""
+    """One model (policy, reference or critic) on this rank, under DeepSpeed ZeRO."""
 
     def __init__(
         self,
@@ -47,9 +47,11 @@ class Role:
         head: HeadName = "logprobs",
         optimizer_steps: int | None = None,
     ) -> None:
-        """`optimizer_steps`: those of the whole run, for the schedule of the learning rate; None
-        makes a frozen role, without an optimizer. `training` gives precision, ZeRO stage and, for a
-        trained role, the optimizer. Every rank of `mesh` makes the role together.
+        """All ranks of `mesh` create the role together.
+
+        `optimizer_steps`: optimizer steps of the whole run, for the learning-rate schedule; None
+        makes a frozen role without an optimizer. `training` sets precision, ZeRO stage and
+        optimizer.
         """
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
@@ -65,12 +67,12 @@ class Role:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all weights, by Hugging Face name."""
+        """{Hugging Face name: whole shape} of all weights."""
         return whole_shapes(self.engine.module.model, self.engine.module.shards)
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """How the tensor axis shards each weight; weights that are not named are replicated."""
+        """{parameter name: tensor-parallel shard}; weights without an entry are replicated."""
         return self.engine.module.shards
 
     @property
@@ -79,18 +81,22 @@ class Role:
         return self.training.zero_stage
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """This rank's own part of every weight, flat; see `TrainEngine.owned`."""
+        """{name: flat tensor} of the part of every weight that this rank owns; see
+        `TrainEngine.owned`.
+        """
         return self.engine.owned()
 
     def pack(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """The micro-batches of a mini-batch, given as positions in `samples`, on this rank."""
+        """Pack a mini-batch into this rank's micro-batches. `micro_batches`: for each one, the
+        indices of its samples.
+        """
         sequence = self.mesh.sequence
         return pack_mini_batch(
             samples, micro_batches, self.device, sequence, self.training.sequence.cut
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:
-        """Per mini-batch of a step, its micro-batches."""
+        """For each mini-batch of a step, this rank's micro-batches."""
         pairs = zip(batch.samples, batch.micro_batches, strict=True)
         return [self.pack(samples, micro_batches) for samples, micro_batches in pairs]
 
@@ -103,8 +109,8 @@ class Role:
         temperature: float = 1.0,
         skip: int = 0,
     ) -> Column:
-        """The head's output for every token that the policy chose: log-probs at `temperature`, or
-        values. No gradient. The first `skip` mini-batches are left at 0.
+        """The head's output for every token that the policy generated, without gradients: log-probs
+        at `temperature`, or values. The entries of the first `skip` mini-batches stay 0.
 
         All ranks of the mesh call it together.
         """
@@ -139,5 +145,5 @@ class Role:
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
 
     def destroy(self) -> None:
-        """Release DeepSpeed's hooks and memory."""
+        """Release DeepSpeed's hooks and the memory of the model."""
         self.engine.destroy()

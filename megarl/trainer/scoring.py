@@ -20,7 +20,9 @@ from megarl.types import MicroBatch, Samples, StepBatch
 
 
 class Scorer:
-    """One role that fills one column of each batch; every rank of the job makes and calls it."""
+    """Computes one column of each batch with a role other than the policy. All ranks of the job
+    create and call it together.
+    """
 
     def __init__(
         self,
@@ -32,9 +34,9 @@ class Scorer:
         device: torch.device,
         micro_batch_tokens: int,
     ) -> None:
-        """`role`: on the ranks of `mesh`, None on others. `policy`: the mesh whose ranks have the
-        batches. `everyone`: all ranks of the job. `micro_batch_tokens`: token budget of a packed
-        sequence per rank.
+        """`role`: the model, on the ranks of `mesh`; None on other ranks. `policy`: mesh of the
+        policy's ranks, which hold the batches. `everyone`: all ranks of the job.
+        `micro_batch_tokens`: maximum number of tokens of a packed sequence for each rank.
         """
         self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
         self.device, self.micro_batch_tokens = device, micro_batch_tokens
@@ -46,7 +48,9 @@ class Scorer:
         *,
         temperature: float,
     ) -> Column:
-        """The column on the policy's ranks; other ranks pass None for `batch` and get nothing."""
+        """Compute the column of `batch`. It is returned on the policy's ranks; other ranks pass
+        None as `batch` and get an empty column.
+        """
         if self.mesh is self.policy:
             assert self.role is not None and batch is not None
             return self.role.score(batch, packed, temperature=temperature)
@@ -79,7 +83,9 @@ class Scorer:
         ]
 
     def _describe(self, mine: Samples) -> tuple[np.ndarray, list[int], list[list[int]]]:
-        """(ids of the step's samples, their lengths, the ranks that have each), on every rank."""
+        """(ids of the step's samples, length of each, ranks that hold each), the same on every
+        rank.
+        """
         told = gather_objects((mine.ids, mine.lengths), self.everyone)
         ids = np.unique(np.concatenate([these for these, _ in told]))
         length_of: dict[int, int] = {}
@@ -92,7 +98,9 @@ class Scorer:
         return ids, [length_of[name] for name in names], [ranks_of[name] for name in names]
 
     def _deal(self, lengths: Sequence[int]) -> list[list[int]]:
-        """For each sample, the ranks that score it: those of the role with one data coordinate."""
+        """For each sample, the ranks that score it: all ranks of the role with the same
+        data-parallel index.
+        """
         layout = self.mesh.layout
         wanting: list[list[int]] = [[] for _ in lengths]
         for data, samples in enumerate(balance.split(lengths, layout.data)):
@@ -111,7 +119,7 @@ class Scorer:
         masks: dict[int, torch.Tensor],
         temperature: float,
     ) -> dict[int, torch.Tensor]:
-        """{sample: [length] scores} of the samples that this rank was sent."""
+        """{sample number: scores [length]} of the samples that were sent to this rank."""
         if self.role is None:
             return {}
         order = sorted(tokens)

@@ -35,16 +35,19 @@ from megarl.parallel.tensor import (
 
 @dataclass
 class _Work:
-    """What one call of `shard_model` is about."""
+    """State of one call of `shard_model`."""
 
     axis: Axis
     kv_heads: int
     shards: dict[str, Shard] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
-    """Modules with column-parallel layers, by name; the gradient of what enters them is summed."""
+    """{name: module} that contain column-parallel layers. The gradient of their input is summed
+    over the tensor-parallel ranks."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's part of a parameter, noted under its name."""
+        """This rank's shard of the parameter `whole`, split along `dim`; records the shard in
+        `shards`.
+        """
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
 
@@ -89,19 +92,19 @@ STYLES: dict[str, Callable[[_Work, str, Any, nn.Module], nn.Module]] = {
 
 
 WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
-"""What plans say of embedding and head."""
+"""Styles that transformers' tensor-parallel plans use for the embedding and the output head."""
 
 LINEAR_STYLES = ("colwise", "rowwise")
 
 
 def pattern(name: str) -> str:
-    """A module's name as plans write it: numbers of layers are `*`."""
+    """A module's name in the form of transformers' tensor-parallel plans: `*` for layer numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
-    """Cut `model` for this rank of `axis`, in place; the returned names are the parameters of which
-    it now holds a part.
+    """Shard `model` over the tensor-parallel ranks of `axis`, in place. Returns {parameter name:
+    shard} of the parameters of which this rank now holds a part.
     """
     if axis.size == 1:
         return {}
@@ -122,7 +125,9 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
 
 
 def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
-    """Raise `ValueError` where a layer to be replaced is more than we would replace it by."""
+    """Raise `ValueError` if a layer to be sharded is not exactly of class `wanted`: a subclass may
+    compute something else.
+    """
     if type(layer) is not wanted:
         raise ValueError(
             f"{name} is a {type(layer).__name__}, and only a plain {wanted.__name__} can be cut;"
@@ -131,8 +136,9 @@ def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -
 
 
 def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
-    """Raise `ValueError` where a parameter works on a part of the activations, but the plan does
-    not know: its gradient, and that of the input it shares, would be wrong without a sign."""
+    """Raise `ValueError` if a module with sharded layers has a further parameter that the plan does
+    not mention: the gradients of that parameter and of its input would be wrong.
+    """
     for owner, parent in work.owners.items():
         for path, layer in parent.named_modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear | SharedColumnLinear):
@@ -147,7 +153,9 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
 
 
 def _cut_words(model: PreTrainedModel, work: _Work) -> None:
-    """Embedding and head, which are one parameter where they are tied."""
+    """Shard the embedding and the output head along the vocabulary; tied weights stay one
+    parameter.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     _refuse_other("the model's embedding", embedding, nn.Embedding)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
@@ -161,13 +169,13 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
 
 
 def _name(model: nn.Module, wanted: nn.Module | None) -> str:
-    """The name of a module's weight."""
+    """Name of the weight of module `wanted` in `model`."""
     return next(f"{name}.weight" for name, module in model.named_modules() if module is wanted)
 
 
 def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
-    """How the words of the head are cut, or None where they are not. A tied head is cut like the
-    embedding.
+    """How the output head is sharded along the vocabulary; None if it is not. A tied head has the
+    shard of the embedding.
     """
     names = (
         _name(model, model.get_output_embeddings()),
@@ -177,14 +185,16 @@ def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | N
 
 
 def kv_heads(config: transformers.PretrainedConfig) -> int:
-    """Key-value heads of a model; as many as query heads where its configuration does not say."""
+    """Number of key-value heads of a model; equal to the query heads if the configuration does not
+    say.
+    """
     text = config.get_text_config()
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError` where a model cannot be cut over `tensor` ranks, with what to set
-    instead.
+    """Raise `ValueError`, with the setting to change, if the model cannot be sharded over `tensor`
+    ranks.
     """
     if tensor == 1:
         return

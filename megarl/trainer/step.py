@@ -24,10 +24,10 @@ def optimizer_step(
     micro_batches: Sequence[MicroBatch],
     loss: Callable[[MicroBatch], torch.Tensor],
 ) -> tuple[float, float]:
-    """Add up the gradients of all micro-batches and take one optimizer step.
+    """Accumulate the gradients of all micro-batches and take one optimizer step.
 
-    Returns (gradient norm before clipping, learning rate). Every rank of the role's mesh calls it
-    with the same number of micro-batches.
+    Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call it
+    together, with the same number of micro-batches.
     """
     for index, micro in enumerate(micro_batches):
         role.engine.backward(loss(micro), last=index == len(micro_batches) - 1)
@@ -35,10 +35,9 @@ def optimizer_step(
 
 
 class StepMetrics:
-    """Sums and maxima over the micro-batches of a step, then over ranks.
+    """Sums and maxima of metrics over the micro-batches of a step, then over the ranks.
 
-    All names are declared at the start: a rank without tokens takes part in the reduction with
-    zeros under the same names.
+    All names are declared at the start, so that a rank without tokens reduces the same names.
     """
 
     def __init__(
@@ -48,16 +47,18 @@ class StepMetrics:
         self._maxima = dict.fromkeys(maxima, torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add this micro-batch's values, which carry no gradient, to the sums of their names."""
+        """Add the values of a micro-batch, which carry no gradient, to the sums of the same
+        names.
+        """
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
     def maximum(self, name: str, value: torch.Tensor) -> None:
-        """Keep the larger of `value` and what was found so far; values are 0 or more."""
+        """Update the maximum `name` with `value`, which is not negative."""
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
 
     def reduce(self, axis: Axis) -> dict[str, float]:
-        """The sums and maxima over the ranks of `axis`, the same on each."""
+        """All sums and maxima, reduced over the ranks of `axis`; the same on each rank."""
         found = {}
         for values, over_ranks in ((self._sums, all_reduce), (self._maxima, all_reduce_max)):
             if values:

@@ -16,31 +16,31 @@ from transformers import PreTrainedModel
 from megarl.checkpoints.store import INDEX, WHOLE, Store, open_whole, refuse_others, refuse_untied
 
 RECOMPUTED = "rotary_emb.inv_freq"
-"""A buffer that old checkpoints carry, and every model computes from its config."""
+"""Suffix of a buffer that old checkpoints store; it is ignored, since every model recomputes it."""
 
 
 class Weights(Protocol):
-    """Whole tensors of a model."""
+    """Source of a model's parameters as whole tensors: a checkpoint, or random initialisation."""
 
     def flat(self, name: str) -> torch.Tensor:
-        """The whole tensor of parameter `name`, flat, on the CPU, in the source's dtype. Valid
+        """The whole tensor `name` as a flat CPU tensor in the dtype of the source. It is valid
         until the next call.
         """
         ...
 
     def has(self, name: str) -> bool:
-        """Whether a tensor `name` is stored; asked for buffers, which few checkpoints have."""
+        """Whether the source stores a tensor `name`. Asked for buffers, which few checkpoints
+        contain.
+        """
         ...
 
 
 class CheckpointWeights:
-    """The tensors of a Hugging Face checkpoint in safetensors, one file or several with an index,
-    mapped from disk.
-    """
+    """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped."""
 
     def __init__(self, path: str, model: PreTrainedModel) -> None:
-        """`model` is whole and on the meta device. Raises `ValueError`, which names the tensor or
-        file, unless the checkpoint has exactly its tensors.
+        """`model`: the whole model on the meta device. Raises `ValueError`, naming the tensor or
+        file, unless the checkpoint has exactly the model's tensors.
         """
         self.folder = _folder(path)
         self.store = open_whole(self.folder)
@@ -54,8 +54,8 @@ class CheckpointWeights:
 
 
 def _folder(path: str) -> Path:
-    """The folder of model `path`, which as a hub name is downloaded. Raises `ValueError` where it
-    has no weights in safetensors.
+    """The folder of the model at `path`; a hub name is downloaded first. Raises `ValueError` if the
+    model has no safetensors weights.
     """
     folder = Path(path)
     fix = (
@@ -81,8 +81,8 @@ def _folder(path: str) -> Path:
 def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:
     """{name in the model: name in the checkpoint} of parameters and persistent buffers.
 
-    A checkpoint of the base model alone lacks its prefix (`model.`, `transformer.`). Of tied
-    parameters one name is enough.
+    The names in a checkpoint of the base model lack the prefix (`model.`, `transformer.`). Of tied
+    parameters, one name is enough.
     """
     prefix = f"{model.base_model_prefix}."
     names = {}
@@ -117,18 +117,18 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
 
 
 class RandomWeights:
-    """Tensors drawn by the model's own initialisation, one module at a time, in float32.
+    """Random weights by the model's own initialisation, in float32, drawn one module at a time.
 
-    The generator of a module is seeded by `seed` and the module's name, so that a tensor does not
-    depend on which others are drawn, or in which order. A rank that owns a part of a tensor draws
-    all of it: every rank spends the time of drawing the model once.
+    Each module has its own generator, seeded by `seed` and the module's name, so a tensor does not
+    depend on which others are drawn, or in which order. A rank draws whole tensors, also where it
+    owns only a part.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """`model` is whole and on the meta device; it stays there."""
+        """`model`: the whole model on the meta device, where it stays."""
         self.model, self.seed = model, seed
         self._drawn: tuple[str, dict[str, torch.Tensor]] = "", {}
-        """Name and tensors of the module that was drawn last."""
+        """Name and tensors of the most recently drawn module."""
 
     def flat(self, name: str) -> torch.Tensor:
         owner, _, parameter = name.rpartition(".")
@@ -142,7 +142,7 @@ class RandomWeights:
 
     @torch.no_grad()
     def _draw(self, owner: str) -> dict[str, torch.Tensor]:
-        """Every parameter that module `owner` itself has."""
+        """Draw all parameters that belong directly to module `owner`."""
         module = self.model.get_submodule(owner)
         empty = dict(module.named_parameters(recurse=False))
         for name, parameter in empty.items():
@@ -164,7 +164,7 @@ class RandomWeights:
 
 
 def initialise(model: PreTrainedModel, owner: str) -> None:
-    """Have module `owner` of `model` initialised by the code of the model that it belongs to."""
+    """Run the initialisation code of the model class on module `owner` of `model`."""
     path, belongs_to = "", model
     for step in owner.split("."):
         path = f"{path}.{step}" if path else step
@@ -175,17 +175,17 @@ def initialise(model: PreTrainedModel, owner: str) -> None:
 
 
 def _blank(buffer: torch.Tensor) -> float | int:
-    """A value that no initialisation gives."""
+    """A value that no initialisation produces, to detect tensors that were not initialised."""
     return torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
-    """Give the buffers of `model` their values on `device`: those of the checkpoint where it has
-    them, else computed by the model's own initialisation, as `from_pretrained` does.
+    """Set the buffers of `model` on `device`: from the checkpoint if it stores them, otherwise by
+    the model's own initialisation, as `from_pretrained` does.
 
-    Call it while the parameters are still on the meta device: the initialisation of a module draws
-    its parameters too. Raises `ValueError` for a buffer that the model does not compute.
+    Call it while the parameters are on the meta device, since the initialisation of a module sets
+    its parameters too. Raises `ValueError` for a buffer that neither source provides.
     """
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))

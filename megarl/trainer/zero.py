@@ -38,12 +38,12 @@ OFFLOADED = (
     OffloadStateTypeEnum.lp_grads,
     OffloadStateTypeEnum.contiguous_grad_buffer,
 )
-"""What leaves the GPU while engines share it: all but the weights themselves."""
+"""What is moved to the CPU while colocated engines use the GPU: all states except the weights."""
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
-    """Rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule's curve
-    to `final_ratio`.
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak`, then
+    constant, or linear or cosine decay to `peak * final_ratio`.
     """
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
@@ -57,8 +57,8 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) 
 def deepspeed_config(
     config: TrainingConfig, num_data_ranks: int, *, trains: bool = True
 ) -> dict[str, object]:
-    """DeepSpeed's own settings for `config`. Accumulation is ours: its step boundary is set by
-    hand.
+    """The DeepSpeed configuration for `config`. Gradient accumulation is controlled by megarl,
+    which sets DeepSpeed's accumulation boundary itself.
     """
     zero: dict[str, object] = {"stage": config.zero_stage, "contiguous_gradients": True}
     if config.offload_optimizer and trains:
@@ -80,10 +80,10 @@ def deepspeed_config(
 
 
 class TrainEngine:
-    """A model on this rank: trained under DeepSpeed, or frozen.
+    """A model on this rank, trained under DeepSpeed, or frozen (`trains=False`).
 
-    A frozen model (`trains=False`) has no optimizer and no gradients. Under ZeRO 3 its parameters
-    are partitioned like a trained model's, else it is this rank's tensor shard without DeepSpeed.
+    A frozen model has no optimizer and no gradients. DeepSpeed is used for it only under ZeRO 3,
+    which partitions its parameters; otherwise it is a plain tensor-parallel shard.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class TrainEngine:
         total_steps: int = 0,
         trains: bool = True,
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run, for the learning rate's schedule; unused
-        where nothing `trains`.
+        """`total_steps`: optimizer steps of the whole run, for the learning-rate schedule; unused
+        for a frozen model.
         """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
         self.trains, self._module, self._files = trains, model, StateFiles()
@@ -111,10 +111,10 @@ class TrainEngine:
         if trains or config.zero_stage == 3:
             self._engine = self._initialise(model)
         self.steps_done = 0
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
 
     def _initialise(self, model: RoleModel) -> Any:
-        """DeepSpeed's engine for `model`, with an optimizer where it trains."""
+        """Create DeepSpeed's engine for `model`, with an optimizer unless the model is frozen."""
         config, optimizer = self.config, None
         if self.trains:
             optimizer = OPTIMIZERS[config.optimizer.kind](
@@ -140,15 +140,17 @@ class TrainEngine:
         return self._module
 
     def __call__(self, *args: object) -> Any:
-        """What the head computes of a micro-batch; without gradients where nothing trains."""
+        """Forward pass of a micro-batch: returns the head's output, without gradients for a frozen
+        model.
+        """
         if self.trains:
             return self._engine(*args)
         with torch.no_grad():
             return (self._engine or self._module)(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the gradients of this rank's part of the step's loss; `last` marks the step's last
-        micro-batch.
+        """Accumulate the gradients of `loss`, a term of the step's loss. `last`: whether it is from
+        the last micro-batch of the step.
         """
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed takes the mean over ranks where the loss is a sum over them.
@@ -166,7 +168,7 @@ class TrainEngine:
         )
 
     def step(self) -> tuple[float, float]:
-        """One optimizer step; returns (gradient norm before clipping, learning rate)."""
+        """Take one optimizer step; returns (gradient norm before clipping, learning rate)."""
         rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
@@ -183,9 +185,7 @@ class TrainEngine:
         return float(norm) if norm is not None else float("nan"), rate
 
     def _plain_norm(self) -> float:
-        """Gradient norm where DeepSpeed does not report it: float32 without ZeRO, where gradients
-        are whole.
-        """
+        """Gradient norm for float32 without ZeRO, where DeepSpeed does not report it."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
@@ -195,16 +195,16 @@ class TrainEngine:
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
 
     def full_score_weight(self) -> torch.Tensor:
-        """[1, H] weight of the head `value` or `scalar`; every rank calls it."""
+        """The whole [1, H] weight of the head `value` or `scalar`. All ranks call it together."""
         weight: Any = self.module.score.weight
         with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
             return weight.detach().clone()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) of every weight under its Hugging Face name; every rank must run it
-        to the end.
+        """Iterate over (Hugging Face name, whole tensor) of every weight. All ranks must exhaust
+        the iterator together.
 
-        The tensor is valid until the next one is asked for. Tied weights appear once.
+        A tensor is valid until the next one is requested. Tied weights appear once.
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
@@ -218,10 +218,10 @@ class TrainEngine:
                 )
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """What this rank keeps of every weight, flat and uncopied: its tensor shard, and under ZeRO
-        3 its slice of that.
+        """{name: flat tensor} of the part of every weight that this rank owns, without a copy: its
+        tensor-parallel shard, and under ZeRO 3 its slice of that shard. Nothing is gathered.
 
-        `megarl.parallel.reshard.owned.training_owned` says which part it is. Nothing is gathered.
+        `megarl.parallel.reshard.owned.training_owned` describes which part that is.
         """
         found = {}
         for name, parameter in self.module.model.named_parameters():
@@ -230,17 +230,16 @@ class TrainEngine:
         return found
 
     def offload(self) -> None:
-        """Move optimizer, master weights and gradients to the CPU's memory; the weights stay, to be
-        published.
+        """Move optimizer state, master weights and gradients to CPU memory. The weights stay on the
+        GPU, since they are published next.
 
-        Nothing where there is nothing to move: on the CPU, without ZeRO, or where the optimizer
-        lives on the CPU anyway.
+        Does nothing on the CPU, without ZeRO, or if the optimizer state is in CPU memory anyway.
         """
         if self._can_offload():
             self._engine.offload_states(include=OFFLOADED)
 
     def reload(self) -> None:
-        """The counterpart of `offload`; does nothing where nothing was moved."""
+        """Move back to the GPU what `offload` moved."""
         if self._can_offload():
             self._engine.reload_states()
 
@@ -253,11 +252,11 @@ class TrainEngine:
         )
 
     def save(self, folder: str) -> list[Path]:
-        """Write this rank's part of model and optimizer state in DeepSpeed's format, and return the
-        files; raises `OSError` where one cannot be written.
+        """Write this rank's part of model and optimizer state in DeepSpeed's format; returns the
+        paths. Raises `OSError` if a file cannot be written.
 
-        DeepSpeed waits for all ranks after writing, so a rank that cannot write must not leave
-        before that.
+        The error is raised only after DeepSpeed has synchronised all ranks: otherwise they would
+        wait for this one.
         """
         self._files.begin()
         self._engine.save_checkpoint(
@@ -268,7 +267,9 @@ class TrainEngine:
         return self._files.written
 
     def load(self, folder: str) -> None:
-        """The counterpart of `save`; the caller has checked the files' digests."""
+        """Restore what `save` wrote. The caller has checked the digests of the files. Raises
+        `ValueError` if the checkpoint has no state for this layout.
+        """
         path, client = self._engine.load_checkpoint(folder, tag="state")
         if path is None:
             raise ValueError(

@@ -37,7 +37,7 @@ class UpdateInfo:
 
     version: int
     timeout_s: float
-    """Seconds until the engine gives up."""
+    """Seconds after which the engine gives up waiting for the version."""
 
 
 class BucketReceiver:
@@ -92,10 +92,11 @@ class BucketReceiver:
 
 
 class Modules:
-    """Collects parameters until all those of one module are there: engines rebuild whole modules.
+    """Collects parameters from the buckets until all parameters of a module have arrived, since
+    engines rebuild whole modules.
 
-    Only a parameter that spans several buckets is copied; the copy is freed once its module is
-    complete.
+    Parameters are copied only if the module spans several buckets. The copies are freed once the
+    module is complete.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -108,9 +109,10 @@ class Modules:
     def complete(
         self, buffers: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """(module path, {parameter name in it: flat tensor}) of each module that is now complete.
+        """Add the flat `buffers` of `bucket`. Yields (module path, {parameter name in the module:
+        flat tensor}) for each module that is now complete.
 
-        `buffers` are the bucket's; the results are valid until the next bucket.
+        The tensors are valid until the next bucket is received.
         """
         for path in dict.fromkeys(name.rpartition(".")[0] for name in buffers):
             members, ready = self._members[path], {}

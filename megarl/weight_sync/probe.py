@@ -15,11 +15,11 @@ import torch
 from megarl.types import Samples
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Largest log-prob difference by dtype that is taken for rounding.
+"""{dtype: largest log-prob difference between trainer and engine that is accepted as rounding}.
 
-On random tokens a trained model amplifies rounding: in float32 transformers' own log-probs differ
-from its float64 ones by up to 1.1e-4 on the quick start's models (docs/results.md), the trainer's
-by 2e-6, and another machine's kernels by as much as float64.
+The tolerance is far above the usual difference, since a trained model amplifies rounding on random
+tokens. Compared with float64, float32 log-probs of transformers differ by up to 1.1e-4 on the quick
+start's models (docs/results.md).
 """
 
 PROBE_TOKENS = 48

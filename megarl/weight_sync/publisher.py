@@ -105,14 +105,14 @@ class Publisher:
         )
 
     def publish(self, version: int) -> dict[str, float]:
-        """Bring weight version `version` to every engine. Collective; returns metrics.
+        """Send weight version `version` to every engine. All trainer ranks call it together;
+        returns metrics.
 
         Engines lost during the transfer are replaced and the version is sent again, up to
         `weight_sync.replacements` times.
 
-        Raises:
-            RuntimeError: on every rank, where an engine does not answer in time, has other bytes
-                than were sent, or scores the probe differently from the trainer.
+        Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
+        than were sent, or scores the probe differently from the trainer.
         """
         started_at, replaced = time.monotonic(), 0
         while True:

@@ -114,7 +114,8 @@ class Owned:
         self.sizes[buffer] = offset + box.area
 
     def slice(self, part: int, parts: int) -> Owned:
-        """What ZeRO 3 leaves on rank `part` of `parts`: ceil(size / parts) elements of a buffer.
+        """The slice of every buffer that rank `part` of `parts` keeps under ZeRO 3: ceil(size /
+        parts) elements, fewer in the last slices.
 
         DeepSpeed's padding at the end of the last slice is not included.
         """
@@ -191,7 +192,9 @@ def empty_buffers(owned: Owned, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def scatter(owned: Owned, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A rank's buffers filled from whole tensors {name: tensor}."""
+    """The filled buffers {buffer: flat tensor} of a rank that owns `owned`, from whole tensors
+    {name: tensor}.
+    """
     dtype = next(iter(whole.values())).dtype
     buffers = empty_buffers(owned, dtype)
     for piece in owned.pieces:

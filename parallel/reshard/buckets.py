@@ -119,7 +119,9 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
 
 
 def _widths(owned: Owned) -> dict[str, int]:
-    """{buffer: elements of a row}, 0 for a buffer without equal whole rows (a slice)."""
+    """{buffer: number of elements in a row}; 0 for a buffer that does not hold whole rows of equal
+    length, such as a ZeRO slice.
+    """
     found = dict.fromkeys(owned.sizes, -1)
     for piece in owned.pieces:
         fits = found[piece.buffer] in (-1, piece.stride) and piece.offset % piece.stride == 0
@@ -130,7 +132,9 @@ def _widths(owned: Owned) -> dict[str, int]:
 def _parts(
     name: str, size: int, width: int, itemsize: int, limit_bytes: int
 ) -> list[tuple[str, int, int]]:
-    """(buffer, first element, elements) of each part of a buffer; a small one is a single part."""
+    """Split buffer `name` of `size` elements into parts of whole rows of at most `limit_bytes`:
+    [(name, first element, number of elements)]. A buffer without equal rows is not split.
+    """
     if size * itemsize <= limit_bytes or width <= 0:
         return [(name, 0, size)]
     step = max(1, limit_bytes // (width * itemsize)) * width

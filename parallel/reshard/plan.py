@@ -72,8 +72,9 @@ class Plan:
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Fewest bytes that any plan could move: needed by destinations, not in their own
-        memory."""
+        """Lower bound on the bytes that any plan must move: what destinations need and do not have
+        in their own memory.
+        """
         wanted = 0
         for rank, owned in enumerate(self.destinations):
             here = self.local.get(rank)
@@ -196,7 +197,9 @@ def _regions(
 
 
 def _grain(destinations: Sequence[Owned]) -> int:
-    """Elements that are assigned to a source at once; few, so that shares are even."""
+    """Size, in elements, of the regions into which shared tensors are split. The size is small
+    compared with the total, so that the load of the sources is even.
+    """
     return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
 
 

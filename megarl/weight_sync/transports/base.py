@@ -27,8 +27,8 @@ from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 
 Watch = Callable[[], None]
-"""Called again and again in every wait. Raises to end the wait: deadline, lost engine, failed rank.
-"""
+"""A function that a waiting transport calls repeatedly. It raises to end the wait: deadline passed,
+engine lost, or another rank failed."""
 
 
 GIVEN_UP = "another process gave this version up"
@@ -36,7 +36,9 @@ GIVEN_UP = "another process gave this version up"
 
 
 class Sender(Protocol):
-    """A trainer rank's half of a transport; built with (route, world axis, weight_sync.folder)."""
+    """Interface of the trainer rank's side of a transport. The constructor takes (route, axis of
+    all ranks, weight_sync.folder).
+    """
 
     SHARED: bool
     """True if all engines read the same memory, so that each bucket is sent once for all
@@ -49,9 +51,9 @@ class Sender(Protocol):
         ...
 
     def begin(self, version: int) -> None:
-        """Prepare to send a weight version, whatever became of the last one.
+        """Prepare to send a weight version, also after an aborted one.
 
-        Collective: returns once all ranks are ready, and raises errors on all ranks.
+        All ranks call it together. It returns once all are ready, and raises errors on all ranks.
         """
         ...
 
@@ -63,9 +65,8 @@ class Sender(Protocol):
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send a bucket after its targets have been written.
-
-        After the last one wait for delivery.
+        """Send a bucket, after its memory from `reserve` has been written. The call for the last
+        bucket waits until the version is delivered.
         """
         ...
 
@@ -84,12 +85,15 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """An engine rank's half; built with (route, engine number, tensor rank, sender's init_info)."""
+    """Interface of the engine rank's side of a transport. The constructor takes (route, engine
+    number, tensor-parallel rank, the sender's init_info).
+    """
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version with its memory block, uint8 [bucket.num_bytes], in order.
+        """Iterate over the buckets of a version: (bucket, memory block, uint8 [bucket.num_bytes]),
+        in order.
 
-        A block is valid until the next bucket is asked for. Raises `Aborted`, or what `watch`
+        A block is valid until the next bucket is requested. Raises `Aborted`, or what `watch`
         raises.
         """
         ...
@@ -100,4 +104,6 @@ class Receiver(Protocol):
 
 
 class Aborted(RuntimeError):
-    """Another rank abandoned this weight version; that rank reports the reason."""
+    """Raised on a rank because another rank abandoned this weight version; that other rank reports
+    the reason.
+    """

@@ -23,9 +23,11 @@ from megarl.weight_sync.transports.base import Watch
 # Positions in the arguments that `reduce_tensor` makes for `rebuild_cuda_tensor`; the other
 # arguments are known for a tensor of bytes.
 HANDLE = slice(7, 10)
-"""Positions of (storage handle, bytes, first byte) in the arguments of `rebuild_cuda_tensor`."""
+"""Indices, in the arguments of torch's `rebuild_cuda_tensor`, of (CUDA IPC handle of the storage,
+size of the storage in bytes, offset of the tensor in bytes)."""
 EVENTS = slice(11, 15)
-"""Positions of (reference counter's handle, its offset, event handle, whether to wait for it)."""
+"""Indices, in the arguments of torch's `rebuild_cuda_tensor`, of (handle of the reference counter,
+offset of the reference counter, event handle, whether to wait for the event)."""
 
 
 def _require_gpu() -> None:

@@ -77,7 +77,9 @@ class _Attempt:
         self.stop = root / f"aborted.{number}"
 
     def until(self, ready: Callable[[], bool], watch: Watch) -> None:
-        """Poll until `ready()`. Raises `Aborted` for an aborted attempt, or what `watch` raises."""
+        """Poll until `ready()` is true. Raises `Aborted` if the attempt was aborted, or what
+        `watch` raises.
+        """
         wait_until(ready, self.stop.exists, watch, longest_pause_s=LONGEST_PAUSE_S)
 
 
@@ -250,7 +252,9 @@ class Receiver:
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version with its memory block, read once the version is complete."""
+        """Iterate over the buckets of a version with their memory blocks, once the version is
+        completely written.
+        """
         attempt = self._find_attempt(version, watch)
         attempt.until(attempt.folder.exists, watch)
         for bucket in self._route.buckets:

@@ -61,7 +61,9 @@ class Task:
         return self._done.is_set()
 
     def result(self) -> Any:
-        """The result of the thread's function, or raise its error; only once `done`."""
+        """Return the result of the thread's function, or raise its error. Call it only once `done`
+        is true.
+        """
         if self._error is not None:
             raise self._error
         return self._result
@@ -108,7 +110,7 @@ class InFlight(Task):
                 work.wait()
 
     def cancel(self) -> None:
-        """End these messages. Under gloo this ends every message of the group, for good."""
+        """Cancel these messages. Under gloo this permanently ends every message of the group."""
         self._cancelled = True
         # Of every message: timing out on one that has completed cancels no other.
         for work in self.works.values():
@@ -183,9 +185,8 @@ class P2PGroup:
         return int(self._store.get(key)) if self._has([key]) else None
 
     def join(self, watch: Watch) -> None:
-        """Join the process group that this attempt uses.
-
-        All ranks meet only where it is a new one.
+        """Join the process group of this attempt. If the group is a new one, the call waits for all
+        its ranks.
         """
         key = f"group/{self.attempt}"
         self.until(lambda: self._has([key]), watch, ABORT_POLL_S / 2)
@@ -254,7 +255,9 @@ class P2PGroup:
         self._group_number, self._group = 0, None
 
     def until(self, ready: Callable[[], bool], watch: Watch, longest_pause_s: float = 2e-3) -> None:
-        """Poll until `ready()`. Raises `Aborted` for an aborted attempt, or what `watch` raises."""
+        """Poll until `ready()` is true. Raises `Aborted` if the attempt was aborted, or what
+        `watch` raises.
+        """
 
         def aborted() -> bool:
             now = time.monotonic()

@@ -38,7 +38,9 @@ SLOTS = 2
 
 
 class Sender:
-    """Trainer rank's half of the transport `point_to_point`; rank 0 hosts the store for meeting."""
+    """Trainer rank's half of the transport `point_to_point`. Rank 0 hosts the key-value store
+    through which the ranks connect.
+    """
 
     SHARED = False
     LOCAL = False
@@ -77,8 +79,9 @@ class Sender:
         }
 
     def begin(self, version: int) -> None:
-        """Prepare to send a version: start a new attempt, whose number marks all reports about
-        it."""
+        """Prepare to send a version: start a new attempt with a new number, which ranks add to
+        their reports.
+        """
         barrier(self._axis)
         if self._axis.rank == 0:
             self._stale = self._stale or bool(self._group.get(f"aborted/{self._group.attempt}"))
@@ -125,8 +128,8 @@ class Sender:
         self._group.leave()
 
     def _join(self, watch: Watch) -> None:
-        """Once per attempt, join the process group that rank 0 names: the last one, or a new one
-        after an abort or a replaced engine.
+        """Once for each attempt, join the process group that rank 0 names. It is the previous
+        group, or a new one after an abort or a replaced engine.
         """
         if self._joined == self._group.attempt:
             return
@@ -193,7 +196,9 @@ class Receiver:
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket of a version with its memory block; the next one is received meanwhile."""
+        """Iterate over the buckets of a version with their memory blocks. While a bucket is used,
+        the next one is received.
+        """
         attempt = self._group.get("attempt")
         assert attempt, "senders begin first"
         self._group.attempt = attempt

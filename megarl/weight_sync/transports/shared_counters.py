@@ -38,7 +38,9 @@ def wait_until(
     *,
     longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> None:
-    """Poll until `ready()` is true. Raises `Aborted` if `aborted()` is, or what `watch` raises."""
+    """Poll until `ready()` is true. Raises `Aborted` once `aborted()` is true, or what `watch`
+    raises.
+    """
     pause = FIRST_PAUSE_S
     while not ready():
         if aborted():
@@ -113,7 +115,9 @@ class SharedCounters:
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: Watch) -> None:
-        """Poll until `ready()`. Raises `Aborted` for a set stop flag, or what `watch` raises."""
+        """Poll until `ready()` is true. Raises `Aborted` if the stop flag is set, or what `watch`
+        raises.
+        """
         wait_until(ready, lambda: bool(self._counters[0]), watch)
         self._memory_barrier()
 
