@@ -111,6 +111,11 @@ class RunConfig:
             "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is"
             " used; leave them out, or set algorithm.kl.coefficient above 0",
         )
+        require(
+            bool(self.reference.model.path) or self.reference.model == ModelConfig(),
+            "reference.model has settings but no path, so that they would do nothing; set"
+            " reference.model.path, or leave reference.model out",
+        )
         overlong = self.environment.overlong
         require(
             overlong.limit_tokens <= self.rollout.max_new_tokens,
@@ -219,10 +224,10 @@ def refuse_renamed(tree: object, *, where: str) -> None:
     """Raise `ValueError` with the new name for every old key of `RENAMED` in nested dicts."""
     found = []
     for old, new in RENAMED.items():
-        node = tree
-        for part in old.split("."):
+        node, *inner = tree, *old.split(".")
+        for part in inner[:-1]:
             node = node.get(part) if isinstance(node, dict) else None
-        if node is not None:
+        if isinstance(node, dict) and inner[-1] in node:
             found.append(f"{old} is now {new}")
     require(not found, f"{where}: {'; '.join(found)}; write the new name")
 

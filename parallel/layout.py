@@ -83,6 +83,10 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
             f"{name}.ranks is {list(ranks)}, but each must be named once and be one of the"
             f" {num_ranks} ranks of this run; set it to some of 0 to {num_ranks - 1}"
         )
+    if list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"{name}.ranks is {list(ranks)}; set it in ascending order: {sorted(ranks)}"
+        )
     if layout.size != len(ranks):
         raise ValueError(
             f"{name}.layout is {layout} = {layout.size} ranks, but {name} has {len(ranks)}:"

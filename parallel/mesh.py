@@ -111,6 +111,9 @@ class ProcessMesh:
         if layout.sequence % ulysses:
             raise ValueError(f"ulysses {ulysses} does not divide the sequence axis of {layout}")
         self.layout = layout
+        if list(self.ranks) != sorted(self.ranks):
+            # torch orders the ranks of a process group by number, whatever order it is given.
+            raise ValueError(f"a mesh takes its ranks in ascending order, not {list(self.ranks)}")
         self.is_member = dist.get_rank() in self.ranks
         """Whether this process is one of the mesh's ranks."""
         self.rank = self.ranks.index(dist.get_rank()) if self.is_member else -1

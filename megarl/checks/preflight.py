@@ -63,7 +63,7 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
 
     With `new` False (evaluation), run folder, engine placement and checkpoints are not checked.
     """
-    ranks = policy_ranks(config, num_ranks)
+    ranks = policy_ranks(config, num_ranks) if new else tuple(range(num_ranks))
     layout = check_layout(config.training, len(ranks))
     samples = (
         config.rollout.groups_per_step
@@ -79,7 +79,9 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         check_folder(config.folder, resume=config.resume)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
-    reference = check_reference(config, hf, RolePlace(ranks, layout), num_ranks)
+    reference = None
+    if new and config.algorithm.kl.coefficient > 0:
+        reference = check_reference(config, hf, RolePlace(ranks, layout), num_ranks)
     check_verifier(config.environment)
     # Rank 0 reads for all: it hands the prompts to the rollout service, the only one to use them.
     reads = rank() == 0

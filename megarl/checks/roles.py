@@ -55,6 +55,18 @@ def check_reference(
     """Ranks and layout of the reference model. Raises `ValueError` if its model does not fit its
     layout or has another vocabulary than the policy (`hf`: config.json of the policy's model).
     """
+    stage, training = config.reference.zero_stage, config.training
+    require(
+        stage != 0 or (training.precision == "float32" and not training.offload_optimizer),
+        f"reference.zero_stage is 0, but training.precision is '{training.precision}' and"
+        f" training.offload_optimizer {training.offload_optimizer}, which need ZeRO; set"
+        " reference.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",
+    )
+    require(
+        not config.reference.ranks or config.rollout.placement != "colocated",
+        f"reference.ranks is {list(config.reference.ranks)} and rollout.placement 'colocated',"
+        " where engines share the GPUs of all ranks; leave reference.ranks out",
+    )
     place = place_role("reference", config.reference, policy=policy, num_ranks=num_ranks)
     if config.reference.model.path:
         theirs = load_model_config(config.reference.model)

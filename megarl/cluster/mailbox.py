@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from megarl.errors import EngineLost
 from megarl.types import Segment, TokenArrays
@@ -70,15 +70,19 @@ class Failure:
     message: str
 
 
-def fetch(arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
+def fetch(arrays: Sequence[StoredArrays], timeout_s: float) -> list[TokenArrays]:
     """Read token arrays from Ray's object store, without a copy, in the order of the references.
 
-    Has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if the node that stored the
-    arrays is lost.
+    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if
+    the node that stored the arrays is lost, or they do not arrive within `timeout_s`.
     """
     refs = list({one.ref: None for one in arrays})
     try:
-        found = dict(zip(refs, ray.get(refs), strict=True))
+        found = dict(zip(refs, ray.get(refs, timeout=timeout_s), strict=True))
+    except GetTimeoutError:
+        raise RuntimeError(
+            f"the token arrays of {len(arrays)} segments did not arrive within {timeout_s:g} s"
+        ) from None
     except ObjectLostError as error:
         raise RuntimeError(
             f"token arrays were lost with the node that held them: {error}"

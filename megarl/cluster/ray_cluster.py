@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -165,7 +166,7 @@ class RolloutClient:
             self._service.take.remote(step, self._data_rank),
             f"waiting for the rollouts of step {step}",
         )
-        return assemble(plan, fetch)
+        return assemble(plan, partial(fetch, timeout_s=self._deadline_s))
 
     def release(self, step: int) -> None:
         """Tell the service that `step` is trained and weight version `step + 1` is on the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -128,7 +129,8 @@ class RemoteEnvironment:
         return await self._mailbox.ask(("cut_off", {"key": key, "num_tokens": num_tokens}))
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        return [await self._mailbox.ask(("text", {}), [part.arrays]) for part in segments]
+        asked = (self._mailbox.ask(("text", {}), [part.arrays]) for part in segments)
+        return list(await asyncio.gather(*asked))
 
     async def close(self) -> None:
         """End the worker processes and the actor."""

@@ -57,8 +57,9 @@ class ServingParts:
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
     """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
     mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
+    num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
     if not mesh.is_member:
-        scorers = make_scorers(context, config, inputs)
+        scorers = make_scorers(context, config, inputs, num_held_out)
         first_step = broadcast_object(0, all_ranks())
         return ServingParts(config, first_step, scorers)
     # Engines take longest to start: they load while this process builds the policy.
@@ -66,7 +67,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     updates = config.steps * config.training.num_mini_batches
     policy = context.role("policy", config.model, optimizer_steps=updates)
     learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
-    scorers = make_scorers(context, config, inputs)
+    scorers = make_scorers(context, config, inputs, num_held_out)
     checkpoints = context.checkpoints(policy.engine)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
@@ -89,7 +90,6 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         seed=config.seed,
     )
     stack.callback(publisher.close)
-    num_held_out = broadcast_object(len(inputs.held_out or ()), mesh.world)
     return Parts(
         config=config,
         first_step=first_step,
@@ -112,7 +112,19 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     return patience_s(config, max(requests, num_held_out))
 
 
-def make_scorers(context: RunContext, config: RunConfig, inputs: RunInputs) -> dict[str, Scorer]:
+def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
+    """Seconds from one batch to the next, seen from a rank that only scores: rollouts, training, a
+    publish with its repetitions, evaluations, and before the first step the engines' start.
+    """
+    publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
+    start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s
+    collectives_s = 2 * config.training.collective_timeout_s
+    return 3 * rollout_deadline_s(config, num_held_out) + publish_s + start_s + collectives_s
+
+
+def make_scorers(
+    context: RunContext, config: RunConfig, inputs: RunInputs, num_held_out: int
+) -> dict[str, Scorer]:
     """{column name: scorer} of the frozen roles that the algorithm needs. All ranks of the job call
     it together.
     """
@@ -123,7 +135,7 @@ def make_scorers(context: RunContext, config: RunConfig, inputs: RunInputs) -> d
     if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
         mesh = context.make_mesh(place)
         # Its ranks wait for the policy's, which wait for rollouts.
-        everyone = all_ranks(timeout_s=rollout_deadline_s(config, 0))
+        everyone = all_ranks(timeout_s=step_deadline_s(config, num_held_out))
     role = None
     if mesh.is_member:
         model, training = config.reference.model, config.training

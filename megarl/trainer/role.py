@@ -20,6 +20,7 @@ from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard, whole_shapes
 from megarl.trainer.build import build_network
+from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
 from megarl.trainer.packing import pack_mini_batch, pack_shared
@@ -54,6 +55,7 @@ class Role:
         optimizer.
         """
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
+        drop_stale_locks()  # DeepSpeed compiles at first use, and would wait for them
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             confine(mesh)
         self.engine = TrainEngine(

@@ -15,7 +15,7 @@ from support.tiny import groups, write_model
 PLACES = {
     "other layout on the same ranks": (range(4), (4, 1, 1), range(4), (1, 2, 2)),
     "one rank of its own": (range(3), (3, 1, 1), [3], (1, 1, 1)),
-    "ranks of its own in another order": ([0, 2], (1, 1, 2), [3, 1], (1, 2, 1)),
+    "ranks that alternate": ([0, 2], (1, 1, 2), [1, 3], (1, 2, 1)),
     "more ranks than the policy": ([1], (1, 1, 1), [0, 2, 3], (3, 1, 1)),
 }
 HEADS = {"value": [(2, 1, 1), (1, 2, 1), (1, 1, 2)], "scalar": [(2, 1, 1), (1, 2, 1), (1, 1, 2)]}

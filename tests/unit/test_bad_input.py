@@ -93,6 +93,48 @@ CASES = {
         ["training.mini_batches is now training.num_mini_batches"],
         arguments=["--training.mini_batches", "1"],
     ),
+    "renamed key without a value": Case(["publish is now weight_sync"], {"publish": None}),
+    "a reference that nothing uses": Case(
+        ["reference has settings", "algorithm.kl.coefficient"], {"reference.zero_stage": 3}
+    ),
+    "a reference's layout exceeds its ranks": Case(
+        ["reference.layout is", "= 2 ranks", "reference has 1"],
+        {
+            "algorithm.kl.coefficient": 0.1,
+            "reference.ranks": [1],
+            "reference.layout.tensor": 2,
+            "reference.layout.data": 1,
+        },
+        environment=RANKS,
+    ),
+    "a reference on ranks that are not there": Case(
+        ["reference.ranks is [5]", "2 ranks of this run"],
+        {"algorithm.kl.coefficient": 0.1, "reference.ranks": [5]},
+        environment=RANKS,
+    ),
+    "a reference on ranks in another order": Case(
+        ["reference.ranks is [2, 1]", "ascending order: [1, 2]"],
+        {"algorithm.kl.coefficient": 0.1, "reference.ranks": [2, 1]},
+        environment=RANKS | {"WORLD_SIZE": "3"},
+    ),
+    "a reference on rank 0": Case(
+        ["reference.ranks is [0]", "rank 0 is the policy's"],
+        {"algorithm.kl.coefficient": 0.1, "reference.ranks": [0]},
+        environment=RANKS,
+    ),
+    "a reference's settings without its path": Case(
+        ["reference.model has settings but no path"],
+        {"algorithm.kl.coefficient": 0.1, "reference.model.from_scratch": True},
+    ),
+    "a reference without ZeRO beside a policy that needs it": Case(
+        ["reference.zero_stage is 0", "bfloat16"],
+        {
+            "algorithm.kl.coefficient": 0.1,
+            "reference.zero_stage": 0,
+            "training.precision": "bfloat16",
+            "training.zero_stage": 2,
+        },
+    ),
     "misspelt key": Case(
         ["did you mean 'learning_rate'"], {"training.optimizer.learning_rat": 1e-4}
     ),
