@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What was written, as rows."""
+    """(label, text) lines that describe the files a command has written."""
     for name, value in found.items():
         if isinstance(value, list):
             value = ", ".join(value) or "none"

@@ -74,7 +74,7 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each round."""
+    """Time `args.rounds` runs after one that is not counted; returns their seconds and spread."""
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "data"
         subprocess.run([sys.executable, "tools/make_addition.py", str(data)], cwd=ROOT, check=True)
