@@ -78,7 +78,9 @@ class Documents:
 
 
 def causal(scale: float) -> dict[str, Any]:
-    """Keyword arguments that make torch's `varlen_attn` causal."""
+    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
+    `scale`.
+    """
     return {"scale": scale, "window_size": (-1, 0)}
 
 

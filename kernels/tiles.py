@@ -164,7 +164,9 @@ def visits(
 
 @dataclass(frozen=True)
 class Work:
-    """Work list of the Triton block for one pair of queries and keys."""
+    """Which tiles of queries and keys the Triton attention kernel computes, for one block of
+    queries and one block of keys.
+    """
 
     queries: Positions
     keys: Positions

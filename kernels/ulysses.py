@@ -85,8 +85,8 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output of the group's tokens for this rank's heads -> of this rank's tokens for all
-    heads.
+    """Attention output: (all tokens of the group, this rank's heads) -> (this rank's tokens, all
+    heads).
     """
 
     @staticmethod

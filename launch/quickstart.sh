@@ -24,7 +24,7 @@ say "1/3  problems and demonstrations"
 python tools/make_addition.py "$folder/data"
 
 say "2/3  supervised fine-tuning from random weights: the format is learned, most of the reasoning is wrong"
-python -m megarl sft launch/recipes/quickstart_sft.yaml --seed "$seed"
+python -m megarl sft launch/recipes/quickstart_sft.yaml --seed "$seed" >"$folder/sft_summary.json"
 
 say "3/3  DAPO: only the answer is rewarded; 500 held-out problems before and after"
 python -m megarl train launch/recipes/quickstart.yaml --seed "$seed" >"$folder/summary.json"

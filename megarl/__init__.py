@@ -1,5 +1,49 @@
 """megarl: reinforcement learning of language models on long chains of thought, under any parallel
 layout.
+
+From Python: `from megarl import RunConfig, load_recipe, train` and so on; see docs/api.md. Names
+are imported at first use, so that `import megarl` imports nothing else.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.api import (
+        Result,
+        evaluate,
+        load_recipe,
+        open_run,
+        preference,
+        reward_model,
+        sample,
+        sft,
+        train,
+    )
+    from megarl.config import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "PreferenceConfig",
+    "Result",
+    "RewardModelConfig",
+    "RunConfig",
+    "SftConfig",
+    "evaluate",
+    "load_recipe",
+    "open_run",
+    "preference",
+    "reward_model",
+    "sample",
+    "sft",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, from `megarl.api`."""
+    if name not in __all__:
+        raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module("megarl.api"), name)

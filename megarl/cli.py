@@ -1,4 +1,5 @@
-"""The command line: `megarl train | sft | eval | launch | doctor`; `python -m megarl` is the same.
+"""The command line: `megarl train | sft | preference | eval | launch | report`, also as
+`python -m megarl`.
 
     megarl train RECIPE.yaml [--section.key value ...] [--print-config]
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
@@ -9,27 +10,28 @@ signal, 1 any other error.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
+from megarl import console, signals
 from megarl.errors import UserError
+from megarl.quick_imports import quick_imports
+from megarl.schema import shortened
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals on which a run stops its processes and exits."""
+LONGEST_MESSAGE = 2000
+"""Characters of an error message; a text of the user's that it repeats may be longer."""
 
 END_WITHIN_S = 6.0
 """Seconds after a signal until everything this process started has ended, by force if need be."""
+
+SAVED_AND_ENDED_WITHIN_S = signals.SAVE_WITHIN_S + 1.0
+"""The same for a command that saves a checkpoint first."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,54 @@ COMMANDS = {
         config="RunConfig",
         check="megarl.checks.preflight:check_train",
         run="megarl.loops.rl:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
     ),
     "sft": Command(
         summary="supervised fine-tuning",
         config="SftConfig",
-        check="megarl.checks.preflight:check_sft",
+        check="megarl.checks.supervised:check_sft",
         run="megarl.loops.sft:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
+    ),
+    "preference": Command(
+        summary="learn from pairs of responses: DPO and its relatives",
+        config="PreferenceConfig",
+        check="megarl.checks.supervised:check_preference",
+        run="megarl.loops.preference:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
+    ),
+    "reward-model": Command(
+        summary="train a reward model on pairs of responses",
+        config="RewardModelConfig",
+        check="megarl.checks.supervised:check_reward_model",
+        run="megarl.loops.reward_model:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
     ),
     "eval": Command(
-        summary="score a model on the recipe's held-out problems",
+        summary="score models on held-out problems, with pass@k of several samples",
         config="RunConfig",
-        check="megarl.checks.preflight:check_eval",
+        check="megarl.checks.evaluation:check_eval",
         run="megarl.loops.evaluate:main",
+    ),
+    "sample": Command(
+        summary="best of n responses, or pairs of them, as a data set",
+        config="RunConfig",
+        check="megarl.checks.sampling:check_sample",
+        run="megarl.loops.sample:main",
     ),
     "launch": Command(
         summary="a recipe of train on one node: Ray, engines and ranks (--help)",
         run="megarl.cluster.launch:main",
         end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
+    ),
+    "report": Command(
+        summary="write a run folder's report.html again (megarl report RUN)",
+        run="megarl.observe.report:main",
+    ),
+    "torchrun": Command(
+        summary="a training command on several ranks: --nproc-per-node N train RECIPE.yaml",
+        run="megarl.parallel.torchrun:command",
+        end_within_s=90.0,
     ),
     "doctor": Command(
         summary="what this machine has, and whether it is enough",
@@ -98,6 +131,7 @@ def usage() -> str:
             "",
             "  --print-config   print the resolved recipe and stop",
             "  --check          check everything that can be checked without starting, and stop",
+            "  --check --ranks N     the same for a run of N ranks, without starting them",
             "  --help           after a recipe: every key with its meaning",
         ]
     )
@@ -110,75 +144,25 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(usage())
         sys.exit(0 if arguments else 2)
     command, rest = arguments[0], arguments[1:]
+    if sys.flags.optimize > 1:
+        fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
     if command not in COMMANDS:
         fail(f"unknown command {command!r}; use {', '.join(COMMANDS)}")
-    _guard(COMMANDS[command].end_within_s)
-    for number in SIGNALS:
-        signal.signal(number, _end)
+    signals.guard(COMMANDS[command].end_within_s)
+    signals.handle()
     try:
         code = dispatch(command, rest)
     except UserError as error:
         fail(str(error))
+    except console.Reported:
+        code = 1
     except Exception:
         # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()
         code = 1
-    except Ended as ended:
+    except signals.Ended as ended:
         code = 128 + ended.number
     leave(code)
-
-
-class Ended(BaseException):
-    """SIGTERM or Ctrl-C: raised like an error, so that everything that was started is stopped."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Signal handler: raise `Ended` at the first signal and ignore later ones.
-
-    `_guard` limits how long the process takes to end.
-    """
-    for known in SIGNALS:
-        signal.signal(known, signal.SIG_IGN)
-    raise Ended(number)
-
-
-def _guard(within_s: float) -> None:
-    """Start the thread that ends this process at most `within_s` seconds after a signal.
-
-    Python runs signal handlers only between its own instructions, so a process inside a library's C
-    code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
-    """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-
-    def wait() -> None:
-        while True:
-            number = ours.recv(1)[0]
-            if number in SIGNALS:
-                time.sleep(within_s)
-                _end_now(number, within_s)
-
-    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _end_now(number: int, within_s: float) -> None:
-    """Kill all child processes and exit: the regular way out hangs, for example in a collective."""
-    import psutil
-
-    print(
-        f"megarl: still running {within_s:g} s after signal {number}: killing child processes",
-        file=sys.stderr,
-        flush=True,
-    )
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(128 + number)
 
 
 def dispatch(name: str, rest: list[str]) -> int:
@@ -191,6 +175,7 @@ def dispatch(name: str, rest: list[str]) -> int:
         return load(command.run)(rest)
     flags = {flag for flag in ("--print-config", "--check") if flag in rest}
     rest = [word for word in rest if word not in flags]
+    ranks = _take_ranks(rest) if "--check" in flags else None
     if not rest or rest[0].startswith("-"):
         raise UserError(
             f"megarl {name} needs a recipe first: "
@@ -200,19 +185,46 @@ def dispatch(name: str, rest: list[str]) -> int:
 
     try:
         config = configs.load(getattr(configs, command.config), rest[0], rest[1:])
-        if "--print-config" in flags:
-            print(configs.dump(config), end="")
-            return 0
-        from megarl.cluster.process_env import prepare_environment
-
-        prepare_environment(config.training.num_threads)
-        inputs = load(command.check)(config)
     except ValueError as error:
-        raise UserError(str(error)) from error
-    if "--check" in flags:
-        print(f"checked: {inputs}", file=sys.stderr)
+        raise mistake(error) from error
+    if "--print-config" in flags:
+        print(configs.dump(config), end="")
         return 0
-    return load(command.run)(config, inputs)
+    with console.diverted():
+        try:
+            with console.phase("checks"):
+                from megarl.cluster.process_env import prepare_environment
+
+                prepare_environment(config.training.num_threads)
+                with quick_imports():
+                    check = load(command.check)
+                inputs = check(config, ranks)
+        except ValueError as error:
+            raise mistake(error) from error
+        if "--check" in flags:
+            console.say(f"checked: {inputs}")
+            return 0
+        with quick_imports():
+            run = load(command.run)
+        return run(config, inputs)
+
+
+def mistake(error: ValueError) -> UserError:
+    """The error as one line, whatever text of the user's the message repeats."""
+    return UserError(shortened(str(error), LONGEST_MESSAGE))
+
+
+def _take_ranks(words: list[str]) -> int | None:
+    """Remove `--ranks N` from a command line; returns N, or None where it is not there."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--ranks":
+            value = value if equals else "".join(words[index + 1 : index + 2])
+            del words[index : index + (1 if equals else 2)]
+            if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 2**16):
+                raise UserError(f"--ranks is {value[:40]!r}; write a number, as in --ranks 8")
+            return int(value[:9])
+    return None
 
 
 def load(place: str) -> Callable[..., Any]:
@@ -232,7 +244,10 @@ def fail(message: str) -> NoReturn:
     else:
         # Rank 0 prints mistakes that all ranks share, and the launcher then kills the others; a
         # mistake of this rank alone is printed after the wait.
-        time.sleep(3)
+        try:
+            time.sleep(3)
+        except signals.Ended:  # the launcher, after rank 0 has printed it
+            leave(2)
         print(f"megarl: error on rank {rank}: {message}", file=sys.stderr)
     sys.exit(2)
 

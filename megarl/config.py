@@ -2,27 +2,55 @@
 
     recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
 
-pydantic reads the YAML and refuses unknown keys and wrong types with their dotted path, tyro reads
-the command line, and each class checks its own ranges. Importing this module does not import torch.
+`megarl.recipe` reads YAML and command line, pydantic refuses unknown keys and wrong types with
+their dotted path, and each class checks its own ranges. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import yaml
-
-from megarl.data.config import DemonstrationsConfig, PromptsConfig
+from megarl import presets, recipe_file
+from megarl.config_checks import (
+    check_algorithm,
+    check_answers,
+    check_early_stop,
+    check_engines,
+    check_rewards,
+    check_roles,
+    check_sampling,
+    check_warmup,
+)
+from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.objectives.config import AlgorithmConfig
-from megarl.observe.config import ObserveConfig
+from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.rollout.config import RolloutConfig
-from megarl.schema import as_plain, config, require, require_range
-from megarl.trainer.config import ModelConfig, RoleConfig, TrainingConfig
+from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
+from megarl.supervised_config import (
+    PreferenceConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from megarl.trainer.config import (
+    CriticConfig,
+    ModelConfig,
+    RewardModelRoleConfig,
+    RoleConfig,
+    TrainingConfig,
+)
 from megarl.weight_sync.config import WeightSyncConfig
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 C = TypeVar("C")
 
@@ -41,33 +69,61 @@ class EvaluationConfig:
 
     prompts: PromptsConfig = PromptsConfig(shuffle=False)
     """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
-    every: int = 0
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
     """Sampling temperature; 0 is greedy."""
     sampled_too: bool = False
     """Also draw one sample of each problem at the rollout temperature."""
+    samples: Annotated[int, Range(1, 10_000)] = 1
+    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
+    maj@n; 1 for none, unless `sampled_too` is set."""
+    models: tuple[str, ...] = ()
+    """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
+    sources: tuple[str, ...] = ()
+    """Of `megarl eval`: further data sets, read as `prompts` is."""
 
-    def __post_init__(self) -> None:
-        require_range("evaluation.every", self.every, 0)
-        require_range("evaluation.temperature", self.temperature, 0.0)
+
+@config
+class SampleConfig:
+    """Of `megarl sample`: how many responses to each prompt, and which of them are written."""
+
+    samples: Annotated[int, Range(1, 10_000)] = 8
+    """Responses to each of `prompts`, at `rollout.temperature`."""
+    keep: Literal["best", "all", "pairs"] = "best"
+    """`best`: of each prompt the response with the highest reward; `all`: every response, with its
+    reward; `pairs`: the best and the worst response, where their rewards differ. Empty responses
+    are left out, and so are responses that were cut off at the token limit, but as the worst."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
 
 
 @config
 class RunConfig:
     """A reinforcement-learning run: `megarl train`."""
 
-    folder: str = ""
+    folder: PathText = ""
     """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
-    steps: int = 100
+    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
     """Training steps of the whole run."""
-    seed: int = 1
+    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
+    """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
+    `rollout.groups_per_step`, rounded up. Groups that dynamic sampling rejects are not counted, so
+    with it the run passes over the prompts more often."""
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
     """Seed of all random numbers: initial weights, data order, sampling."""
-    resume: bool = False
-    """Continue from the newest complete checkpoint in `folder`."""
+    resume: Literal[True, False, "auto"] = False
+    """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
+    begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
     model: ModelConfig = ModelConfig()
     reference: RoleConfig = RoleConfig()
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of PPO; used where `algorithm.advantage` is gae."""
+    reward_models: dict[str, RewardModelRoleConfig] = dataclasses.field(default_factory=dict)
+    """{name: reward model}. The reward of a response is the environment's reward plus weight x
+    score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
+    say what is correct, or `environment.verifier: none` if nothing is."""
     prompts: PromptsConfig = PromptsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -75,6 +131,8 @@ class RunConfig:
     training: TrainingConfig = TrainingConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
     observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
@@ -86,89 +144,64 @@ class RunConfig:
         require(
             bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name"
         )
-        require_range("steps", self.steps, 1)
-        require_range("seed", self.seed, 0, 2**31 - 1)
-        start_s, wait_s = self.rollout.engine.start_timeout_s, self.training.collective_timeout_s
-        require(
-            wait_s >= start_s,
-            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
-            f" take rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
-        )
-        needed_s = 2 * self.weight_sync.timeout_s + 30  # connecting, receiving, settling
-        require(
-            wait_s >= needed_s,
-            f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that"
-            f" may take {needed_s:g} s; raise it to that, or lower weight_sync.timeout_s",
-        )
+        check_engines(self, longest_request(self))
         groups, parts = self.rollout.groups_per_step, self.training.num_mini_batches
         require(
             groups % parts == 0,
             f"rollout.groups_per_step is {groups}, not divisible by training.num_mini_batches ="
             f" {parts}; change one of them",
         )
-        require(
-            self.reference == RoleConfig() or self.algorithm.kl.coefficient > 0,
-            "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is"
-            " used; leave them out, or set algorithm.kl.coefficient above 0",
-        )
-        require(
-            bool(self.reference.model.path) or self.reference.model == ModelConfig(),
-            "reference.model has settings but no path, so that they would do nothing; set"
-            " reference.model.path, or leave reference.model out",
-        )
+        check_roles(self)
+        check_rewards(self)
+        check_early_stop(self)
         overlong = self.environment.overlong
         require(
             overlong.limit_tokens <= self.rollout.max_new_tokens,
             f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond"
             f" rollout.max_new_tokens = {self.rollout.max_new_tokens}; lower it",
         )
-        require(
-            not self.environment.answer_after or self.environment.verifier == "exact_match",
-            "environment.answer_after is for the verifier 'exact_match', but environment.verifier"
-            f" is '{self.environment.verifier}', which finds the answer by itself; remove"
-            " answer_after",
-        )
-        require(
-            self.algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_tokens")
-            or self.rollout.group_size > 1,
-            f"algorithm.advantage '{self.algorithm.advantage}' compares the samples of a group, but"
-            " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
-        )
+        check_sampling(self)
+        check_answers(self)
+        check_algorithm(self)
+
+    @property
+    def other_roles(self) -> dict[str, RoleConfig]:
+        """{section: settings} of the models beside the policy that the algorithm uses."""
+        found: dict[str, RoleConfig] = {}
+        if self.algorithm.kl.coefficient > 0:
+            found["reference"] = self.reference
+        if self.algorithm.advantage == "gae":
+            found["critic"] = self.critic
+        return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
 
 
-@config
-class SftConfig:
-    """A supervised fine-tuning run: `megarl sft`."""
+AnyConfig = RunConfig | SupervisedConfig
+"""The configuration of a command that trains."""
 
-    folder: str = ""
-    """Run folder for the resolved recipe, metrics and checkpoints."""
-    steps: int = 100
-    seed: int = 1
-    resume: bool = False
-    """Continue from the newest complete checkpoint in `folder`."""
-    samples_per_step: int = 64
-    """Demonstrations of one optimizer step, over all ranks."""
-    model: ModelConfig = ModelConfig()
-    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
-    training: TrainingConfig = TrainingConfig()
-    observe: ObserveConfig = ObserveConfig()
+__all__ = ["PreferenceConfig", "RewardModelConfig", "SftConfig"]
+"""The configurations of other modules that commands name as `megarl.config`'s."""
 
-    def __post_init__(self) -> None:
-        require(
-            bool(self.folder),
-            "folder is empty; set it to where the run may write, for example folder: runs/my-sft",
-        )
-        require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
-        require(
-            bool(self.demonstrations.source),
-            "demonstrations.source is empty; set it to a data file or hub name",
-        )
-        require_range("steps", self.steps, 1)
-        require_range("samples_per_step", self.samples_per_step, 1)
-        require(
-            self.training.num_mini_batches == 1,
-            "training.num_mini_batches has no meaning in fine-tuning; set it to 1",
-        )
+
+def with_steps(config: C, num_rows: int) -> C:
+    """A configuration whose `steps` follow from `epochs`, if those are set, for a data set of
+    `num_rows` rows. Raises `ValueError` for more steps than a run may have.
+    """
+    assert isinstance(config, AnyConfig)
+    if config.epochs is None:
+        return config
+    is_rl = isinstance(config, RunConfig)
+    per_step = config.rollout.groups_per_step if is_rl else config.samples_per_step
+    # Without the rounding, 0.1 epochs of 10 rows would be a row more than 1.
+    steps = max(1, math.ceil(round(config.epochs * num_rows / per_step, 9)))
+    require(
+        steps <= MOST_STEPS,
+        f"epochs is {config.epochs:g}, which is {steps} steps for {num_rows} rows; set fewer, so"
+        f" that there are at most {MOST_STEPS} steps",
+    )
+    found = dataclasses.replace(config, steps=steps)
+    if isinstance(found, RunConfig):
+        check_warmup(found)
+    return found
 
 
 def longest_request(config: RunConfig) -> int:
@@ -189,35 +222,23 @@ def patience_s(config: RunConfig, num_requests: int) -> float:
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that reads floats as YAML 1.2 does: PyYAML reads `1e-4` as a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
-
-
-def read(kind: type[C], recipe: str | Path) -> C:
-    """Read a YAML recipe as configuration class `kind`.
+def read(kind: type[C], file: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Read a YAML recipe, and settings of a command line, as configuration class `kind`.
 
     Raises `ValueError` with the file, the dotted key and the problem.
     """
-    path = Path(recipe)
-    require(
-        path.is_file(),
-        f"recipe {path} does not exist; pass the path of a .yaml file (see launch/recipes/)",
-    )
-    try:
-        tree = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(f"recipe {path} is not YAML: {error}") from None
+    path = Path(file)
+    tree = presets.spelled_out(recipe_file.read_tree(path))
     refuse_renamed(tree, where=f"recipe {path}")
-    return from_tree(kind, tree or {}, where=str(path))
+    if not overrides:
+        return from_tree(kind, tree, where=str(path))
+    tree = recipe_file.override(tree, kind, list(overrides))
+    return from_tree(kind, tree, where=f"{path} with {' '.join(overrides)}")
+
+
+def written_tree(file: str | Path) -> dict[str, Any]:
+    """The settings that a recipe file spells out, as nested dicts, without defaults."""
+    return presets.spelled_out(recipe_file.read_tree(Path(file)))
 
 
 def refuse_renamed(tree: object, *, where: str) -> None:
@@ -237,56 +258,59 @@ def from_tree(kind: type[C], tree: object, *, where: str) -> C:
 
     Raises `ValueError`; `where` names the dicts' origin in the message.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(tree, default=str))
+        tree = presets.filled_in(presets.spelled_out(tree) if isinstance(tree, dict) else tree)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    try:
+        return _adapter(kind).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         lines = []
         for issue in error.errors():
-            place = ".".join(str(part) for part in issue["loc"]) or "(top level)"
+            place = ".".join(str(part) for part in issue["loc"])
             if issue["type"] == "unexpected_keyword_argument":
-                lines.append(f"{place}: unknown key{_suggestion(kind, issue['loc'])}")
+                lines.append(f"{place}: unknown key{recipe_file.suggestion(kind, issue['loc'])}")
             elif issue["type"] == "value_error":
-                lines.append(str(issue.get("ctx", {}).get("error", issue["msg"])))
+                # The check of a class names itself; the class may be used in several places.
+                said = str(issue.get("ctx", {}).get("error", issue["msg"]))
+                lines.append(CLASS_NAME.sub(f"{place}." if place else "", said))
             else:
-                lines.append(f"{place}: {issue['msg'].lower()}, found {issue['input']!r}")
-        raise ValueError(f"{where}: " + "; ".join(lines)) from None
+                found = shortened(repr(issue["input"]))
+                lines.append(f"{place or '(top level)'}: {issue['msg'].lower()}, found {found}")
+        raise ValueError(f"{where}: {shortened('; '.join(lines), 2000)}") from None
 
 
-def _suggestion(kind: type, loc: tuple[int | str, ...]) -> str:
-    """Hint for an unknown key at `loc`: the closest known key, or all known keys."""
-    import dataclasses
-    import difflib
-    import typing
-
-    for part in loc[:-1]:
-        kind = typing.get_type_hints(kind)[str(part)]
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
+CLASS_NAME = re.compile(r"\b[A-Z]\w*Config\.")
+"""The name of a configuration class before a setting's, in the message of a check."""
 
 
-def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
-    """Read `recipe` as configuration class `kind` and apply overrides `--section.key value`.
+@functools.cache
+def _adapter(kind: type[C]) -> TypeAdapter[C]:
+    from pydantic import TypeAdapter
 
-    Raises `ValueError` for mistakes in the recipe. tyro prints help and mistakes in overrides, and
-    exits.
+    return TypeAdapter(kind)
+
+
+def load(kind: type[C], file: str | Path, overrides: list[str]) -> C:
+    """Read recipe `file` as configuration class `kind` and apply overrides `--section.key value`.
+
+    Raises `ValueError` for mistakes in recipe and overrides; `--help` prints every key, and exits.
     """
-    base = read(kind, recipe)
-    if not overrides:
-        return base
     for word in overrides:
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
         for old, new in RENAMED.items():
             if word.startswith("--") and (key == old or key.startswith(f"{old}.")):
                 raise ValueError(f"{word}: {old} is now {new}; write the new name")
+    if not {"-h", "--help"} & set(overrides):
+        return read(kind, file, overrides)
     import tyro
 
     return tyro.cli(
         kind,
-        args=overrides,
-        default=base,
+        args=["--help"],
+        default=read(kind, file),
         prog="megarl",
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
@@ -295,4 +319,4 @@ def load(kind: type[C], recipe: str | Path, overrides: list[str]) -> C:
 
 def dump(value: object) -> str:
     """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
-    return yaml.safe_dump(as_plain(value), sort_keys=False, allow_unicode=True)
+    return recipe_file.dump(as_plain(value))

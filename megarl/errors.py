@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; the message says what was found and what to set."""
+    """What the user can correct: a mistake in recipe or data, or a run that cannot go on, such as
+    one whose loss is NaN. The message says what was found and what to set.
+    """
 
 
 class EngineLost(RuntimeError):

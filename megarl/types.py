@@ -29,20 +29,45 @@ class Prompt:
     token_ids: list[int]
     """[P] token ids of `text`."""
     answer: str
-    """Reference answer, with which the verifier compares."""
+    """Reference answer, with which the verifier compares; empty if the data have none."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The whole row of the data set, for verifiers that need other columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt with a response to imitate, for supervised fine-tuning. Created by `megarl.data`."""
+    """A prompt with a response to imitate, for supervised fine-tuning. The response of a whole
+    conversation holds the turns of others too. Created by `megarl.data`.
+    """
 
     index: int
     prompt_ids: list[int]
     """[P] token ids of the prompt."""
     response_ids: list[int]
     """[T] token ids of the response, the end-of-sequence token included."""
+    response_mask: list[int] | None = None
+    """[T] 1 for the response tokens that are trained on, 0 for turns of others; None: all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt with two responses of which one is better; or, with `is_single`, with one response
+    to judge, and one that belongs to another prompt, with which KTO estimates a KL divergence.
+    Created by `megarl.data`.
+    """
+
+    index: int
+    """Index in the data set, from 0."""
+    prompt_ids: list[int]
+    """[P] token ids of the prompt."""
+    responses: tuple[list[int], list[int]]
+    """[T] token ids each: (chosen, rejected) or, with `is_single`, (response, one of another
+    prompt); the end-of-sequence token included."""
+    margin: float = 0.0
+    """By how much the chosen response is better, for reward models."""
+    is_single: bool = False
+    is_desirable: bool = True
+    """With `is_single`: whether the response is good."""
 
 
 class TokenArrays(NamedTuple):
@@ -93,6 +118,12 @@ class Verdict:
     """Message of the verifier's error."""
     penalty: float = 0.0
     """Length penalty contained in `reward`, at most 0."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """{name: value} of the metrics that the verifier returned beside its score."""
+    warning: str = ""
+    """What the user should know of the environment, on the first verdict after it was noticed."""
+    judged: bool = True
+    """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +291,8 @@ class StepBatch:
     """Metrics over the rollouts of the whole step."""
     transcripts: list[dict[str, Any]] = field(default_factory=list)
     """Some groups as text; on rank 0 only."""
+    warning: str = ""
+    """What the user should know about the rollouts of the step; empty if nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class RingExchange:
     ) -> InFlight:
         """Send `tensor` to rank + `offset` and receive from rank - `offset`, modulo the size.
 
-        The received tensor has `shape` and the dtype of `tensor`, which must not change before
+        The received tensor has `shape` and the dtype of `tensor`. Do not change `tensor` before
         `wait` has returned. Channels are independent of each other.
         """
         if offset % self.size == 0:

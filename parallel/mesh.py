@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 
 
@@ -190,20 +191,10 @@ def all_ranks(*, timeout_s: float | None = None) -> Axis:
     return Axis("all", size, dist.get_rank(), tuple(range(size)), group)
 
 
-def num_ranks() -> int:
-    """Number of ranks of this run, from the launcher's WORLD_SIZE; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """This process's rank, from the launcher's RANK; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def local_device() -> torch.device:
     """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is none."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", launcher.local_rank())
     return torch.device("cpu")
 
 

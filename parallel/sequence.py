@@ -45,8 +45,8 @@ def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """`zigzag` within each document: causal attention is divided evenly for documents of any
-    lengths.
+    """Token positions of each rank, cut by `zigzag` within each document: the ranks get about the
+    same amount of causal attention for documents of any lengths.
     """
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
@@ -84,7 +84,9 @@ TIE = 1.005
 
 
 def causal_pairs(starts: list[int], index: torch.Tensor) -> int:
-    """Number of (query, key) pairs that causal attention computes for the queries at `index`."""
+    """Number of (query, key) pairs that causal attention within each document computes for the
+    queries at positions `index`. `starts`: first position of every document.
+    """
     edges = torch.tensor(starts)
     return int((index - edges[torch.searchsorted(edges, index, right=True) - 1] + 1).sum())
 

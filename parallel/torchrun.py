@@ -1,28 +1,62 @@
-"""`python -m megarl.parallel.torchrun ARGUMENTS`: torchrun, ending with the exit code of the rank
-that failed first. torchrun's own is 1 whatever happened.
+"""torchrun whose last words are those of the rank that failed.
+
+    python -m megarl.parallel.torchrun --nproc-per-node 2 -m megarl train recipe.yaml
+    megarl torchrun --nproc-per-node 2 train recipe.yaml                    the same
+
+torchrun itself ends with exit code 1 whatever happened, below 50 lines of its own traceback. Here
+the exit code is that of the rank that failed first, and a rank's one line of error stands alone.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+SAID = 2
+"""Exit code of a rank that has printed the user's mistake in one line."""
+
+TRAINS = ("train", "sft", "preference", "reward-model")
+"""Commands that run on several ranks."""
+
 
 def run(arguments: list[str]) -> int:
     """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
     process, returns 128 + the signal's number.
     """
+    # torchrun's own words about ranks that end: the first rank's are printed, or named below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     try:
         main(arguments)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        rank, failure = error.get_first_failure()
+        if failure.exitcode != SAID:
+            how = f"exit code {failure.exitcode}"
+            if failure.exitcode < 0:
+                how = f"signal {-failure.exitcode}"
+            print(f"megarl: rank {rank} ended first, with {how}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def command(arguments: list[str]) -> int:
+    """`megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that torchrun's
+    OPTIONS ask for. Returns the exit code.
+    """
+    commands = [index for index, word in enumerate(arguments) if word in TRAINS]
+    if not commands:
+        names = "|".join(TRAINS)
+        print(f"usage: megarl torchrun --nproc-per-node N {names} RECIPE.yaml", file=sys.stderr)
+        return SAID
+    start = commands[0]
+    return run([*arguments[:start], "-m", "megarl", *arguments[start:]])
 
 
 if __name__ == "__main__":

@@ -14,16 +14,13 @@ style() {
   ruff format --check --quiet .
   python -m pyright --pythonpath "$bin/python"
 }
-# Unit tests share nothing but the CPU: two at a time, a file's tests in one process because of their fixtures.
+# Two at a time, a file's tests in one process because of their fixtures: ranks and engines often wait for each other.
 two_at_a_time="-n 2 --dist loadfile"
-failed=0
 case ${1:-} in
   '')
     style
     # shellcheck disable=SC2086
-    python -m pytest $two_at_a_time --durations=15 tests/unit || failed=$?
-    python -m pytest --durations=15 tests/distributed tests/system || failed=$?
-    exit "$failed"
+    exec python -m pytest $two_at_a_time --durations=25 tests/system tests/distributed tests/unit
     ;;
   fast)
     shift

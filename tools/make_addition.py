@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"make_addition: {error}", file=sys.stderr)
         return 1
-    print(f"{folder}: {'written' if made else 'there already'}")
+    print(f"{folder}: {'written' if made else 'there already'}", file=sys.stderr)
     return 0
 
 

@@ -4,6 +4,7 @@ removed only after that.
 runs/x/checkpoints/step_000010/
     run.json      step, prompt cursor, layout, what the model looks like
     state/        model, optimizer: DeepSpeed's files, one set a rank
+    roles/critic/ the same for every further role that is trained, such as a critic
     random/       random states, one file a rank
     model/        the weights as a Hugging Face model, with its tokenizer
     digests.json  XXH3-128 of every file above
@@ -14,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +36,9 @@ from megarl.checkpoints.progress import (
     written_under,
 )
 from megarl.checkpoints.store import INDEX
+from megarl.errors import UserError
 from megarl.parallel.collectives import gather_objects
-from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.tensor import whole_shapes
 
@@ -45,43 +47,79 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; all ranks call every method together."""
+    """The checkpoints of one run folder. All ranks with a part of a trained model call every method
+    together.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
         keep: int,
-        engine: TrainEngine,
+        engine: TrainEngine | None,
         tokenizer: PreTrainedTokenizerBase,
         mesh: ProcessMesh,
         seed: int,
         data: str,
+        others: Mapping[str, TrainEngine] | None = None,
+        roles: Mapping[str, str] | None = None,
+        everyone: Axis | None = None,
     ) -> None:
+        """`engine`: the model that is exported, trained on `mesh`; None on ranks outside it.
+        `others`: {name: model} of further roles that are trained on this rank; their state is saved
+        and restored beside that of `engine`. `roles`: {name: layout, as `written_under` says it} of
+        all such roles, the same on every rank. `everyone`: all ranks with a part of a trained
+        model; None for the ranks of `mesh`.
+        """
+        self.others, self.roles = dict(others or {}), dict(roles or {})
         self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
         self.mesh, self.seed, self.data = mesh, seed, data
+        self.everyone = everyone or mesh.world
+
+    @property
+    def _engines(self) -> dict[str, TrainEngine]:
+        """{folder in a checkpoint: model} of the models on this rank."""
+        places = {"state": self.engine} if self.engine is not None else {}
+        return places | {f"roles/{name}": engine for name, engine in self.others.items()}
 
     def save(self, *, step: int, next_ordinal: int) -> Path:
         """Write the checkpoint of `step`; afterwards at most `keep` remain. Raises `OSError` on
-        every rank, with the fix, where one cannot write.
+        every rank, with the fix, where one cannot write, and `UserError` if a weight is not finite.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
         their digests; then rank 0 writes the manifest and gives the folder its name. Until that
         name is there, no reader takes the folder for a checkpoint.
         """
+        if found := self._broken_weight():
+            raise UserError(
+                f"no checkpoint of step {step} is written: the weight {found} is not finite; go on"
+                " from an earlier checkpoint with a lower learning rate"
+            )
         final, aside = self.folder / f"step_{step:06d}", self.folder / f".writing_{step:06d}"
-        main, files = self.mesh.world.rank == 0, list[Path]()
+        main, files = self.everyone.rank == 0, list[Path]()
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
         self._everybody(self._attempt(lambda: files.extend(self._write_state(aside))), step)
-        progress = self._progress(step, next_ordinal)
-        self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)
+        self._everybody(
+            self._attempt(lambda: files.extend(self._export(aside, step, next_ordinal))), step
+        )
         digests = dict[str, str]()
         self._everybody(self._attempt(lambda: digests.update(digest_files(aside, files))), step)
-        reported = gather_objects(digests, self.mesh.world)
+        reported = gather_objects(digests, self.everyone)
         everything = {name: digest for of_rank in reported for name, digest in of_rank.items()}
         work = self._attempt(lambda: self._commit(aside, final, everything)) if main else ""
         self._everybody(work, step)
         return final
+
+    def _broken_weight(self) -> str:
+        """Name of the first weight, of any role on any rank, that is not finite; "" if all are.
+        All ranks call it together.
+        """
+        found = ""
+        for place, engine in self._engines.items():
+            weight = engine.broken_weight()  # collective over the ranks of the role
+            of_role = f" of the {place.removeprefix('roles/')}" if place != "state" else ""
+            found = found or (weight and weight + of_role)
+        return next(filter(None, gather_objects(found, self.everyone)), "")
 
     def _make_room(self, aside: Path) -> None:
         """Create an empty temporary folder next to the final one; removes what an interrupted save
@@ -96,16 +134,27 @@ class Checkpoints:
         """Write this rank's part of the optimizer state and its random-generator state; returns the
         paths.
         """
-        random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-        written = self.engine.save(str(aside / "state"))
-        save_file({"torch": torch.get_rng_state()}, str(random))
-        return [*written, random]
+        written, problems = list[Path](), list[str]()
+        for place, engine in self._engines.items():
+            # A rank that fails for one role still saves the next one: the save is collective.
+            problems.append(
+                self._attempt(lambda e=engine, p=place: written.extend(e.save(str(aside / p))))
+            )
+        if any(problems):
+            raise OSError("; ".join(dict.fromkeys(filter(None, problems))))
+        if self.engine is not None:
+            random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
+            save_file({"torch": torch.get_rng_state()}, str(random))
+            written.append(random)
+        return written
 
-    def _export(self, aside: Path, progress: Progress) -> list[Path]:
+    def _export(self, aside: Path, step: int, next_ordinal: int) -> list[Path]:
         """Write this rank's files of the model in Hugging Face format, for `from_pretrained` and
-        vLLM; returns the paths. Rank 0 also writes the config, the generation config and the
-        tokenizer.
+        vLLM; returns the paths. Rank 0 also writes the config, the generation config, the tokenizer
+        and `run.json`.
         """
+        if self.engine is None:
+            return []
         folder, model = aside / "model", self.engine.module.model
         written = self._weights.write(folder, self.engine.owned(), self.mesh.world)
         if self.mesh.world.rank == 0:
@@ -118,12 +167,13 @@ class Checkpoints:
                 for path in folder.rglob("*")
                 if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
             ]
-            written.append(write_progress(aside, progress))
+            written.append(write_progress(aside, self._progress(step, next_ordinal)))
         return written
 
     @cached_property
     def _weights(self) -> WeightExport:
         """Which rank writes which weights; the same for every checkpoint of the run."""
+        assert self.engine is not None
         module, mesh = self.engine.module, self.mesh
         shapes = whole_shapes(module.model, module.shards)
         stage = self.engine.config.zero_stage
@@ -161,12 +211,12 @@ class Checkpoints:
         """
         found = [
             f"rank {rank}: {said}"
-            for rank, said in enumerate(gather_objects(problem, self.mesh.world))
+            for rank, said in enumerate(gather_objects(problem, self.everyone))
             if said
         ]
         if not found:
             return
-        if self.mesh.world.rank == 0:
+        if self.everyone.rank == 0:
             shutil.rmtree(self.folder / f".writing_{step:06d}", ignore_errors=True)
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
@@ -178,14 +228,29 @@ class Checkpoints:
         )
 
     def load(self, path: Path) -> Progress:
-        """Restore the checkpoint in folder `path`, which `choose` has verified."""
-        self.engine.load(str(path / "state"))
-        torch.set_rng_state(
-            load_file(str(path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"))["torch"]
-        )
-        return read_progress(path)
+        """Restore the checkpoint in folder `path`, which `choose` has verified. Raises `UserError`
+        on every rank if a weight is not finite, or if a role of this run is not there.
+        """
+        progress = read_progress(path)
+        for place, engine in self._engines.items():
+            if not (path / place).is_dir():
+                raise UserError(
+                    f"checkpoint {path} has no {place}; resume with the recipe that wrote it, or"
+                    " set folder to a new one"
+                )
+            engine.load(str(path / place))
+        if broken := self._broken_weight():
+            raise UserError(
+                f"the weight {broken} of checkpoint {path} is not finite; remove the checkpoint, so"
+                " that the one before is used"
+            )
+        if self.engine is not None:
+            random = path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
+            torch.set_rng_state(load_file(str(random))["torch"])
+        return progress
 
     def _progress(self, step: int, next_ordinal: int) -> Progress:
+        assert self.engine is not None
         layout = written_under(self.mesh.layout, self.engine.config)
         return Progress(
             step,
@@ -194,4 +259,5 @@ class Checkpoints:
             layout,
             fingerprint(whole_shapes(self.engine.module.model, self.engine.module.shards)),
             self.data,
+            self.roles,
         )

@@ -11,7 +11,6 @@ holds. What is read is mapped.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from megarl.checkpoints.deepspeed_place import PREFIX, Place
 from megarl.checkpoints.progress import (
     Progress,
     fingerprint,
+    parse_written,
     read_progress,
     write_progress,
     written_under,
@@ -42,9 +42,6 @@ from megarl.weight_sync.parameters import ParameterSpec
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 FORMAT = "0.19."
 """Prefix of the DeepSpeed versions whose checkpoint format is supported."""
-WRITTEN = re.compile(
-    r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
-)
 
 
 def read_place(
@@ -61,7 +58,7 @@ def read_place(
         raise ValueError(
             f"{folder} is no checkpoint of a run ({error}); name RUN/checkpoints/step_..."
         ) from None
-    found = WRITTEN.fullmatch(progress.layout)
+    found = parse_written(progress.layout)
     if found is None:
         raise ValueError(
             f"{folder} was written under {progress.layout}, and only megarl's own tensor"
@@ -72,11 +69,10 @@ def read_place(
             f"{folder} holds other weights than its model/config.json says; name a checkpoint that"
             " is whole"
         )
-    data, sequence, tensor, stage = map(int, found.groups()[:4])
     precision: Literal["float32", "bfloat16"] = (
-        "float32" if found.group(5) == "float32" else "bfloat16"
+        "float32" if found.precision == "float32" else "bfloat16"
     )
-    place = Place(Layout(data, sequence, tensor), stage, precision, {})
+    place = Place(found.layout, found.zero_stage, precision, {})
     path = place.model_path(folder / "state" / "state", 0, 0)
     first = read_state(path)
     if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
@@ -208,7 +204,9 @@ def reshard_checkpoint(
     for rank in range(layout.size):
         taken = source / "random" / f"rank_{rank % place.layout.size:05d}.safetensors"
         shutil.copyfile(taken, target / "random" / f"rank_{rank:05d}.safetensors")
-    shutil.copytree(source / "model", target / "model")
+    for name in ("model", "roles"):  # other roles keep their layout
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
     write_progress(target, replace(progress, layout=written_under(layout, training)))
 
 

@@ -218,8 +218,10 @@ def rank_files(owned: Sequence[Owned]) -> tuple[list[Owned], list[str], list[str
 def open_ranks(
     folder: Path, owned: Sequence[Owned], files: Sequence[str]
 ) -> tuple[list[Owned], list[Store]]:
-    """Open the files of a sharded checkpoint: (what each file holds, its `Store`). Raises
-    `ValueError` if a file does not hold the parts that its rank owns.
+    """Open the files of a sharded checkpoint for reading. `owned` are the regions of tensors that
+    each rank owns, `files` the names of the ranks' files in `folder`. Returns what each file holds
+    and its `Store`, in one order. Raises `ValueError` if a file does not hold the regions of its
+    rank.
     """
     kept, names, expected = rank_files(owned)
     if list(files) != expected:
@@ -313,8 +315,9 @@ def copy_along(source: Path, target: Path, leave: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def written_aside(out: Path, finish: Callable[[Path], None]) -> Iterator[Path]:
-    """A context manager that yields a temporary folder next to `out` to write into. On success
-    `finish` syncs the folder to disk and it is renamed to `out`; on an error it is removed.
+    """A context manager that yields a temporary folder next to `out` to write into; missing folders
+    above `out` are made. On success `finish` syncs the folder to disk and it is renamed to `out`;
+    on an error it is removed.
 
     Raises `ValueError` with advice if the folder cannot be written, for example on a full disk.
     """
@@ -322,14 +325,16 @@ def written_aside(out: Path, finish: Callable[[Path], None]) -> Iterator[Path]:
         raise ValueError(f"{out} is there already; name a folder that is not")
     aside = out.parent / f".writing_{out.name}"
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
-    except FileExistsError:
-        raise ValueError(
-            f"{aside} is there: another process writes {out}, or one was killed; if so, remove it"
-        ) from None
     except OSError as error:
+        if isinstance(error, FileExistsError) and out.parent.is_dir():
+            raise ValueError(
+                f"{aside} is there: another process writes {out}, or one was killed; if so, remove"
+                " it"
+            ) from None
         raise ValueError(
-            f"{out} cannot be written ({error}); name a folder within one that exists and is yours"
+            f"{out} cannot be written ({error}); name a folder within one that is yours"
         ) from None
     try:
         yield aside

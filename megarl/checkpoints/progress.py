@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import xxhash
 
 from megarl.checkpoints.manifest import damage
+from megarl.console import say
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
 
@@ -34,6 +35,8 @@ class Progress:
     """Fingerprint of the names and shapes of the weights."""
     data: str
     """Fingerprint of the data and its order, to which `next_ordinal` refers."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """{name: layout, as `written_under` says it} of the other roles that are trained."""
 
 
 def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -73,12 +76,13 @@ def read_progress(folder: Path) -> Progress:
             f"{path} is of format {written}, and this version of megarl reads formats up to"
             f" {FORMAT}; use the version that wrote it, or a newer one"
         )
-    known = [field.name for field in fields(Progress)]
+    known = {one.name: one for one in fields(Progress)}
     if unknown := sorted(set(found) - set(known)):
-        print(f"megarl: {path}: passing over {', '.join(unknown)}", file=sys.stderr, flush=True)
-    if missing := sorted(set(known) - set(found)):
+        say(f"megarl: {path}: passing over {', '.join(unknown)}")
+    needed = {name for name, one in known.items() if one.default_factory is MISSING}
+    if missing := sorted(needed - set(found)):
         raise ValueError(f"{path} lacks {', '.join(missing)}; name a checkpoint that is whole")
-    return Progress(**{name: found[name] for name in known})
+    return Progress(**{name: found[name] for name in known if name in found})
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -86,20 +90,63 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"), reverse=True) if folder.is_dir() else []
 
 
-def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Path | None:
-    """Path of the newest undamaged checkpoint in `folder` that this run can resume; None if the
-    folder has no checkpoint.
+@dataclass(frozen=True)
+class Written:
+    """What `written_under` says, as far as a checkpoint can be converted: to another layout and
+    ZeRO stage, in the same precision.
+    """
+
+    layout: Layout
+    zero_stage: int
+    precision: str
+
+
+WRITTEN = re.compile(
+    r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
+)
+
+
+def parse_written(text: str) -> Written | None:
+    """What a text of `written_under` says; None for another tensor backend or optimizer than
+    megarl's and torch's, whose checkpoints cannot be converted.
+    """
+    found = WRITTEN.fullmatch(text)
+    if found is None:
+        return None
+    data, sequence, tensor, stage = map(int, found.groups()[:4])
+    return Written(Layout(data, sequence, tensor), stage, found.group(5))
+
+
+def convertible(layout: str, wanted: str) -> bool:
+    """Whether a checkpoint written under `layout` can be converted for a run under `wanted`."""
+    old, new = parse_written(layout), parse_written(wanted)
+    return old is not None and new is not None and old.precision == new.precision
+
+
+def choose(
+    folder: Path,
+    *,
+    layout: str,
+    model: str,
+    seed: int,
+    data: str,
+    roles: Mapping[str, str] | None = None,
+) -> Path | None:
+    """Path of the newest undamaged checkpoint in `folder` that this run can resume, perhaps after
+    its conversion to this run's layout; None if the folder has no checkpoint.
 
     Other checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
     skipped.
     """
     passed = []
     for path in newest_first(folder):
-        reason = damage(path) or _foreign(path, layout=layout, model=model, seed=seed, data=data)
+        reason = damage(path) or _foreign(
+            path, layout=layout, model=model, seed=seed, data=data, roles=roles or {}
+        )
         if not reason:
             return path
         passed.append(f"{path.name}: {reason}")
-        print(f"megarl: passing over checkpoint {path}: {reason}", file=sys.stderr, flush=True)
+        say(f"megarl: passing over checkpoint {path}: {reason}")
     if passed:
         raise ValueError(
             f"no checkpoint in {folder} can be resumed ({'; '.join(passed)}); set resume to false"
@@ -108,9 +155,11 @@ def choose(folder: Path, *, layout: str, model: str, seed: int, data: str) -> Pa
     return None
 
 
-def _foreign(path: Path, *, layout: str, model: str, seed: int, data: str) -> str:
-    """Why this run cannot resume an undamaged checkpoint (another model, layout, seed or data), or
-    an empty string.
+def _foreign(
+    path: Path, *, layout: str, model: str, seed: int, data: str, roles: Mapping[str, str]
+) -> str:
+    """Why this run cannot resume an undamaged checkpoint (another model, layout, seed, data or
+    critic), or an empty string.
     """
     try:
         progress = read_progress(path)
@@ -118,13 +167,21 @@ def _foreign(path: Path, *, layout: str, model: str, seed: int, data: str) -> st
         return str(error)
     if progress.model != model:
         return "it is of another model (names or shapes of the weights differ)"
-    if progress.layout != layout:
+    if progress.layout != layout and not convertible(progress.layout, layout):
         return (
-            f"it was written under {progress.layout}, this run is {layout} (tools/reshard.py"
-            " checkpoint converts it)"
+            f"it was written under {progress.layout}, this run is {layout}, and only layout and"
+            " ZeRO stage can be converted"
         )
     if progress.seed != seed:
         return f"it is of a run with seed {progress.seed}, this one has {seed}"
     if progress.data != data:
         return "it is of a run on other data: its prompt cursor would point elsewhere"
+    for name, wanted in roles.items():
+        if name not in progress.roles:
+            return f"it has no {name}, which this run trains"
+        if progress.roles[name] != wanted:
+            return (
+                f"its {name} was written under {progress.roles[name]}, that of this run is"
+                f" {wanted}, and only the policy's layout and ZeRO stage can be converted"
+            )
     return ""

@@ -96,11 +96,13 @@ def open_whole(folder: Path) -> Store:
     try:
         where = json.loads(index.read_text())["weight_map"]
         names = sorted(set(where.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        missing = [
+            name
+            for name in names
+            if os.path.basename(name) != name or not (folder / name).is_file()
+        ]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} cannot be read ({error!r}); fetch it again") from None
-    missing = [
-        name for name in names if os.path.basename(name) != name or not (folder / name).is_file()
-    ]
     if missing:
         raise ValueError(f"{index} names {missing[0]}, which is not in the folder; fetch it again")
     store = Store([folder / name for name in names])
@@ -115,23 +117,35 @@ def open_whole(folder: Path) -> Store:
 def refuse_others(
     store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
 ) -> None:
-    """Raise `ValueError`, naming a tensor, unless the checkpoint has exactly the tensors and shapes
-    of `wanted`. Extra tensors named in `left_out` are allowed.
+    """Raise `ValueError`, naming the first tensor and counting the others, unless the checkpoint
+    has exactly the tensors and shapes of `wanted`. Extra tensors named in `left_out` are allowed.
     """
     fix = "the weights and the config are not of one model: fetch both again"
-    for name, shape in wanted.items():
-        if name not in store.shapes:
-            raise ValueError(
-                f"{folder} has no tensor {name} {shape}, which its config.json asks for; {fix}"
-            )
-        if store.shapes[name] != shape:
-            raise ValueError(
-                f"{name} in {store.paths[name]} is {store.shapes[name]}, its config.json says"
-                f" {shape}; {fix}"
-            )
-    for name, path in store.paths.items():
-        if name not in wanted and name not in left_out:
-            raise ValueError(f"{name} in {path} is not in a model of its config.json; {fix}")
+    missing = [name for name in wanted if name not in store.shapes]
+    extra = [name for name in store.shapes if name not in wanted and name not in left_out]
+    if missing:
+        unknown = f", but has {extra[0]}{_others(extra)}, which it does not" if extra else ""
+        raise ValueError(
+            f"{folder} has no tensor {missing[0]} {wanted[missing[0]]}{_others(missing)}, which its"
+            f" config.json asks for{unknown}; {fix}"
+        )
+    misshapen = [name for name, shape in wanted.items() if store.shapes[name] != shape]
+    if misshapen:
+        name = misshapen[0]
+        raise ValueError(
+            f"{name} in {store.paths[name]} is {store.shapes[name]}{_others(misshapen)}, its"
+            f" config.json says {wanted[name]}; {fix}"
+        )
+    if extra:
+        raise ValueError(
+            f"{extra[0]} in {store.paths[extra[0]]}{_others(extra)} is not in a model of its"
+            f" config.json; {fix}"
+        )
+
+
+def _others(names: Sequence[str]) -> str:
+    """How many names follow the first, for an error message; empty if none."""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def refuse_untied(store: Store, folder: Path, head: str, embedding: str) -> None:

@@ -7,18 +7,23 @@ import os
 import transformers
 
 from megarl.config import RunConfig
-from megarl.schema import require
+from megarl.parallel import launcher
+from megarl.schema import require, shortened
 from megarl.trainer.sharding import kv_heads
+from megarl.weight_sync.families import FAMILIES
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that the CPU attention of vLLM 0.32 is compiled for."""
 
 
-def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> None:
+def check_placement(
+    config: RunConfig, *, num_ranks: int, shares_gpus: bool, started: bool = True
+) -> None:
     """Raise `ValueError` unless there are devices for all engines and the configured transport can
     bring weights to them.
 
-    `shares_gpus`: trainer and engines both run on GPUs of this machine.
+    `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`: the ranks were
+    started by a launcher; otherwise they are taken to be on one host.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated, engine_ranks = (
@@ -47,6 +52,12 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
         " give the optimizer's memory to the engines; set training.zero_stage to 1 or more",
     )
     require(
+        not (colocated and shares_gpus and "critic" in config.other_roles)
+        or config.critic.zero_stage != 0,
+        "rollout.placement is 'colocated' and critic.zero_stage 0, under which DeepSpeed cannot"
+        " give the optimizer's memory to the engines; set critic.zero_stage to 1 or more",
+    )
+    require(
         transport != "cuda_ipc" or (colocated and shares_gpus),
         "weight_sync.transport is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to"
         " 'shared_memory' or 'point_to_point', or rollout.placement to 'colocated'",
@@ -57,17 +68,33 @@ def check_placement(config: RunConfig, *, num_ranks: int, shares_gpus: bool) -> 
         f" {config.weight_sync.folder!r}: a folder is for the transport 'disk', which needs one"
         " that trainer and engines see under the same name",
     )
-    hosts = num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    hosts = num_ranks // launcher.ranks_per_host() if started else 1
     require(
         hosts == 1 or transport in ("point_to_point", "disk"),
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
         f" {hosts}; set it to 'point_to_point'",
     )
     require(
-        colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
+        not started or colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
         "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with"
         " megarl launch RECIPE.yaml, or start Ray with only the engines' GPUs visible and set"
         " RAY_ADDRESS",
+    )
+
+
+def check_engine_model(hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` for a model that vLLM would refuse, or would not generate with."""
+    names = hf.architectures or []
+    require(
+        not names or any(name.endswith("ForCausalLM") for name in names),
+        f"config.json of model.path has architectures {shortened(str(names))}, which generate no"
+        " text; set model.path to a causal language model (...ForCausalLM)",
+    )
+    activation = getattr(hf.get_text_config(), "hidden_act", "silu")
+    require(
+        hf.model_type not in FAMILIES or activation == "silu",
+        f"config.json of model.path has hidden_act {activation!r}, but vLLM has only 'silu' for"
+        f" model type {hf.model_type}; choose another model",
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
-from megarl.schema import require
+from megarl.schema import require, shortened
+from megarl.third_party import opening
 from megarl.trainer.attention import refuse_unsupported
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.loading import load_model_config
+from megarl.trainer.model_config import load_model_config
 
 
 def check_model(
@@ -34,16 +36,50 @@ def check_model(
     return tokenizer, hf
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
-    """Token ids that end a response: those of the tokenizer and of the model's generation
-    config.
+def unused_weights(config: ModelConfig) -> str:
+    """A warning, or "": the model's folder has weights that a run from random ones leaves out."""
+    folder = Path(config.path)
+    if not (config.from_scratch and folder.is_dir() and any(folder.glob("*.safetensors"))):
+        return ""
+    return (
+        f"model.from_scratch is true: the weights in model.path {config.path!r} are not used, and"
+        " the run begins with random ones; set model.from_scratch to false to use them"
+    )
+
+
+def stop_tokens(
+    tokenizer: PreTrainedTokenizerBase, config: ModelConfig, hf: transformers.PretrainedConfig
+) -> list[int]:
+    """Token ids that end a response: those of the tokenizer and of the model's generation config.
+    Raises `ValueError` if the generation config cannot be read, or names a token that the model
+    (configuration `hf`) has not.
     """
-    found = [tokenizer.eos_token_id]
-    try:
-        more = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id
-    except OSError:
-        more = None
-    for token in more if isinstance(more, list) else [more]:
-        if token is not None and token not in found:
-            found.append(token)
-    return [int(token) for token in found]  # type: ignore[arg-type]
+    ids = [tokenizer.eos_token_id, *_generation_ends(config)]
+    size = hf.get_text_config().vocab_size
+    for token in ids:
+        known = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size
+        require(
+            known,
+            f"generation_config.json of model.path {config.path!r} ends a response at eos_token_id"
+            f" {shortened(repr(token))}, but the model's tokens are 0 to {size - 1}; correct the"
+            " file, or fetch the model again",
+        )
+    return list(dict.fromkeys(int(token) for token in ids))  # type: ignore[arg-type]
+
+
+def _generation_ends(config: ModelConfig) -> list[object]:
+    """What generation_config.json of a model gives as `eos_token_id`, as a list; empty without such
+    a file.
+    """
+    file = Path(config.path) / "generation_config.json"
+    if Path(config.path).is_dir() and not os.path.lexists(file):
+        return []
+    fix = "fetch the model again, or remove the file"
+    with opening(f"generation_config.json of model.path {config.path!r}", fix=fix):
+        try:
+            more: object = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id
+        except OSError:
+            if os.path.lexists(file):
+                raise
+            more = None  # a model of the hub without one
+    return [] if more is None else more if isinstance(more, list) else [more]

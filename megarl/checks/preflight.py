@@ -3,66 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.checkpoints.progress import choose, fingerprint, written_under
-from megarl.checks.engine_checks import check_cache_memory, check_placement
+from megarl import console
+from megarl.checkpoints.progress import choose, fingerprint, newest_first, written_under
+from megarl.checks.algorithm_checks import algorithm_warning
+from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
+from megarl.checks.folder_checks import check_folder, check_observe, check_writable
 from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.model_checks import check_model, stop_tokens
-from megarl.checks.roles import check_reference, policy_ranks
-from megarl.config import RunConfig, SftConfig, longest_request
-from megarl.data.demonstrations import load_demonstrations
+from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
+from megarl.checks.roles import check_role, policy_ranks, refuse_rejection
+from megarl.checks.verifier_trial import try_verifier
+from megarl.cluster.ray_address import ray_address
+from megarl.config import AnyConfig, RunConfig, longest_request, with_steps
 from megarl.data.source import load_prompts
+from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.environments.verifiers import own_files
+from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import local_device, num_ranks, rank
+from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.schema import require
-from megarl.trainer.context import RolePlace, RunInputs
+from megarl.trainer.context import RolePlace, RunInputs, trained_roles
+from megarl.trainer.heads import HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
-MIN_FREE_BYTES = 64 * 2**20
-"""Minimum free disk space in bytes; with less, a run does not start."""
 
-
-def check_train(config: RunConfig) -> RunInputs:
-    """Run all checks of `megarl train` on this machine for this run's ranks. Returns what the
-    checks have loaded, such as model configuration and prompts. Raises `ValueError` if a check
-    fails.
+def check_train(config: RunConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl train` on this machine for this run's ranks, or for a run of
+    `ranks` ranks on one host, of which this process plays rank 0. Returns what the checks have
+    loaded, such as model configuration and prompts. Raises `ValueError` if a check fails.
     """
-    return check_run(config, num_ranks=num_ranks(), on_cpu=local_device().type == "cpu")
+    size = ranks_to_check(ranks)
+    on_cpu = local_device().type == "cpu"
+    return check_run(config, num_ranks=size, on_cpu=on_cpu, started=ranks is None)
 
 
-def check_sft(config: SftConfig) -> RunInputs:
-    """Run all checks of `megarl sft` for this run's ranks. Returns what the checks have loaded.
-    Raises `ValueError` if a check fails.
-    """
-    return check_sft_run(config, num_ranks=num_ranks())
+def ranks_to_check(ranks: int | None) -> int:
+    """Number of ranks to check for: `ranks`, or what the launcher says, which must be sound."""
+    if ranks is not None:
+        return ranks
+    launcher.refuse_wrong()
+    return launcher.num_ranks()
 
 
-def check_eval(config: RunConfig) -> RunInputs:
-    """Run all checks of `megarl eval`. Returns what the checks have loaded. Raises `ValueError` if
-    a check fails.
-    """
-    require(
-        num_ranks() == 1,
-        f"megarl eval runs as one process, but was started as {num_ranks()} ranks",
-    )
-    require(
-        bool(config.evaluation.prompts.source),
-        "evaluation.prompts.source is empty; set it to held-out problems",
-    )
-    return check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
+def warn(message: str) -> None:
+    """Print a warning of one line on standard error."""
+    if message and launcher.rank() == 0:
+        console.say(f"megarl: warning: {message}")
 
 
-def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True) -> RunInputs:
+def check_run(
+    config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True, started: bool = True
+) -> RunInputs:
     """Run all checks of `megarl train` for `num_ranks` ranks. Raises `ValueError` if one fails.
 
     With `new` False (evaluation), run folder, engine placement and checkpoints are not checked.
+    With `started` False, the ranks were not started, and are all on this host.
     """
+    if launcher.rank() == 0:  # the others are told where Ray is
+        ray_address()
     ranks = policy_ranks(config, num_ranks) if new else tuple(range(num_ranks))
     layout = check_layout(config.training, len(ranks))
     samples = (
@@ -76,21 +80,28 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
     if new:
-        check_folder(config.folder, resume=config.resume)
+        check_places(config)
     tokenizer, hf = check_model(config.model)
+    warn(unused_weights(config.model))
+    check_engine_model(hf)
     check_cut(config.training, config.model, hf)
-    reference = None
-    if new and config.algorithm.kl.coefficient > 0:
-        reference = check_reference(config, hf, RolePlace(ranks, layout), num_ranks)
+    policy = RolePlace(ranks, layout)
+    names = config.other_roles if new else ()
+    roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
+    warn(algorithm_warning(config.algorithm))
     check_verifier(config.environment)
     # Rank 0 reads for all: it hands the prompts to the rollout service, the only one to use them.
-    reads = rank() == 0
+    reads = launcher.rank() == 0
     prompts = load_prompts(config.prompts, tokenizer, seed=config.seed) if reads else None
     held_out = (
-        load_prompts(config.evaluation.prompts, tokenizer, seed=config.seed)
+        load_prompts(
+            config.evaluation.prompts, tokenizer, seed=config.seed, setting="evaluation.prompts"
+        )
         if reads and config.evaluation.prompts.source
         else None
     )
+    for one in (prompts, held_out):
+        warn(one.warning if one is not None else "")
     longest = longest_request(config)
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
     require(
@@ -102,13 +113,17 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
     if new:
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
-        check_weights(config.model)
-        check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu)
+        check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu, started=started)
+    check_weights(config.model)
     if on_cpu:
         check_cache_memory(config, hf, longest)
+    if prompts is not None:
+        with_steps(config, len(prompts))
+        try_verifier(config.environment, prompts, Codec.of(tokenizer))
     data = prompts.fingerprint if prompts is not None else ""
-    checkpoint = find_checkpoint(config, layout, data) if new else None
-    stops = stop_tokens(tokenizer, config.model)
+    trained = trained_roles(config, roles) if new else {}
+    checkpoint = find_checkpoint(config, layout, data, trained) if new else None
+    stops = stop_tokens(tokenizer, config.model, hf)
     return RunInputs(
         layout,
         tokenizer,
@@ -119,59 +134,20 @@ def check_run(config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = Tr
         held_out,
         resume_from=checkpoint,
         ranks=ranks,
-        reference=reference,
+        roles=roles,
     )
 
 
-def check_sft_run(config: SftConfig, *, num_ranks: int) -> RunInputs:
-    """Run all checks of `megarl sft` for `num_ranks` ranks. Raises `ValueError` if one fails."""
-    layout = check_layout(config.training, num_ranks)
-    require(
-        config.samples_per_step >= layout.data,
-        f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
-    )
-    check_folder(config.folder, resume=config.resume)
-    tokenizer, hf = check_model(config.model)
-    check_cut(config.training, config.model, hf)
-    check_weights(config.model)
-    # Rank 0 reads for all, and sends every step's samples to the other ranks.
-    demonstrations = (
-        load_demonstrations(config.demonstrations, tokenizer, seed=config.seed)
-        if rank() == 0
-        else None
-    )
-    data = demonstrations.fingerprint if demonstrations is not None else ""
-    checkpoint = find_checkpoint(config, layout, data)
-    stops = stop_tokens(tokenizer, config.model)
-    return RunInputs(
-        layout, tokenizer, hf, stops, data, demonstrations=demonstrations, resume_from=checkpoint
-    )
-
-
-def check_folder(folder: str, *, resume: bool) -> None:
-    """Raise `ValueError` if the run folder already has a run and `resume` is off, or if its disk
-    has too little free space.
+def check_places(config: RunConfig) -> None:
+    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if a
+    package is missing that its metrics need, or if dynamic sampling and reward models are used
+    together.
     """
-    path = Path(folder)
-    holds_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
-    require(
-        resume or not holds_run,
-        f"folder {folder} already holds a run; set resume to true to continue it, or folder to a"
-        " new one",
-    )
-    existing = path
-    while not existing.exists():
-        existing = existing.parent
-    require(
-        existing.is_dir(),
-        f"folder {folder}: {existing} is a file; set folder to a place where a folder can be made",
-    )
-    free = shutil.disk_usage(existing).free
-    require(
-        free >= MIN_FREE_BYTES,
-        f"the disk of folder {folder} has {free / 2**20:.0f} MiB free; free some or set another"
-        " folder",
-    )
+    refuse_rejection(config)
+    check_folder(config.folder, resume=bool(config.resume))
+    if config.weight_sync.folder:
+        check_writable(config.weight_sync.folder, setting="weight_sync.folder")
+    check_observe(config.observe)
 
 
 def check_verifier(config: EnvironmentConfig) -> None:
@@ -180,21 +156,47 @@ def check_verifier(config: EnvironmentConfig) -> None:
     async def load_once() -> None:
         environment = Environment(config)
         try:
-            await environment.start()
+            # What is built in ends; how long a user's file takes, only the user knows.
+            await environment.start(within_s=config.load_limit_s if own_files(config) else None)
         finally:
             await environment.close()
 
     asyncio.run(load_once())
 
 
-def find_checkpoint(config: RunConfig | SftConfig, layout: Layout, data: str) -> Path | None:
-    """The checkpoint to resume from, on rank 0; None for a new run and on other ranks."""
-    if not config.resume or rank() != 0:
+def find_checkpoint(
+    config: AnyConfig,
+    layout: Layout,
+    data: str,
+    roles: Mapping[str, str] | None = None,
+    head: HeadName = "logprobs",
+) -> Path | None:
+    """The checkpoint to resume from, on rank 0; None for a new run and on other ranks.
+
+    `data`: fingerprint of the prompts or demonstrations. `roles`: {name: layout} of the roles
+    beside the policy that are trained. `head`: that of the trained model. Raises `ValueError` if
+    `resume` is true and there is no checkpoint, or if there are some but none of them can be
+    resumed.
+    """
+    if not config.resume or launcher.rank() != 0:
         return None
-    return choose(
-        Path(config.folder) / "checkpoints",
+    folder = Path(config.folder) / "checkpoints"
+    require(
+        config.resume == "auto" or bool(newest_first(folder)),
+        f"resume is true, but {folder} has no checkpoint; set resume to auto to begin a new run"
+        " where there is none, or to false",
+    )
+    model = empty_model(config.model)
+    if head != "logprobs":
+        use_score_head(model)
+    chosen = choose(
+        folder,
         layout=written_under(layout, config.training),
-        model=fingerprint(whole_shapes(empty_model(config.model), {})),
+        model=fingerprint(whole_shapes(model, {})),
         seed=config.seed,
         data=data,
+        roles=roles,
     )
+    if chosen is None:
+        console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
+    return chosen

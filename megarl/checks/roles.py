@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PretrainedConfig
 
-from megarl.config import RunConfig
+from megarl.checks.layout_checks import check_cut
+from megarl.config import RunConfig, longest_request
+from megarl.data.tokenizer import load_tokenizer
+from megarl.objectives.config import COMPARING
 from megarl.parallel.layout import Layout, resolve, resolve_role
+from megarl.parallel.mesh import local_device
 from megarl.schema import require
-from megarl.trainer.attention import refuse_unsupported
-from megarl.trainer.config import LayoutConfig, RoleConfig
-from megarl.trainer.context import RolePlace
-from megarl.trainer.loading import check_weights, load_model_config
+from megarl.trainer.attention import prove_attention, refuse_unsupported
+from megarl.trainer.config import (
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    RewardModelRoleConfig,
+    RoleConfig,
+)
+from megarl.trainer.context import RolePlace, role_training
+from megarl.trainer.heads import HeadName
+from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.model_config import load_model_config
+from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.sharding import refuse_tensor
 
 
@@ -18,14 +33,14 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
     """The ranks that no other role has reserved, which the policy uses. Raises `ValueError` if rank
     0, which controls the engines, or every rank is reserved.
     """
-    own = set(config.reference.ranks)
-    left = tuple(rank for rank in range(num_ranks) if rank not in own)
-    require(
-        0 in left,
-        f"reference.ranks is {list(config.reference.ranks)}, but rank 0 is the policy's, since it"
-        " talks to the engines; set other ranks",
-    )
-    return left
+    for name, role in config.other_roles.items():
+        require(
+            0 not in role.ranks,
+            f"{name}.ranks is {list(role.ranks)}, but rank 0 is the policy's, since it talks to the"
+            " engines; set other ranks",
+        )
+    reserved = {rank for role in config.other_roles.values() for rank in role.ranks}
+    return tuple(rank for rank in range(num_ranks) if rank not in reserved)
 
 
 def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
@@ -49,42 +64,108 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
     return RolePlace(tuple(role.ranks), layout)
 
 
-def check_reference(
-    config: RunConfig, hf: PretrainedConfig, policy: RolePlace, num_ranks: int
+def check_role(
+    name: str, config: RunConfig, hf: PretrainedConfig, policy: RolePlace, num_ranks: int
 ) -> RolePlace:
-    """Ranks and layout of the reference model. Raises `ValueError` if its model does not fit its
-    layout or has another vocabulary than the policy (`hf`: config.json of the policy's model).
+    """Ranks and layout of the role in section `name`. Raises `ValueError` if its model does not fit
+    its layout or has another vocabulary than the policy (`hf`: config.json of the policy's model).
     """
-    stage, training = config.reference.zero_stage, config.training
+    role, training = config.other_roles[name], config.training
     require(
-        stage != 0 or (training.precision == "float32" and not training.offload_optimizer),
-        f"reference.zero_stage is 0, but training.precision is '{training.precision}' and"
+        role.zero_stage != 0
+        or (training.precision == "float32" and not training.offload_optimizer),
+        f"{name}.zero_stage is 0, but training.precision is '{training.precision}' and"
         f" training.offload_optimizer {training.offload_optimizer}, which need ZeRO; set"
-        " reference.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",
+        f" {name}.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",
     )
     require(
-        not config.reference.ranks or config.rollout.placement != "colocated",
-        f"reference.ranks is {list(config.reference.ranks)} and rollout.placement 'colocated',"
-        " where engines share the GPUs of all ranks; leave reference.ranks out",
+        not role.model.tokenizer,
+        f"{name}.model.tokenizer is {role.model.tokenizer}, but the tokens are the policy's; leave"
+        " it out",
     )
-    place = place_role("reference", config.reference, policy=policy, num_ranks=num_ranks)
-    if config.reference.model.path:
-        theirs = load_model_config(config.reference.model)
+    require(
+        not role.ranks or config.rollout.placement != "colocated",
+        f"{name}.ranks is {list(role.ranks)} and rollout.placement 'colocated', where engines share"
+        f" the GPUs of all ranks; leave {name}.ranks out",
+    )
+    place = place_role(name, role, policy=policy, num_ranks=num_ranks)
+    if role.model.path:
+        theirs = load_model_config(role.model, setting=f"{name}.model")
         refuse_unsupported(theirs)
         mine, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
         require(
             mine == other,
-            f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
-            " set a reference that was made from the same model",
+            f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
+            f" set a {name} that was made from the same model",
         )
-        check_weights(config.reference.model)
+        judges = isinstance(role, RewardModelRoleConfig)
+        require(
+            not (judges and role.model.from_scratch),
+            f"{name}.model.from_scratch is true, but random weights judge nothing; leave it out",
+        )
+        check_weights(role.model, head_of(role), needs_score=judges)
+        longest = longest_request(config)
+        limit = getattr(theirs.get_text_config(), "max_position_embeddings", None)
+        require(
+            limit is None or longest <= limit,
+            f"the longest prompt + rollout.max_new_tokens is {longest}, but {name}.model.path has"
+            f" max_position_embeddings {limit}; lower one of the first two, or set another model",
+        )
+        if judges:
+            refuse_other_tokenizer(name, config.model, role.model)
         hf = theirs
     try:
         refuse_tensor(hf, place.layout.tensor)
+        if role.model.path and place == policy:
+            check_cut(training, role.model, hf)
+        elif role.model.path:
+            prove_attention(empty_model(role.model))
+        if isinstance(role, CriticConfig):
+            refuse_optimizer(role_training(config, name), local_device())
     except ValueError as error:
-        text = str(error).replace("training.layout", "reference.layout")
-        raise ValueError(text) from None
+        text = str(error).replace("training.layout", f"{name}.layout")
+        raise ValueError(text.replace("training.optimizer", f"{name}.optimizer")) from None
     return place
+
+
+def refuse_rejection(config: RunConfig) -> None:
+    """Raise `ValueError` if dynamic sampling would reject groups that reward models tell apart."""
+    require(
+        not config.reward_models
+        or not config.rollout.dynamic_sampling.enabled
+        or config.algorithm.advantage not in COMPARING,
+        "rollout.dynamic_sampling.enabled is true, but groups are rejected before reward_models"
+        " score them; set it to false",
+    )
+
+
+def head_of(role: RoleConfig) -> HeadName:
+    """What a role beside the policy computes."""
+    if isinstance(role, RewardModelRoleConfig):
+        return "scalar"
+    return "value" if isinstance(role, CriticConfig) else "logprobs"
+
+
+def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -> None:
+    """Raise `ValueError` if a role's model has a tokenizer whose tokens are not those of the
+    policy's tokenizer.
+    """
+    folder = Path(model.path)
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return
+    theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    mine = load_tokenizer(
+        policy.tokenizer or policy.path, trust_remote_code=policy.trust_remote_code
+    )
+    require(
+        theirs.get_vocab() == mine.get_vocab(),
+        f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
+        " policy's tokens; set a reward model of the same family",
+    )
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files by which a folder is known to have a tokenizer."""
 
 
 def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:

@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megarl.errors import EngineLost
+from megarl.errors import EngineLost, UserError
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 ActorHandle = Any
@@ -66,8 +66,8 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
     """`ray.get` of {name of the actor: object reference} with a deadline; returns the results in
     order.
 
-    An error names the actor that failed or was late, and the reason. `fix` is the advice given
-    where an actor is late.
+    An error names the actor that failed or was late, and the reason; a `UserError` of an actor is
+    raised as it is. `fix` is the advice given where an actor is late.
     """
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -79,6 +79,8 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
                 f"{which} did not answer within {timeout_s:g} s ({doing}{fix and '; '}{fix})"
             ) from None
         except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
             raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
         except RayActorError as error:
             raise RuntimeError(f"{which} died ({doing}): {error}") from error

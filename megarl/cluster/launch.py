@@ -12,9 +12,9 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -35,6 +35,7 @@ from megarl.cluster.launch_plan import (
 )
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.errors import UserError
+from megarl.parallel.ports import free_port
 from megarl.schema import require
 
 READY_WITHIN_S = 120.0
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
     if elsewhere:
         say(f"this is not the allocation's host; going to {host}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
-    print(shown, flush=True)
+    print(shown, file=sys.stderr, flush=True)
     return run(started, state, port)
 
 
@@ -152,13 +153,6 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
     ]
 
 
-def free_port() -> int:
-    """A TCP port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 def run(started: Sequence[Command], state: Path, port: int) -> int:
     """Start Ray and the trainer ranks, wait for the ranks, then end all processes. Returns the
     ranks' exit code, or 1 if Ray fails. After an error Ray's logs stay in the folder `state`.
@@ -200,9 +194,10 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
                 code = 1
         return code
     finally:
+        hurry = threading.Event()  # what was started is being ended; a second signal: at once
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # what was started is being ended
-        end(processes, str(state))
+            signal.signal(number, lambda *_: hurry.set())
+        end(processes, str(state), hurry)
         if code in (0, 2) or code >= 128:
             shutil.rmtree(state, ignore_errors=True)
         else:
@@ -243,15 +238,20 @@ def show_end(log: Path) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def end(processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str) -> None:
+def end(
+    processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str, hurry: threading.Event
+) -> None:
     """Terminate processes, given as (process, seconds to wait), in reverse order of their start.
-    Then kill every process of this launch (see `started_processes`) that still runs.
+    Then kill every process of this launch (see `started_processes`) that still runs. Once `hurry`
+    is set, nothing is waited for.
     """
     for process, patience_s in reversed(processes):
         if process.poll() is None:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience_s)
+            deadline = time.monotonic() + patience_s
+            while process.poll() is None and time.monotonic() < deadline:
+                if hurry.wait(POLL_S / 4):
+                    break
     leaders = {process.pid for process, _ in processes}
     left = started_processes(mark, leaders)
     for _ in range(10):

@@ -137,11 +137,12 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
     """
     rollout, training = config.rollout, config.training
     layout, colocated = training.layout, rollout.placement == "colocated"
-    require(
-        not config.reference.ranks,
-        f"reference.ranks is {list(config.reference.ranks)}, and megarl launch does not deal out"
-        " GPUs to a reference on ranks of its own; start the run with torchrun",
-    )
+    for name, role in config.other_roles.items():
+        require(
+            not role.ranks,
+            f"{name}.ranks is {list(role.ranks)}, and megarl launch does not deal out GPUs to a"
+            " role on ranks of its own; start the run with torchrun",
+        )
     rest = layout.sequence * layout.tensor
     num_ranks = options.num_train_gpus or layout.data * rest
     require(

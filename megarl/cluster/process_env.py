@@ -65,6 +65,9 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
             # Lets the engine's core compute by itself (executor `uni`): a worker process of its own
             # would spin beside it.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # vLLM compiles a few sampling functions even for an eager engine: seconds in which the
+            # first request waits, for a count over [sequences, vocab].
+            "TORCHDYNAMO_DISABLE": "1",
         }
     return settings
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,14 @@ from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token
+from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
+from megarl.console import say
+from megarl.errors import UserError
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
+from megarl.signals import Stop
 from megarl.types import Prompt, StepBatch
 
 SERVICE = "rollouts"
@@ -30,8 +35,32 @@ STOP_TIMEOUT_S = 5.0
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Minimum size of Ray's object store. Memory is only used as objects are stored."""
 
+STOP_POLL_S = 0.2
+"""Seconds between two checks for a stop signal while waiting for the rollout service. An answer
+of the service ends the wait at once."""
+
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """As `STOP_TIMEOUT_S`, for a run that ends by a signal or an error."""
+
+
+RAY_ATTEMPTS = 3
+"""Times that Ray is started before its failure ends the run."""
+
+
+def start_ray(**options: Any) -> None:
+    """Start a Ray of its own on this machine with the options of `ray.init`. Ray gives itself 30 s,
+    which cannot be set and which a busy machine exceeds: then it is started again.
+    """
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        try:
+            # Without "local", Ray joins whatever `ray start` last started on this machine.
+            ray.init(address="local", **options)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
+                raise
+            say("megarl: warning: Ray did not start within 30 s; starting it again")
+            ray.shutdown()
 
 
 class Cluster:
@@ -49,14 +78,17 @@ class Cluster:
     ) -> None:
         """Start Ray on this machine with an object store of `object_store_bytes`, or join the
         cluster at `address` (or RAY_ADDRESS), authenticated by `token`. Ray spills to disk what
-        exceeds the object store.
+        exceeds the object store. Raises `UserError` if RAY_ADDRESS names no cluster.
         """
+        try:
+            address = address or ray_address()
+        except ValueError as error:
+            raise UserError(str(error)) from None
         use_cluster_token(token)
         self.namespace = namespace
         self._owned: list[ActorHandle] = []
         self._groups: list[EngineGroup] = []
         self._service_ready: Any = None
-        address = address or os.environ.get("RAY_ADDRESS", "")
         # Ray puts handlers of its own in place, which end the process on the spot.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         options: dict[str, Any] = {
@@ -65,9 +97,17 @@ class Cluster:
             "logging_level": "ERROR",
         }
         if address:
-            ray.init(address=address, **options)
+            try:
+                ray.init(address=address, **options)
+            except ConnectionError as error:
+                if address != "auto":
+                    raise
+                raise UserError(
+                    f"RAY_ADDRESS is auto: no Ray cluster runs here ({str(error).splitlines()[0]});"
+                    " unset RAY_ADDRESS to start Ray here, or set it to a head's host:port"
+                ) from error
         else:
-            ray.init(
+            start_ray(
                 include_dashboard=False,
                 num_cpus=max(4, os.cpu_count() or 1),
                 object_store_memory=object_store_bytes,
@@ -148,41 +188,91 @@ class Cluster:
 
 
 class RolloutClient:
-    """A trainer rank's interface to the rollout service. Every call has a timeout."""
+    """A trainer rank's interface to the rollout service. Every call has a timeout.
+
+    Once `stop` is set, the service is told to give out no further work, and `take` and `evaluate`
+    return None, on all ranks after the same step.
+    """
 
     def __init__(self, data_rank: int, *, deadline_s: float) -> None:
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._deadline_s = data_rank, deadline_s
+        self.stop = Stop()
+        """Set by a signal that ends the run."""
 
     def start(self) -> None:
         """Have the rollout service start to generate."""
         self._ask(self._service.start.remote(), "starting rollouts")
 
-    def take(self, step: int) -> StepBatch:
+    def take(self, step: int) -> StepBatch | None:
         """The samples of this rank for `step`; the token arrays are read from Ray's object
-        store.
+        store. None if the run is to end before that step.
         """
-        plan = self._ask(
-            self._service.take.remote(step, self._data_rank),
-            f"waiting for the rollouts of step {step}",
+        plan = self._ask_unless_stopped(
+            lambda: self._service.take.remote(step, self._data_rank),
+            f"waiting for the rollouts of step {step + 1}",
         )
+        if plan is None:
+            return None
         return assemble(plan, partial(fetch, timeout_s=self._deadline_s))
 
     def release(self, step: int) -> None:
         """Tell the service that `step` is trained and weight version `step + 1` is on the
         engines.
         """
-        self._ask(self._service.release.remote(step + 1), f"releasing step {step}")
+        self._ask(self._service.release.remote(step + 1), f"releasing step {step + 1}")
 
     def cursor(self, step: int) -> int:
         """Ordinal of the first prompt not used by the first `step` steps."""
         return self._ask(
-            self._service.cursor.remote(step), f"reading the prompt cursor of step {step}"
+            self._service.cursor.remote(step), f"reading the prompt cursor after {step} steps"
         )
 
-    def evaluate(self, temperature: float, name: str) -> Evaluated:
-        """Generate and score one response to each held-out problem: (metrics, transcripts)."""
-        return self._ask(self._service.evaluate.remote(temperature, name), "evaluating")
+    def evaluate(self, temperature: float, name: str) -> Evaluated | None:
+        """Generate and score one response to each held-out problem: (metrics, transcripts). None if
+        the run is to end.
+        """
+        return self._ask_unless_stopped(
+            lambda: self._service.evaluate.remote(temperature, name), "evaluating"
+        )
+
+    def stop_early(self) -> None:
+        """End the run on all ranks after the present step: its metric is good enough."""
+        self._ask(self._service.interrupt.remote(True), "stopping early")
+
+    def is_early_stop(self) -> bool:
+        """Whether `stop_early`, and no signal, has ended the run."""
+        return self._ask(self._service.is_early_stop.remote(), "asking why the run ended")
+
+    def answers(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Any:
+        """Ask for one scored response to each problem, without waiting; see `collect`."""
+        return self._service.answers.remote(list(prompts), temperature, name)
+
+    def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
+        """Wait for evaluation results. `pending` are what calls of `answers` returned.
+
+        Yields one list of records per call, in the order of the calls.
+        """
+        for reference in pending:
+            yield self._ask(reference, "evaluating")
+
+    def _ask_unless_stopped(self, call: Callable[[], Any], doing: str) -> Any:
+        """The answer to `call`; before and while waiting, tells the service if the run is to
+        end.
+        """
+        deadline, told = time.monotonic() + self._deadline_s, False
+        reference = None
+        while True:
+            if self.stop and not told:
+                self._ask(self._service.interrupt.remote(False), "ending the run")
+                told = True
+            reference = reference or call()
+            if ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                return self._ask(reference, doing)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the rollout service did not answer within {self._deadline_s:g} s ({doing})"
+                )
 
     def _ask(self, reference: Any, doing: str) -> Any:
         return ask({"the rollout service": reference}, self._deadline_s, doing)[0]

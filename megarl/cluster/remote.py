@@ -15,14 +15,16 @@ from megarl.cluster.mailbox import Inbox, Mailbox, Pace
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.errors import EngineLost
 from megarl.rollout.engine import Engine
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Request to an engine for the next model segment of a rollout. See
-    `megarl.rollout.requests.EngineHandle`.
+    """What the rollout service sends to an engine to have the next tokens of a rollout generated.
+
+    Tokens of the rollout's earlier segments travel beside it as `TokenArrays`.
     """
 
     prompt_ids: np.ndarray
@@ -116,21 +118,29 @@ class RemoteEnvironment:
         await self._handle.start.remote()
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        return await self._mailbox.ask(("begin", {"key": key, "prompt": prompt}))
+        return await self._ask(("begin", {"key": key, "prompt": prompt}))
 
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
     ) -> Segment | Verdict:
         bare = replace(segment, arrays=None)
         arguments = {"key": key, "prompt": prompt, "segment": bare, "num_tokens": num_tokens}
-        return await self._mailbox.ask(("step", arguments), [segment.arrays])
+        return await self._ask(("step", arguments), [segment.arrays])
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        return await self._mailbox.ask(("cut_off", {"key": key, "num_tokens": num_tokens}))
+        return await self._ask(("cut_off", {"key": key, "num_tokens": num_tokens}))
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        asked = (self._mailbox.ask(("text", {}), [part.arrays]) for part in segments)
+        asked = (self._ask(("text", {}), [part.arrays]) for part in segments)
         return list(await asyncio.gather(*asked))
+
+    async def _ask(self, request: tuple[str, dict[str, Any]], arrays: Sequence[Any] = ()) -> Any:
+        try:
+            return await self._mailbox.ask(request, arrays)
+        except EngineLost as error:
+            raise RuntimeError(
+                f"the environment was lost: {error}; see run.log for what it printed last"
+            ) from error
 
     async def close(self) -> None:
         """End the worker processes and the actor."""

@@ -146,6 +146,8 @@ def start_engines(
         stop_token_ids=stop_token_ids,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
+        sampling=config.rollout.sampling,
+        tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else "",
         environment=engine_environment(
             on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
         ),

@@ -13,6 +13,7 @@ from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
+from megarl.objectives.config import COMPARING
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
@@ -47,6 +48,8 @@ def build_service(
         transcripts_per_step=config.observe.transcripts_per_step,
         first_ordinal=first_ordinal,
         first_step=first_step,
+        compares_groups=config.algorithm.advantage in COMPARING,
+        max_failure_share=config.environment.max_failure_share,
     )
     return service, environment
 
@@ -69,7 +72,13 @@ class ServiceActor:
     async def start(self) -> None:
         await self._service.start()
 
-    async def take(self, step: int, data_rank: int) -> SharePlan:
+    async def interrupt(self, is_early_stop: bool) -> None:
+        await self._service.interrupt(is_early_stop=is_early_stop)
+
+    async def is_early_stop(self) -> bool:
+        return self._service.is_early_stop
+
+    async def take(self, step: int, data_rank: int) -> SharePlan | None:
         return await self._service.take(step, data_rank)
 
     async def release(self, version: int) -> None:
@@ -78,8 +87,13 @@ class ServiceActor:
     async def cursor(self, step: int) -> int:
         return await self._service.cursor(step)
 
-    async def evaluate(self, temperature: float, name: str) -> Evaluated:
+    async def evaluate(self, temperature: float, name: str) -> Evaluated | None:
         return await self._service.evaluate(self._held_out, temperature, name)
+
+    async def answers(
+        self, prompts: list[Prompt], temperature: float, name: str
+    ) -> list[dict[str, Any]]:
+        return await self._service.answers(prompts, temperature, name)
 
     async def use_engine(self, number: int, handle: Any) -> None:
         self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megarl.schema import config, require, require_range
+from megarl.schema import MOST_TOKENS, PathText, Range, config, require
+
+TemplateName = Literal["none", "chat", "rendered"]
+"""How the texts of a data set become what a model reads: `none`, as they are, with the tokenizer's
+first special tokens; `chat`, by the tokenizer's chat template; `rendered`, as they are, because a
+chat template has written them already, special tokens included."""
 
 
 @config
 class PromptsConfig:
     """Rows of a data set, turned into prompts."""
 
-    source: str = ""
+    source: PathText = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     subset: str = ""
     """Configuration of a hub data set that has several (openai/gsm8k: 'main')."""
@@ -21,35 +26,43 @@ class PromptsConfig:
     """Keep each prompt only once, even if the source repeats it (DAPO-Math-17k repeats each about a
     hundred times)."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a text, or a chat (a list of {role, content}). A name with dots
-    selects a nested column."""
+    """Column with the prompt: a text, or a chat (a list of {role, content}; content may be a text
+    or a list of OpenAI content parts). A name with dots selects a nested column."""
     answer_column: str = "answer"
-    """Column with the reference answer for the verifier. A name with dots selects a nested
-    column."""
+    """Column with the reference answer for the verifier. A name with dots selects a nested column;
+    empty for data without answers, whose reward needs none."""
+    choices_column: str = ""
+    """Column with the choices of a multiple-choice problem: a list of texts, {label: [...], text:
+    [...]}, or {A: text, B: text}. Each choice becomes a line "A. text" below the prompt, and the
+    answer (label, text or number from 0) becomes its label. Empty: no choices."""
     answer_after: str = ""
     """If set, the reference answer is the text after the last occurrence of this marker (GSM8K:
     '####')."""
-    template: Literal["none", "chat"] = "none"
-    """`chat` renders the prompt with the tokenizer's chat template; required for a chat column."""
+    template: TemplateName = "none"
+    """`chat` renders the prompt with the tokenizer's chat template; required for a chat column.
+    `rendered` reads texts that a template has written, as `megarl sample` stores them."""
     system: str = ""
     """A system message put before the prompt when the chat template is used."""
     instruction: str = ""
     """A text appended to the prompt (or to its last user message), after a newline."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[int, Range(1, MOST_TOKENS)] = 1024
     """Maximum prompt length. A longer prompt is an error before the run starts, which names the
     row."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
-    limit: int | None = None
+    limit: Annotated[int | None, Range(1, 10**9)] = None
     """Use only the first `limit` rows."""
 
     def __post_init__(self) -> None:
-        require_range("prompts.max_prompt_tokens", self.max_prompt_tokens, 1)
-        require_range("prompts.limit", self.limit, 1)
         require(
             self.template == "chat" or not self.system,
-            "prompts.system is set but prompts.template is 'none'; set prompts.template to 'chat'"
-            " or remove the system message",
+            "PromptsConfig.system is set but PromptsConfig.template is 'none'; set"
+            " PromptsConfig.template to 'chat' or remove the system message",
+        )
+        require(
+            bool(self.answer_column) or not (self.answer_after or self.choices_column),
+            "PromptsConfig.answer_column is empty, but answer_after or choices_column is set; set"
+            " the column of the answers, or neither of the two",
         )
 
 
@@ -57,7 +70,7 @@ class PromptsConfig:
 class DemonstrationsConfig:
     """Rows of a data set, turned into (prompt, response) pairs for supervised fine-tuning."""
 
-    source: str = ""
+    source: PathText = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     split: str = "train"
     """Split of a hub data set, such as 'train'; ignored for files."""
@@ -65,16 +78,73 @@ class DemonstrationsConfig:
     """Column with the prompt: a text, or a chat (a list of {role, content})."""
     response_column: str = "response"
     """Column with the response; an end-of-sequence token is appended."""
-    template: Literal["none", "chat"] = "none"
-    """`chat` renders the prompt with the tokenizer's chat template."""
-    max_tokens: int = 2048
+    messages_column: str = ""
+    """Column with whole conversations (lists of {role, content}), used instead of prompt_column and
+    response_column; needs `template: chat`. Every assistant turn is trained on, up to its
+    end-of-sequence token."""
+    template: TemplateName = "none"
+    """`chat` renders the prompt with the tokenizer's chat template. `rendered` reads texts that a
+    template has written, as `megarl sample` stores them."""
+    max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
     """Maximum length of prompt and response together. A longer row is an error before the run
     starts, which names the row."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
-    limit: int | None = None
+    limit: Annotated[int | None, Range(1, 10**9)] = None
     """Use only the first `limit` rows."""
 
     def __post_init__(self) -> None:
-        require_range("demonstrations.max_tokens", self.max_tokens, 2)
-        require_range("demonstrations.limit", self.limit, 1)
+        require(
+            not self.messages_column or self.template == "chat",
+            "DemonstrationsConfig.messages_column is set but DemonstrationsConfig.template is"
+            " 'none'; set it to 'chat'",
+        )
+
+
+@config
+class PreferencesConfig:
+    """Rows of a data set, each with a better and a worse response to one prompt; or, for KTO, each
+    with one response and whether it is desirable.
+    """
+
+    source: PathText = ""
+    """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
+    subset: str = ""
+    """Configuration of a hub data set that has several."""
+    split: str = "train"
+    """Split of a hub data set, such as 'train_prefs'; ignored for files."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, or a chat (a list of {role, content}). It is not read in rows
+    whose responses are whole conversations (as in UltraFeedback), which hold their prompt."""
+    chosen_column: str = "chosen"
+    """Column with the better response: a text, a chat with the assistant's turn alone, or a whole
+    conversation that ends with it; chats need `template: chat`. An end-of-sequence token is
+    appended to a text."""
+    rejected_column: str = "rejected"
+    """Column with the worse response, in the same form."""
+    margin_column: str = ""
+    """Column with a number: by how much the chosen response is better. `megarl reward-model`
+    trains the difference of the two scores to exceed it. Empty: 0."""
+    response_column: str = ""
+    """Used instead of `chosen_column` and `rejected_column`, with KTO only: column with the one
+    response of the row."""
+    label_column: str = "label"
+    """With `response_column`: column that says whether the response is desirable (true or false, 1
+    or 0)."""
+    template: TemplateName = "none"
+    """`chat` renders prompt and responses with the tokenizer's chat template. `rendered` reads
+    prompts that a template has written, as `megarl sample` stores them."""
+    max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
+    """Maximum length of a prompt and one response together. A longer row is an error before the run
+    starts, which names the row."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+    limit: Annotated[int | None, Range(1, 10**9)] = None
+    """Use only the first `limit` rows."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.margin_column and self.response_column),
+            "PreferencesConfig.margin_column is set beside PreferencesConfig.response_column, whose"
+            " rows have one response; leave one of them out",
+        )

@@ -1,5 +1,5 @@
-"""Demonstrations for supervised fine-tuning: (prompt, response) rows, checked and tokenised before
-the run starts.
+"""Demonstrations for supervised fine-tuning: (prompt, response) rows, or whole conversations,
+checked and tokenised before the run starts.
 
     DemonstrationsConfig --load_demonstrations--> DemonstrationList --at(ordinal)--> Demonstration
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.chats import conversation, conversation_tokens, turns_of
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.fingerprint import fingerprint
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
-from megarl.data.rows import read_rows
+from megarl.data.round_trip import lost_text
+from megarl.data.rows import Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
 from megarl.schema import require
 from megarl.types import Demonstration
@@ -28,14 +30,29 @@ class DemonstrationList:
     """The demonstrations (prompt, response) of a run in their training order."""
 
     def __init__(
-        self, prompts: TokenLists, responses: TokenLists, order: Order, fingerprint: str
+        self,
+        prompts: TokenLists,
+        responses: TokenLists,
+        order: Order,
+        fingerprint: str,
+        masks: TokenLists | None = None,
+        warning: str = "",
     ) -> None:
+        """`masks`: for each response, which of its tokens are trained on; None: all are."""
+        self._masks = masks
         self._prompts, self._responses, self._order = prompts, responses, order
         self.fingerprint = fingerprint
         """Digest of the demonstrations and their order."""
+        self.warning = warning
+        """What the user should know of the demonstrations; empty if nothing."""
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return int((self._prompts.lengths + self._responses.lengths).max())
 
     def at(self, ordinal: int) -> Demonstration:
         """The demonstration at position `ordinal` of training, over all epochs. It depends only on
@@ -43,23 +60,72 @@ class DemonstrationList:
         """
         index = self._order.row(ordinal)
         return Demonstration(
-            index=index, prompt_ids=self._prompts[index], response_ids=self._responses[index]
+            index=index,
+            prompt_ids=self._prompts[index],
+            response_ids=self._responses[index],
+            response_mask=self._masks[index] if self._masks is not None else None,
         )
 
 
 def load_demonstrations(
-    config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    config: DemonstrationsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    setting: str = "demonstrations",
 ) -> DemonstrationList:
     """Read, check and tokenise all demonstrations. Raises `ValueError` that names the file, the row
-    and the setting to change.
+    and the setting to change. `setting`: the section of the recipe.
     """
-    setting = "demonstrations"
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
     check_template(tokenizer, config.template, setting)
     require(
         tokenizer.eos_token_id is not None,
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
+    masks = None
+    if config.messages_column:
+        values, pieces = _conversations(config, table, tokenizer, setting)
+        prompts, responses, masks = conversation_tokens(tokenizer, pieces)
+        texts = [row[0][0] for row in pieces]
+        replies = ["".join(text for text, _ in row[1:]) for row in pieces]
+        marks = ["conversation"] * len(values)
+    else:
+        values, texts, replies = _pairs(config, table, tokenizer, setting)
+        prompts = prompt_tokens(tokenizer, texts, config.template)
+        responses = response_tokens(tokenizer, replies)
+        marks = replies
+    warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
+        tokenizer, replies, responses, what=f"responses of {setting}"
+    )
+    totals = (prompts.lengths + responses.lengths).tolist()
+    for index, (asked, total) in enumerate(zip(prompts.lengths.tolist(), totals, strict=True)):
+        place = table.place(index)
+        require(
+            asked > 0, f"{place}: the prompt has no tokens; fill column '{config.prompt_column}'"
+        )
+        require(
+            total <= config.max_tokens,
+            f"{place}: prompt and response have {total} tokens, but {setting}.max_tokens"
+            f" is {config.max_tokens}; set it to at least {total}, or drop the row",
+        )
+    settings = [config.template, config.shuffle]
+    if config.template == "chat":
+        settings.append(tokenizer.chat_template)
+    return DemonstrationList(
+        prompts,
+        responses,
+        Order(len(prompts), seed=seed, shuffle=config.shuffle),
+        fingerprint(settings, zip(values, marks, strict=True)),
+        masks,
+        warning,
+    )
+
+
+def _pairs(
+    config: DemonstrationsConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+) -> tuple[list[Any], list[str], list[str]]:
+    """(values of the prompt column, rendered prompts, responses) of all rows."""
     values: list[Any] = []
     texts: list[str] = []
     replies: list[str] = []
@@ -79,25 +145,19 @@ def load_demonstrations(
             f"{place}: the response (column '{config.response_column}') is empty; drop the row or"
             " fill it",
         )
-    prompts = prompt_tokens(tokenizer, texts, config.template)
-    responses = response_tokens(tokenizer, replies)
-    totals = (prompts.lengths + responses.lengths).tolist()
-    for index, (asked, total) in enumerate(zip(prompts.lengths.tolist(), totals, strict=True)):
+    return values, texts, replies
+
+
+def _conversations(
+    config: DemonstrationsConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+) -> tuple[list[Any], list[list[tuple[str, bool]]]]:
+    """(values of the messages column, pieces as `conversation` makes them) of all rows."""
+    values: list[Any] = []
+    pieces: list[list[tuple[str, bool]]] = []
+    named = f"{setting}.messages_column"
+    for index, row in enumerate(table.rows):
         place = table.place(index)
-        require(
-            asked > 0, f"{place}: the prompt has no tokens; fill column '{config.prompt_column}'"
-        )
-        require(
-            total <= config.max_tokens,
-            f"{place}: prompt and response have {total} tokens, but demonstrations.max_tokens"
-            f" is {config.max_tokens}; set it to at least {total}, or drop the row",
-        )
-    settings = [config.template, config.shuffle]
-    if config.template == "chat":
-        settings.append(tokenizer.chat_template)
-    return DemonstrationList(
-        prompts,
-        responses,
-        Order(len(prompts), seed=seed, shuffle=config.shuffle),
-        fingerprint(settings, zip(values, replies, strict=True)),
-    )
+        values.append(column(row, config.messages_column, place=place, setting=named))
+        turns = turns_of(values[-1], place=place, setting=named)
+        pieces.append(conversation(tokenizer, turns, place))
+    return values, pieces

@@ -1,9 +1,10 @@
-"""Whether the Hugging Face hub answers, asked before a download is tried: the libraries alone retry
-for most of a minute.
+"""Checks whether the Hugging Face hub answers, before a download is tried. Without this check,
+Hugging Face's libraries would retry for most of a minute.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import urllib.error
 import urllib.request
@@ -21,11 +22,17 @@ def hub_state() -> Literal["online", "offline", "unreachable"]:
 
     if constants.HF_HUB_OFFLINE:
         return "offline"
+    return "online" if _answers(constants.ENDPOINT) else "unreachable"
+
+
+@functools.cache  # a process asks once: every further wait would add to that of the first
+def _answers(endpoint: str) -> bool:
+    """Whether the web server `endpoint` answers within `ANSWER_WITHIN_S`."""
     answered: list[bool] = []
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(constants.ENDPOINT, method="HEAD")  # noqa: S310 - the user's own endpoint
+            request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the user's own endpoint
             urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S).close()  # noqa: S310
             answered.append(True)
         except urllib.error.HTTPError:
@@ -37,7 +44,7 @@ def hub_state() -> Literal["online", "offline", "unreachable"]:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER_WITHIN_S)
-    return "online" if answered else "unreachable"
+    return bool(answered)
 
 
 def why_absent(name: str) -> str:

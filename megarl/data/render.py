@@ -5,8 +5,12 @@ row --column--> value --render or text_of--> text
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
 
+from megarl.data.chats import check_question, parsed_chat, rendered, turns_of
+from megarl.data.config import TemplateName
 from megarl.data.rows import Row, kind_of
 from megarl.schema import require
 
@@ -39,50 +43,45 @@ def column(row: Row, name: str, *, place: str, setting: str) -> Any:
 
 
 def text_of(value: Any, *, what: str, place: str) -> str:
-    """Convert a text or a number to text; raises `ValueError` for any other value."""
+    """Convert a text or a finite number to text; raises `ValueError` for any other value. A
+    `Decimal`, as parquet files hold, keeps its digits and is never written with an exponent.
+    """
     if isinstance(value, str):
         return value
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     require(
-        isinstance(value, int | float),
-        f"{place}: {what} is {kind_of(value)}, not a text; set its column to one that holds texts"
-        " (dots reach inside)",
+        number and (isinstance(value, int) or math.isfinite(value)),
+        f"{place}: {what} is {kind_of(value)}, not a text or a finite number; set its column to one"
+        " that holds texts (dots reach inside)",
     )
-    return str(value)
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
 def render(
     value: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    template: Literal["none", "chat"],
+    template: TemplateName,
     system: str = "",
     instruction: str = "",
     place: str,
     setting: str,
 ) -> str:
-    """Render a prompt, given as a text or a chat (a list of {role, content}), to the text that the
-    model sees before its response.
+    """Render a prompt, given as a text or a chat (a list of {role, content}, or the JSON of one as
+    a text), to the text that the model sees before its response. Raises `ValueError` for a chat
+    that asks nothing (see `check_question`).
     """
-    if template == "none":
+    if template != "chat":
         require(
             not isinstance(value, list),
             f"{place}: the prompt is a chat, but {setting}.template is 'none'; set it to 'chat'",
         )
         text = text_of(value, what="the prompt", place=place)
         return f"{text}\n{instruction}" if instruction else text
+    value = parsed_chat(value)
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    whole = isinstance(chat, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in chat
-    )
-    require(
-        whole and len(chat) > 0,
-        f"{place}: the prompt is neither a text nor a chat (a list of objects with the texts role"
-        f" and content); set {setting}.prompt_column to one that is",
-    )
-    chat = [{"role": turn["role"], "content": turn["content"]} for turn in chat]
+    chat = turns_of(chat, place=place, setting=f"{setting}.prompt_column")
+    check_question(chat, place=place)
     if instruction:
         asked = [number for number, turn in enumerate(chat) if turn["role"] == "user"]
         require(
@@ -97,20 +96,15 @@ def render(
             f"{place}: the chat has a system message of its own; remove {setting}.system",
         )
         chat.insert(0, {"role": "system", "content": system})
-    try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise what they like, jinja2's errors among them
-        raise ValueError(
-            f"{place}: the chat template refuses this chat: {error}; mend the chat or the template"
-        ) from error
+    return rendered(tokenizer, chat, place, asks=True)
 
 
 def check_template(
-    tokenizer: PreTrainedTokenizerBase, template: Literal["none", "chat"], setting: str
+    tokenizer: PreTrainedTokenizerBase, template: TemplateName, setting: str
 ) -> None:
     """Raise `ValueError` where `template` is 'chat' and the tokenizer has no chat template."""
     require(
-        template == "none" or bool(getattr(tokenizer, "chat_template", None)),
+        template != "chat" or bool(getattr(tokenizer, "chat_template", None)),
         f"{setting}.template is 'chat', but the tokenizer has no chat template; set"
         f" {setting}.template to 'none', use an instruction-tuned model, or put a"
         " chat_template.jinja beside the tokenizer",

@@ -8,17 +8,23 @@ To add a file format, write a function (path, limit) -> Table and name its suffi
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
+from megarl.third_party import opening, quiet, said
 
 Row = dict[str, Any]
+MOST_FILES = 20_000
+"""Largest number of files in a folder that is read as a data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,11 @@ class Table:
 
 def read_json(path: Path, limit: int | None) -> Table:
     """Read a JSON file that holds a list of objects."""
+    text = _text(path)
     try:
-        tree = json.loads(_text(path))
+        tree = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; make it a list of rows") from None
     except json.JSONDecodeError as error:
         fix = (
             "; a file with one object a line must be named .jsonl"
@@ -52,6 +61,10 @@ def read_json(path: Path, limit: int | None) -> Table:
             else "; mend the file"
         )
         raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}{fix}") from None
+    except KeyError as error:
+        raise ValueError(f"{path}, line {_line_of(text)}: {error.args[0]}; keep one") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path} cannot be read: {error}; mend the file") from None
     require(
         isinstance(tree, list),
         f"{path} holds {kind_of(tree)}; make it a list of objects, or name it .jsonl",
@@ -75,12 +88,16 @@ def read_jsonl(path: Path, limit: int | None) -> Table:
         if limit is not None and len(rows) == limit:
             break
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
+        except KeyError as error:
+            raise ValueError(f"{path}, line {number}: {error.args[0]}; keep one") from None
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}: not JSON: {error.msg} at column {error.colno}; mend the"
                 " line"
             ) from None
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise ValueError(f"{path}, line {number}: {said(error)}; mend the line") from None
         require(
             isinstance(row, dict),
             f"{path}, line {number} is {kind_of(row)}; make every line an object",
@@ -92,16 +109,12 @@ def read_jsonl(path: Path, limit: int | None) -> Table:
 
 def read_parquet(path: Path, limit: int | None) -> Table:
     """Read a parquet file; nested columns become nested objects."""
-    import pyarrow
     import pyarrow.parquet
 
-    try:
+    with opening(f"{path} is not parquet", fix="write it anew, or name it by what it holds"):
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} is not parquet: {error}; write it anew, or name it by what it holds"
-        ) from None
-    return Table(str(path), (table if limit is None else table.slice(0, limit)).to_pylist())
+        rows = (table if limit is None else table.slice(0, limit)).to_pylist()
+    return Table(str(path), rows)
 
 
 def read_csv(path: Path, limit: int | None) -> Table:
@@ -109,9 +122,15 @@ def read_csv(path: Path, limit: int | None) -> Table:
     rows: list[Row] = []
     lines: list[int] = []
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    reader = csv.reader(_text(path).splitlines(keepends=True), strict=True)
+    # Not splitlines(): it also cuts at characters that may stand in a value, such as U+2028.
+    reader = csv.reader(io.StringIO(_text(path)), strict=True)
     try:
         names = next(reader, [])
+        twice = repeated(names)
+        require(
+            twice is None,
+            f"{path}, line 1: the header has the column {twice!r} twice; rename one of the two",
+        )
         line = reader.line_num + 1
         for values in reader:
             if limit is not None and len(rows) == limit:
@@ -183,10 +202,17 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         " was it downloaded,"
     )
     require(state != "unreachable", f"{unknown} {why_absent(name)}")
+    # The library looks at every file below, which in / or a home folder takes minutes.
+    require(
+        not Path(name).is_dir() or _holds_few_files(Path(name)),
+        f"{setting}.source '{name}' is a folder with more than {MOST_FILES:,} files; set it to the"
+        " folder of one data set",
+    )
     import datasets
 
     try:
-        data = datasets.load_dataset(name, subset or None, split=split)
+        with quiet():
+            data = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises a dozen kinds
         said = " ".join(str(error).split())[:500]
         if isinstance(error, ValueError) and "split" in said.lower():
@@ -201,6 +227,16 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
     return Table(f"{name}[{split}]", data.to_list())
 
 
+def _holds_few_files(folder: Path) -> bool:
+    """Whether a folder and those below it hold at most `MOST_FILES` files and folders."""
+    count = 0
+    for _, folders, files in os.walk(folder):
+        count += len(folders) + len(files)
+        if count > MOST_FILES:
+            return False
+    return True
+
+
 def _text(path: Path) -> str:
     """Read a UTF-8 file as text, without a byte-order mark."""
     try:
@@ -209,6 +245,36 @@ def _text(path: Path) -> str:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it"
         ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
+
+
+def repeated(names: Sequence[str]) -> str | None:
+    """The first name that occurs more than once; None if each occurs once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file. Raises `KeyError` for a key that occurs twice, of which Python's
+    reader would take the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise KeyError(f"an object has the key {repeated([key for key, _ in pairs])!r} twice")
+    return found
+
+
+def _line_of(text: str) -> int:
+    """Line, from 1, of the first row of a JSON list in which `_object` finds a key twice."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    start = 0
+    while True:
+        try:
+            start = text.index("{", start)
+            start = decoder.raw_decode(text, start)[1]
+        except (KeyError, ValueError):  # ValueError: a brace in a text that is no row
+            break
+    return text.count("\n", 0, start) + 1
 
 
 def kind_of(value: Any) -> str:

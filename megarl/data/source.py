@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
+from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require
@@ -37,11 +39,14 @@ class PromptList:
         answers: list[str],
         order: Order,
         fingerprint: str,
+        warning: str = "",
     ) -> None:
         self._rows, self._texts, self._token_ids, self._answers = rows, texts, token_ids, answers
         self._order = order
         self.fingerprint = fingerprint
         """Digest of the prompts, their answers and their order."""
+        self.warning = warning
+        """What the user should know of the prompts; empty if nothing."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,24 +72,30 @@ class PromptList:
 
 
 def load_prompts(
-    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    config: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    setting: str = "prompts",
 ) -> PromptList:
     """Read, check and tokenise all prompts. Raises `ValueError` that names the file, the row and
-    the setting to change.
+    the setting to change. `setting`: the section of the recipe that `config` is.
     """
     table = read_rows(
         config.source,
         split=config.split,
         limit=config.limit,
-        setting="prompts",
+        setting=setting,
         subset=config.subset,
     )
     if config.unique:
-        table = _unique(table, config.prompt_column)
-    check_template(tokenizer, config.template, "prompts")
-    answers = [_answer(config, table, index) for index in range(len(table.rows))]
+        table = _unique(table, config.prompt_column, setting)
+    check_template(tokenizer, config.template, setting)
+    answers = [_answer(config, table, index, setting) for index in range(len(table.rows))]
     values = [
-        column(row, config.prompt_column, place=table.place(index), setting="prompts.prompt_column")
+        column(
+            row, config.prompt_column, place=table.place(index), setting=f"{setting}.prompt_column"
+        )
         for index, row in enumerate(table.rows)
     ]
     texts = [
@@ -93,16 +104,18 @@ def load_prompts(
             tokenizer,
             template=config.template,
             system=config.system,
-            instruction=config.instruction,
+            instruction=_instruction(config, table, index),
             place=table.place(index),
-            setting="prompts",
+            setting=setting,
         )
         for index, value in enumerate(values)
     ]
     token_ids = prompt_tokens(tokenizer, texts, config.template)
     for index, length in enumerate(token_ids.lengths.tolist()):
-        _check_length(config, table, index, length)
+        _check_length(config, table, index, length, setting)
     settings = [config.template, config.system, config.instruction, config.shuffle]
+    if config.choices_column:
+        settings += [_choices(config, table, index).lines() for index in range(len(table.rows))]
     if config.template == "chat":
         settings.append(tokenizer.chat_template)
     return PromptList(
@@ -112,49 +125,71 @@ def load_prompts(
         answers,
         Order(len(texts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, answers, strict=True)),
+        lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}"),
     )
 
 
-def _unique(table: Table, prompt_column: str) -> Table:
+def _unique(table: Table, prompt_column: str, setting: str) -> Table:
     """Remove repeated prompts: keeps the first row of each."""
     first: dict[str, int] = {}
     for index, row in enumerate(table.rows):
         prompt = column(
-            row, prompt_column, place=table.place(index), setting="prompts.prompt_column"
+            row, prompt_column, place=table.place(index), setting=f"{setting}.prompt_column"
         )
         first.setdefault(canonical_json(prompt), index)
     return table.only(list(first.values()))
 
 
-def _answer(config: PromptsConfig, table: Table, index: int) -> str:
+def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> str:
     """The reference answer of a row; if `answer_after` is set, only the text after that marker."""
+    if not config.answer_column:
+        return ""
     place = table.place(index)
     value = column(
-        table.rows[index], config.answer_column, place=place, setting="prompts.answer_column"
+        table.rows[index], config.answer_column, place=place, setting=f"{setting}.answer_column"
     )
     answer = text_of(value, what=f"the answer (column '{config.answer_column}')", place=place)
+    if config.choices_column and isinstance(value, int) and not config.answer_after:
+        return _choices(config, table, index).label(value)
     if config.answer_after:
         _, marker, answer = answer.rpartition(config.answer_after)
         require(
             bool(marker),
-            f"{place}: the answer does not contain prompts.answer_after = '{config.answer_after}'; "
-            "set the marker that this data set uses, or none",
+            f"{place}: the answer does not contain {setting}.answer_after ="
+            f" '{config.answer_after}'; set the marker that this data set uses, or none",
         )
     require(
         bool(answer.strip()),
         f"{place}: the answer (column '{config.answer_column}') is empty; drop the row or set"
-        " prompts.answer_column",
+        f" {setting}.answer_column",
     )
+    if config.choices_column:
+        return _choices(config, table, index).label(answer)
     return answer.strip()
 
 
-def _check_length(config: PromptsConfig, table: Table, index: int, length: int) -> None:
+def _choices(config: PromptsConfig, table: Table, index: int) -> Choices:
+    """The choices of a row."""
+    place, setting = table.place(index), "prompts.choices_column"
+    value = column(table.rows[index], config.choices_column, place=place, setting=setting)
+    return Choices.of(value, place=place, setting=setting)
+
+
+def _instruction(config: PromptsConfig, table: Table, index: int) -> str:
+    """What is appended to the prompt of a row: its choices, then the instruction."""
+    choices = [_choices(config, table, index).lines()] if config.choices_column else []
+    return "\n".join([*choices, *([config.instruction] if config.instruction else [])])
+
+
+def _check_length(
+    config: PromptsConfig, table: Table, index: int, length: int, setting: str
+) -> None:
     require(
         length > 0,
         f"{table.place(index)}: the prompt has no tokens; fill column '{config.prompt_column}'",
     )
     require(
         length <= config.max_prompt_tokens,
-        f"{table.place(index)}: the prompt has {length} tokens, but prompts.max_prompt_tokens is "
+        f"{table.place(index)}: the prompt has {length} tokens, but {setting}.max_prompt_tokens is "
         f"{config.max_prompt_tokens}; set it to at least {length}, or drop the row",
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
+from megarl.third_party import opening, refuse_broken_links
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,6 +56,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             f"tokenizer folder {path} does not exist; set the path of a folder with a"
             " tokenizer.json",
         )
+        refuse_broken_links(path)
         files = (
             "tokenizer.json",
             "tokenizer_config.json",
@@ -71,33 +73,27 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     only_local = local or hub_state() != "online"
+    fix = "fetch it again" if local else f"'{name}' is not on this machine {why_absent(name)}"
     try:
-        # A folder that declares no family means its tokenizer.json to be taken as it is;
-        # AutoTokenizer would look at the # model beside it, and read any tokenizer beside a Qwen2
-        # with the splitting rules of Qwen's own.
-        described = get_tokenizer_config(name, local_files_only=only_local)
-        plain = described.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        if plain and "auto_map" not in described:
-            return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=only_local)
-        return AutoTokenizer.from_pretrained(
-            name, local_files_only=only_local, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # the library raises a dozen kinds, down to KeyError
-        said = " ".join(str(error).split())[:500]
-        if not trust_remote_code and "trust_remote_code" in said:
+        with opening(f"the tokenizer '{name}' does not load", fix=fix):
+            # A folder that declares no family means its tokenizer.json to be taken as it is;
+            # AutoTokenizer would look at the model beside it, and read any tokenizer beside a
+            # Qwen2 with the splitting rules of Qwen's own.
+            described = get_tokenizer_config(name, local_files_only=only_local)
+            kind = described.get("tokenizer_class")
+            plain = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
+            if plain and "auto_map" not in described:
+                return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=only_local)
+            return AutoTokenizer.from_pretrained(
+                name, local_files_only=only_local, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(
                 f"tokenizer '{name}' needs code of its own; read that code, then set"
                 " trust_remote_code to true"
             ) from error
-        if local:
-            raise ValueError(
-                f"the tokenizer in {path} does not load: {type(error).__name__}: {said}"
-            ) from error
-        absent = (
-            f"tokenizer '{name}' is not on this machine {why_absent(name)} ({type(error).__name__}:"
-            f" {said})"
-        )
-        raise ValueError(absent) from error
+        raise
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:

@@ -6,9 +6,12 @@ texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from megarl.data.config import TemplateName
+from megarl.third_party import opening
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +47,7 @@ class TokenLists:
 
 
 def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: Literal["none", "chat"]
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: TemplateName
 ) -> TokenLists:
     """Tokenise prompts. A rendered chat contains its special tokens; to plain text the tokenizer's
     initial special tokens, such as beginning-of-sequence, are added.
@@ -59,7 +62,7 @@ def prompt_tokens(
                 ids.pop()
         return ids
 
-    return _encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+    return encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
 
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenLists:
@@ -69,17 +72,17 @@ def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     def fix(text: str, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] == end else [*ids, end]  # type: ignore[list-item]
 
-    return _encode(tokenizer, texts, add_special_tokens=False, fix=fix)
+    return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
 
 
-def _encode(
+def encode(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,
     add_special_tokens: bool,
     fix: Callable[[str, list[int]], list[int]],
 ) -> TokenLists:
-    """Tokenise each text; `fix(text, ids)` returns the ids to use."""
+    """Tokenise each text in batches; `fix(text, ids)` returns the ids to use."""
     options: dict[str, Any] = {  # without masks, half the time
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": False,
@@ -89,7 +92,9 @@ def _encode(
     def lists() -> Iterable[list[int]]:
         for start in range(0, len(texts), BATCH_TEXTS):
             batch = list(texts[start : start + BATCH_TEXTS])
-            for text, ids in zip(batch, tokenizer(batch, **options).input_ids, strict=True):
+            with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
+                found = tokenizer(batch, **options).input_ids
+            for text, ids in zip(batch, found, strict=True):
                 yield fix(text, ids)
 
     return TokenLists(lists())

@@ -25,14 +25,17 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from megarl.environments import user_code
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.user_code import Sources
+from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.environments.worker import LENGTH, receive
 from megarl.types import Prompt
 
@@ -49,16 +52,23 @@ main(int(sys.argv[2]))"""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a request to a worker process: a score, an observation, or a failure with a
-    message.
+    """What a worker process of the environment replies to one request: the score of a response,
+    the next observation of a session, or the failure of the user's code with its message.
     """
 
-    score: float = 0.0
-    """From 0 (wrong) to 1 (right); 0 if `failure` is set."""
+    score: float | None = None
+    """What the verifier returned: from 0 (wrong) to 1 (right), or a reward of any range; None if
+    there is no score."""
+    correct: bool | None = None
+    """Whether the response is correct; None if the verifier did not say."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """{name: value} of the verifier's own metrics."""
     failure: Literal["", "error", "timeout", "nan"] = ""
     detail: str = ""
     observation: list[int] | None = None
     """Token ids that the model reads next; None if the rollout has ended."""
+    warning: str = ""
+    """What the user should know of the environment; said once."""
 
 
 class _Ended(Exception):
@@ -72,12 +82,24 @@ SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IG
 class _Worker:
     """One worker process and the socket to it. Only one thread sends requests to it."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """Start the process and wait until it has loaded the verifier. Raises `ValueError`, with
-        advice, if the verifier does not load.
+    imported: list[str]
+    """Files beside the user's own that it imported while it loaded."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        codec: Codec | None,
+        sources: Sources,
+        within_s: float | None = None,
+    ) -> None:
+        """Start the process and wait until it has loaded the verifier, from `sources` where they
+        hold its files. Raises `ValueError`, with advice, if the verifier does not load within
+        `within_s` seconds.
         """
-        setting = "session" if config.session else "verifier"
-        named = f"environment.{setting} '{config.session or config.verifier}'"
+        # In a run the engines may start at the same time and take every core.
+        limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
+        code = config.session or ", ".join(named(config))
+        told = f"{setting_of(config)} '{code}'"
         self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
@@ -92,19 +114,20 @@ class _Worker:
                 start_new_session=True,
             )
         try:
-            reply = self.ask((config, codec), START_WITHIN_S)
+            reply = self.ask((config, codec, sources), limit_s)
         except _Ended as error:
             self.discard()
-            raise ValueError(f"{named}: its process ended at start, {error}") from None
+            raise ValueError(f"{told}: its process ended at start, {error}") from None
         except TimeoutError:
             self.discard()
             raise ValueError(
-                f"{named} did not load within {START_WITHIN_S:g} s; move what takes long out of"
-                " its file's top level"
+                f"{told} did not load within {limit_s:g} s; move what takes long out of its file's"
+                " top level, or raise environment.load_limit_s"
             ) from None
         if "refused" in reply:
             self.discard()
             raise ValueError(reply["refused"])
+        self.imported = reply["imported"]
 
     def ask(self, message: Any, limit_s: float) -> dict[str, Any]:
         """Send `message` and wait for the reply. Raises `TimeoutError` after `limit_s`, and
@@ -115,9 +138,7 @@ class _Worker:
         try:
             self._channel.settimeout(limit_s)
             self._channel.sendall(LENGTH.pack(len(body)) + body)
-            # A reply is one small write, so the limit of the whole is that of its first byte.
-            self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-            reply = receive(self._channel)
+            reply = receive(self._channel, deadline)
         except TimeoutError:
             raise
         except OSError:
@@ -148,12 +169,21 @@ class _Worker:
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def kill(self) -> None:
-        """Kill the process and its process group. May be called from any thread."""
+    def signal(self) -> None:
+        """Send SIGKILL to the process and its process group without waiting for its end. May be
+        called from any thread.
+        """
         with self._lock:
             if self.process.returncode is None:  # not reaped yet, so its number is still its own
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+
+    def kill(self) -> None:
+        """Kill the process and its process group, and wait for its end. May be called from any
+        thread.
+        """
+        self.signal()
+        with self._lock:
+            self.process.wait()
 
     def discard(self) -> None:
         """Kill the process and close the socket. Call it only when no thread waits for a reply."""
@@ -180,12 +210,17 @@ class WorkerPool:
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._files = own_files(config)
+        self._sources = user_code.read(self._files)
+        self._knows_neighbours, self._said_changed, self._warning = False, False, ""
+        self._ending: set[threading.Thread] = set()
+        """Threads that wait for killed processes to end."""
 
-    async def start(self) -> None:
+    async def start(self, within_s: float | None = None) -> None:
         """Start a first process and load the verifier there; raises `ValueError` if the verifier
-        does not load.
+        does not load within `within_s` seconds.
         """
-        await asyncio.wrap_future(self._lanes[0].submit(self._worker))
+        await asyncio.wrap_future(self._lanes[0].submit(self._worker, within_s))
 
     async def judge(self, prompt: Prompt, response: str | np.ndarray) -> Outcome:
         """Score a response with the verifier. Failures are part of the outcome; `ValueError` is
@@ -239,8 +274,10 @@ class WorkerPool:
             await asyncio.to_thread(lane.shutdown)
         for worker in workers:
             worker.discard()
+        for thread in list(self._ending):
+            await asyncio.to_thread(thread.join)
 
-    def _worker(self) -> _Worker:
+    def _worker(self, within_s: float | None = None) -> _Worker:
         """The worker process of the calling thread, started if the thread has none."""
         worker: _Worker | None = getattr(self._own, "worker", None)
         if (
@@ -251,8 +288,13 @@ class WorkerPool:
         if worker is None:
             if self._closed:
                 raise RuntimeError("the environment's pool is closed")
-            worker = _Worker(self._config, self._codec)
+            self._note_changed()
+            worker = _Worker(self._config, self._codec, self._sources, within_s)
             with self._lock:
+                if not self._knows_neighbours:  # those of the first process, for all later ones
+                    self._knows_neighbours = True
+                    beside = [Path(file) for file in worker.imported]
+                    self._sources = user_code.read(beside) | self._sources
                 closed = self._closed
                 if not closed:
                     self._workers.add(worker)
@@ -262,11 +304,35 @@ class WorkerPool:
             self._own.worker = worker
         return worker
 
+    def _note_changed(self) -> None:
+        """Keep a warning for the next verdict, once, if a user's file was edited or removed after
+        the run had read it; the run goes on with the old content.
+        """
+        edited = [] if self._said_changed else user_code.changed(self._sources)
+        if edited:
+            self._said_changed = True
+            self._warning = (
+                f"{', '.join(edited)} changed after the run started; the run goes on with what it"
+                " was then"
+            )
+
     def _drop(self, worker: _Worker) -> None:
+        """Kill `worker`, the calling thread's worker process, without waiting for its end: a helper
+        thread does that, since a process with much memory can take a second to end.
+        """
         self._own.worker = None
+        worker.signal()
+
+        def end() -> None:
+            worker.discard()
+            with self._lock:
+                self._workers.discard(worker)
+                self._ending.discard(threading.current_thread())
+
+        thread = threading.Thread(target=end, daemon=True, name="environment-end")
         with self._lock:
-            self._workers.discard(worker)
-        worker.discard()
+            self._ending.add(thread)
+        thread.start()
 
     def _decode(self, token_ids: np.ndarray) -> str:
         worker = self._worker()
@@ -280,7 +346,13 @@ class WorkerPool:
         worker = self._worker()
         setting = "start_limit_s" if command == "begin" else "time_limit_s"
         try:
-            return Outcome(**worker.ask((command, *arguments), limit_s))
+            reply = worker.ask((command, *arguments), limit_s)
+            if reply.pop("retire", False):
+                self._drop(worker)
+            found = Outcome(**reply)
+            if found.observation is None and self._warning:
+                found, self._warning = replace(found, warning=self._warning), ""
+            return found
         except TimeoutError:
             self._drop(worker)
             said = f"no verdict within environment.{setting} = {limit_s:g} s"

@@ -1,20 +1,21 @@
 """From what the model wrote to what follows: an observation, or the verdict with its reward.
 
 Environment.step(rollout, prompt, segment) -> Segment | Verdict
-reward = wrong + (correct - wrong) * score + length penalty
+reward = wrong + (correct - wrong) * score + length penalty; with the defaults (1 and 0) the
+score is the reward
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.pool import Outcome, WorkerPool
-from megarl.environments.verifiers import own_file
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
@@ -39,14 +40,16 @@ class Environment:
         Raises `ValueError` if the verifier's name is unknown or its file is missing. Errors inside
         the file are found by `start`.
         """
-        own_file(config)
         self._config = config
         self._pool = WorkerPool(config, codec)
         self.has_start = bool(config.session)
 
-    async def start(self) -> None:
-        """Load the verifier before the first rollout; raises `ValueError` if it does not load."""
-        await self._pool.start()
+    async def start(self, *, within_s: float | None = None) -> None:
+        """Load the verifier before the first rollout; raises `ValueError` if it does not load, or
+        takes longer than `within_s` seconds (None: two minutes, since a run's processes start
+        beside it).
+        """
+        await self._pool.start(within_s)
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
@@ -75,7 +78,7 @@ class Environment:
         answer.
         """
         await self._pool.end(key)
-        return self._verdict(Outcome(), num_tokens)
+        return replace(self._verdict(Outcome(), num_tokens), judged=False)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
@@ -93,24 +96,28 @@ class Environment:
         if the verifier does not load.
         """
         if truncated and self._config.require_stop:
-            return self._verdict(Outcome(), num_tokens)
+            return replace(self._verdict(Outcome(), num_tokens), judged=False)
         return self._verdict(await self._pool.judge(prompt, response), num_tokens)
 
     def _verdict(self, outcome: Outcome, num_tokens: int) -> Verdict:
         config = self._config
         penalty = overlong_penalty(config.overlong, num_tokens)
-        # Not wrong + (correct - wrong) * 1, which may miss `correct` by a rounding.
-        base = (
-            config.correct
-            if outcome.score == 1.0
-            else config.wrong + (config.correct - config.wrong) * outcome.score
-        )
+        score = outcome.score
+        if score is None:
+            base = config.wrong if config.unscored is None else config.unscored
+        elif score == 1.0:
+            # Not wrong + (correct - wrong) * 1, which may miss `correct` by a rounding.
+            base = config.correct
+        else:
+            base = config.wrong + (config.correct - config.wrong) * score
         return Verdict(
             reward=base + penalty,
-            correct=outcome.score == 1.0,
+            correct=score == 1.0 if outcome.correct is None else outcome.correct,
             failure=outcome.failure,
             detail=outcome.detail,
             penalty=penalty,
+            metrics=outcome.metrics,
+            warning=outcome.warning,
         )
 
     async def close(self) -> None:

@@ -9,7 +9,6 @@ A verifier is a session of one step. Sessions run in the worker processes of
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +55,6 @@ class VerifierSession:
         self._prompt = prompt
         return Observation("")
 
-    async def step(self, text: str, token_ids: np.ndarray) -> Any:
-        score = self._verifier(self._prompt, text)
-        return await score if inspect.isawaitable(score) else score
+    def step(self, text: str, token_ids: np.ndarray) -> Any:
+        # Not async: a plain function may start an event loop, which only one can be in a thread.
+        return self._verifier(self._prompt, text)

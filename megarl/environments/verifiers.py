@@ -1,52 +1,43 @@
-"""Verifiers: is a response right? Each is an async function (prompt, response) -> score, 1.0 right,
-0.0 wrong.
+"""Verifiers and reward functions: how good is a response?
 
-    EnvironmentConfig --load_verifier--> verifier
+    EnvironmentConfig --load_verifier--> (prompt, response) -> awaitable of the score
 
-To add one to the house, write a function that makes it from the configuration and name it in
-`VERIFIERS`; to use one of your own, write `environment.verifier: path/to/file.py:function`, where
-the function takes a `megarl.types.Prompt` and the response's text, may be async, may raise and may
-hang: `megarl.environments.pool` bounds it.
+A verifier of the house returns 1.0 for a right response and 0.0 for a wrong one. To add one, write
+a function that makes it from the configuration and name it in `VERIFIERS`. To use one of your own,
+write `environment.verifier: path/to/file.py:function`, or several with weights in
+`environment.rewards`; docs/rewards.md says what it receives and returns. It may be async, may raise
+and may hang: `megarl.environments.pool` bounds it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import logging
 import re
-from collections.abc import Awaitable, Callable
-from fractions import Fraction
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.mathematics import math
+from megarl.environments.scores import BadScore, Score, add_up, read_score
+from megarl.environments.user_code import Sources, check_two_parameters, load, split
 from megarl.schema import require
 from megarl.types import Prompt
 
-Verifier = Callable[[Prompt, str], Awaitable[float]]
-"""A function (prompt, response text) -> score from 0.0 (wrong) to 1.0 (right). It may raise and may
-be slow."""
+Verifier = Callable[[Prompt, str], Awaitable[Any]]
+"""A function (prompt, response text) -> number, dict or `Score` (`megarl.environments.scores`). It
+may raise and may be slow."""
 
-NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
-FINAL = "####"  # GSM8K's mark of a final answer
-NUMBER = re.compile(
-    r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?"
-)
-UNIT = re.compile(r"^(.*\d)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
-# Words that change the number before them, so that it may not be read alone.
-NOT_UNITS = re.compile(
-    r"\b(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|percent|percentage|pi|sqrt|times|"
-    r"plus|minus|over|and|or|to|by|mod)\b",
-    re.IGNORECASE,
-)
+THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+"""A number with a comma before each group of three digits."""
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
     """A verifier that returns 1.0 if the text after the last `answer_after` marker equals the
     reference answer, else 0.0. If the marker is empty, the whole response is compared. Surrounding
-    whitespace is ignored.
+    whitespace is ignored, and so are the thousands separators of a number: `1,234` equals `1234`.
     """
     marker = config.answer_after
 
@@ -55,48 +46,22 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
             _, found, response = response.rpartition(marker)
             if not found:
                 return 0.0
-        return float(response.strip() == prompt.answer.strip())
+        return float(_without_thousands(response) == _without_thousands(prompt.answer))
 
     return verify
 
 
-def math(config: EnvironmentConfig) -> Verifier:
-    r"""A verifier that returns 1.0 if the final expression of the response is mathematically equal
-    to the reference answer, else 0.0.
+def _without_thousands(text: str) -> str:
+    """`text` without surrounding whitespace and, if it is one number, without its commas."""
+    text = text.strip()
+    return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
-    The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
-    comes later; without either, it is what math-verify extracts. Plain numbers are compared
-    exactly, everything else by math-verify. The verifier raises if the reference answer is not a
-    mathematical expression.
-    """
-    import math_verify
 
-    del config
-    # It says once per process that its time limits are off; ours hold, and its own need signals.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    @lru_cache(maxsize=4096)
-    def parse(text: str) -> list[Any]:
-        return math_verify.parse(text, parsing_timeout=None)  # type: ignore[arg-type]
-
-    def parse_marked(text: str) -> list[Any]:
-        return parse(f"\\boxed{{{text}}}") or parse(text)
+def no_verifier(config: EnvironmentConfig) -> Verifier:
+    """A verifier that returns 0.0 for every response, for runs whose rewards are of models."""
 
     async def verify(prompt: Prompt, response: str) -> float:
-        reference = final_expression(prompt.answer) or prompt.answer.strip()
-        found = final_expression(response)
-        expected, number = plain_number(reference), plain_number(found or "")
-        if expected is not None and number is not None:
-            return float(expected == number)
-        gold = parse_marked(reference if expected is None else _latex(expected))
-        if not gold:
-            raise ValueError(
-                f"the reference answer {reference!r} of row {prompt.index} is not mathematics; "
-                "set environment.verifier to 'exact_match' or to a function of your own"
-            )
-        given = parse(response) if found is None else parse_marked(found)
-        return float(bool(given) and math_verify.verify(gold, given, timeout_seconds=None))
+        return 0.0
 
     return verify
 
@@ -104,103 +69,139 @@ def math(config: EnvironmentConfig) -> Verifier:
 VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
     "exact_match": exact_match,
     "math": math,
+    "none": no_verifier,
 }
 
 
-def final_expression(text: str) -> str | None:
-    r"""The text after the last `####` or inside the last `\boxed{}`, whichever comes later; None
-    without either.
-    """
-    hashed, boxed = text.rfind(FINAL), text.rfind("\\boxed{")
-    if boxed > hashed:
-        start, depth = boxed + len("\\boxed{"), 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end].strip()
-        return ""  # an open box is not an answer
-    if hashed >= 0:
-        line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
-        if len(line) <= 1 or re.search(
-            r"[\d\\]", line
-        ):  # else it is a heading, as in "#### Conclusion"
-            return line
-    return None
-
-
-def plain_number(text: str) -> Fraction | None:
-    """The value of a text that is a plain number, otherwise None. A sign, `$`, thousands
-    separators, a final full stop and a unit are allowed.
-    """
-    if len(text) > NUMBER_CHARACTERS:
-        return None
-    text = (
-        text.replace("\\$", "$")
-        .replace("{,}", ",")
-        .replace("\\!", "")
-        .replace("\u2212", "-")
-        .strip()
-    )
-    if len(text) > 2 and text.startswith("$") and text.endswith("$"):
-        text = text[1:-1].strip()
-    text = text.removesuffix(".").rstrip()
-    unit = UNIT.match(text)
-    if unit and not NOT_UNITS.search(unit[2]):
-        text = unit[1]
-    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text))
-    if not match or not (match[2] or match[3]):
-        return None
-    return Fraction(f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}")
-
-
-def _latex(number: Fraction) -> str:
-    if number.denominator == 1:
-        return str(number.numerator)
-    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def split_name(name: str) -> tuple[Path, str] | None:
-    """(file, function) of a verifier named `path/to/file.py:function`; None for a built-in one in
-    `VERIFIERS`. Raises `ValueError` for any other name.
-    """
-    if name in VERIFIERS:
-        return None
-    return _split(name, "environment.verifier", f"one of {', '.join(VERIFIERS)}, or to ")
-
-
-def own_file(config: EnvironmentConfig) -> Path | None:
-    """Path of the user's verifier or session file; None for a built-in verifier. Raises
-    `ValueError` if the file is missing or the name is unknown.
-    """
+def named(config: EnvironmentConfig) -> dict[str, float]:
+    """{name of each verifier or reward function: its weight}; empty for a session."""
     if config.session:
-        return _split(config.session, "environment.session", "")[0]
-    own = split_name(config.verifier)
-    return own[0] if own is not None else None
+        return {}
+    return dict(config.rewards) or {config.verifier: 1.0}
 
 
-def load_verifier(config: EnvironmentConfig) -> Verifier:
-    """Load the configured verifier function. Raises `ValueError` if its file or function cannot be
-    loaded.
+def setting_of(config: EnvironmentConfig) -> str:
+    """The setting that names the code which scores responses, for error messages."""
+    if config.session:
+        return "environment.session"
+    return "environment.rewards" if config.rewards else "environment.verifier"
+
+
+def own_files(config: EnvironmentConfig) -> list[Path]:
+    """Paths of the user's files; empty if every verifier is built in. Raises `ValueError` if a file
+    is missing or a name is unknown.
     """
-    own = split_name(config.verifier)
-    if own is None:
-        return VERIFIERS[config.verifier](config)
-    found = _load(*own, "environment.verifier", "function", inspect.isfunction)
+    setting = setting_of(config)
+    if config.session:
+        return [split(config.session, setting)[0]]
+    others = f"one of {', '.join(VERIFIERS)}, or to "
+    return [split(name, setting, others)[0] for name in named(config) if name not in VERIFIERS]
 
-    async def verify(prompt: Prompt, response: str) -> float:
-        score: Any = found(prompt, response)
-        return await score if inspect.isawaitable(score) else score
+
+def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> Verifier:
+    """Load the configured verifier, or the weighted sum of the configured reward functions. Raises
+    `ValueError` if a file or function cannot be loaded.
+
+    `sources`: content of files to be loaded from there instead of from disk.
+    """
+    setting, weights = setting_of(config), named(config)
+    loaded = {name: _load_one(name, config, setting, sources) for name in weights}
+    if not config.rewards:
+        return loaded[config.verifier]
+    shown = short_names(list(weights))
+
+    def verify(prompt: Prompt, response: str) -> Awaitable[Score]:
+        made: list[Any] = []
+        try:
+            for name, function in loaded.items():
+                with _naming(shown[name]):
+                    made.append(function(prompt, response))
+        except BaseException:
+            _close(made)
+            raise
+        return total(made)
+
+    async def total(made: list[Any]) -> Score:
+        parts = []
+        try:
+            for (name, weight), answer in zip(weights.items(), made, strict=True):
+                with _naming(shown[name]):
+                    parts.append((shown[name], weight, read_score(await answer)))
+        finally:
+            _close(made)
+        return add_up(parts)
 
     return verify
 
 
-def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raise what is raised in the block with `name` before its words."""
+    try:
+        yield
+    except BadScore as error:
+        raise BadScore(error.failure, f"{name}: {error}") from None
+    except BaseException as error:
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _close(made: Sequence[Any]) -> None:
+    """Close the coroutines of `made`, so that Python does not warn of those nobody awaited."""
+    for one in made:
+        if inspect.iscoroutine(one):
+            one.close()
+
+
+def _load_one(
+    name: str, config: EnvironmentConfig, setting: str, sources: Sources | None
+) -> Verifier:
+    """The verifier or reward function `name`. A user's plain function runs when it is called, and
+    an `async` one when the result is awaited: the first may start an event loop of its own.
+    """
+    if name in VERIFIERS:
+        return VERIFIERS[name](config)
+    path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
+    found = load(path, attribute, setting, "function", inspect.isfunction, sources)
+    check_two_parameters(found, name, setting)
+
+    def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
+        score: Any = found(prompt, response)
+        return score if inspect.isawaitable(score) else _ready(score)
+
+    return verify
+
+
+async def _ready(score: Any) -> Any:
+    return score
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """{name of a reward function: how metrics call it}, no two alike: the function without its
+    file; where two functions are called alike, with the file's name, and with as many of its
+    folders as tell the two apart.
+    """
+    short = {name: name for name in names if ":" not in name}
+    for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):
+        longer = {name: _with_parts(name, parts) for name in names if name not in short}
+        counts = Counter([*longer.values(), *short.values()])
+        short |= {name: one for name, one in longer.items() if counts[one] == 1}
+    return {name: short.get(name, name) for name in names}
+
+
+def _with_parts(name: str, count: int) -> str:
+    """The function of `path/to/file.py:function`, after the last `count` parts of its path."""
+    file, _, function = name.rpartition(":")
+    parts = Path(file).with_suffix("").parts
+    return ".".join(["/".join(parts[-count:]), function]) if count else function
+
+
+def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> Callable[[], Any]:
     """Load the class `environment.session`, which is instantiated for each rollout (see
     `megarl.environments.session.Session`). Raises `ValueError` if the file or class cannot be
-    loaded, or a method is missing.
+    loaded, or a method is missing. `sources`: see `load_verifier`.
     """
     setting = "environment.session"
-    made = _load(*_split(config.session, setting, ""), setting, "class", inspect.isclass)
+    made = load(*split(config.session, setting), setting, "class", inspect.isclass, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
     require(
         not missing,
@@ -208,48 +209,3 @@ def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
         " megarl.environments.session",
     )
     return made
-
-
-def _split(name: str, setting: str, others: str) -> tuple[Path, str]:
-    """(file, attribute) of `path/to/file.py:attribute`; raises `ValueError` for another form or a
-    missing file. `others`: further allowed values, for the error message.
-    """
-    kind = "function" if setting == "environment.verifier" else "Class"
-    file, colon, attribute = name.rpartition(":")
-    require(
-        bool(colon) and file.endswith(".py") and attribute.isidentifier(),
-        f"{setting} is '{name}'; set it to {others}path/to/file.py:{kind}",
-    )
-    path = Path(file)
-    require(
-        path.is_file(),
-        f"{setting} is '{name}', but there is no file {path}; set the path of one there is",
-    )
-    return path, attribute
-
-
-def _load(path: Path, name: str, setting: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    """Import the Python file at `path` and return its attribute `name`."""
-    spec = importlib.util.spec_from_file_location(f"megarl_verifier_{path.stem}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(
-            f"{setting}: {path} does not import: {type(error).__name__}: {error}; mend the file"
-        ) from error
-    found = getattr(module, name, None)
-    public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
-    listed = ", ".join(public) or "(none)"
-    require(
-        found is not None,
-        f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
-    )
-    require(
-        callable(found) if kind == "function" else fits(found),
-        f"{setting}: '{name}' of {path} is {type(found).__name__}, not a {kind}; set"
-        f" one of: {listed}",
-    )
-    return found

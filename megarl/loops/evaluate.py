@@ -1,29 +1,164 @@
-"""`megarl eval`: the recipe's held-out problems, answered by `model.path` as it is."""
+"""`megarl eval`: held-out problems, answered by models as they are.
+
+For each model and data set: one greedy response to each problem, and with `evaluation.samples` or
+`evaluation.sampled_too` also sampled ones. Every generation is written to
+FOLDER/eval/NUMBER/generations.jsonl, the results to results.json beside it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
 
+from megarl import console
+from megarl.checks.evaluation import EvalCase, EvalInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, patience_s
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.mathematics import final_expression, plain_number
+from megarl.errors import UserError
+from megarl.observe.sinks import finite
 from megarl.parallel import mesh
-from megarl.trainer.context import RunInputs
+from megarl.rollout.evaluation import summarise
+from megarl.rollout.repeated import repeated_metrics
+
+PROBLEMS_PER_CALL = 256
+"""Problems asked of the rollout service at once; this bounds the size of an answer."""
 
 
-def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Generate and score one response to each held-out problem; prints the metrics as one JSON
-    object.
-    """
-    on_cpu = mesh.local_device().type == "cpu"
-    with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
-        engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, load=True)
-        start_service(config, cluster, engines, inputs, first_step=0, first_ordinal=0)
-        engines.wait()
-        cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-        client = RolloutClient(0, deadline_s=patience_s(config, len(inputs.held_out or ())))
-        metrics, _ = client.evaluate(config.evaluation.temperature, "eval")
-    print(json.dumps({"model": config.model.path, **metrics, "seed": config.seed}), flush=True)
+def main(config: RunConfig, inputs: EvalInputs) -> int:
+    """Evaluate every model on every data set; prints the results as one JSON object."""
+    folder = make_folder(Path(config.folder) / "eval")
+    console.open_log(folder)
+    console.say(f"generations and results are written to {folder}")
+    with (folder / "generations.jsonl").open(
+        "w", encoding="utf-8", errors="backslashreplace"
+    ) as to:
+        results = [one for case in inputs.cases for one in evaluate(case, to)]
+    found = {"folder": str(folder), "seed": config.seed, "results": results}
+    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    console.result(json.dumps(found))
     return 0
+
+
+def make_folder(parent: Path) -> Path:
+    """Make and return `parent`/000001 or, if it is there already, the next number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(one.name) for one in parent.iterdir() if one.name.isdecimal()), default=0)
+    while True:
+        folder = parent / f"{number:06d}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:  # another command has just made it
+            number += 1
+
+
+def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
+    """Start the engines of a model and evaluate it: the results on one data set after another.
+    Every generation is written to the file `to`, one JSON object a line.
+    """
+    config, on_cpu = case.config, mesh.local_device().type == "cpu"
+    evaluation = config.evaluation
+    with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
+        with console.phase(f"engines of {config.model.path}"):
+            stops = case.inputs.stop_token_ids
+            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
+            start_service(config, cluster, engines, case.inputs, first_step=0, first_ordinal=0)
+            engines.wait()
+            cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+        probe = 2 * next(iter(case.sets.values()))[0].token_ids[:24]
+        scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
+        refuse_broken(scores, config.model.path)
+        for source, prompts in case.sets.items():
+            count = max(evaluation.samples, int(evaluation.sampled_too))
+            deadline_s = patience_s(config, len(prompts) * (1 + count))
+            client = RolloutClient(0, deadline_s=deadline_s)
+            about = {"model": config.model.path, "data": source}
+            greedy = list(generate(client, prompts, evaluation.temperature, ["eval"]))
+            write(to, about, "greedy", greedy)
+            found: dict[str, Any] = about | summarise(greedy)
+            if evaluation.samples > 1 or evaluation.sampled_too:
+                names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, count))]
+                drawn = list(generate(client, prompts, config.rollout.temperature, names))
+                write(to, about, "sampled", drawn)
+                found["sampled"] = {
+                    "samples": count,
+                    "temperature": config.rollout.temperature,
+                    **summarise(drawn),
+                    **over_samples(drawn, len(prompts), config.environment),
+                }
+            shown = "  ".join(
+                f"{name} {value:.4g}"
+                for name, value in (found | found.get("sampled", {})).items()
+                if name == "accuracy" or ("@" in name and value is not None)
+            )
+            console.say(f"{config.model.path} on {source}: {shown}")
+            yield found
+
+
+def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
+    """Raise `UserError` unless all log-probs `scores` of the engines are finite."""
+    if not all(math.isfinite(score) for engine in scores for score in engine):
+        raise UserError(
+            f"model.path {model!r} gives log-probs that are not finite: its weights hold NaN or"
+            " infinite values, or overflow in rollout.engine.dtype; fetch it again, set"
+            " rollout.engine.dtype to 'float32', or choose another model"
+        )
+
+
+def generate(
+    client: RolloutClient, prompts: list[Any], temperature: float, names: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The records of one response to each problem for each of `names`, which tell the sampling
+    seeds apart; sample by sample, in the order of the problems.
+    """
+    pending = [
+        client.answers(prompts[first : first + PROBLEMS_PER_CALL], temperature, name)
+        for name in names
+        for first in range(0, len(prompts), PROBLEMS_PER_CALL)
+    ]
+    for records in client.collect(pending):
+        yield from records
+
+
+def write(to: IO[str], about: dict[str, str], kind: str, records: list[dict[str, Any]]) -> None:
+    """Append the records of one data set to a file."""
+    for record in records:
+        to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
+    to.flush()
+
+
+def over_samples(
+    records: list[dict[str, Any]], num_problems: int, environment: EnvironmentConfig
+) -> dict[str, float | None]:
+    """avg@n, pass@k and maj@n of records that lie sample by sample."""
+    by_problem = [records[number::num_problems] for number in range(num_problems)]
+    correct = [[one["correct"] for one in rows] for rows in by_problem]
+    answers = None
+    if environment.verifier in ("exact_match", "math") and not environment.session:
+        answers = [
+            [final_answer(one["response"], environment) for one in rows] for rows in by_problem
+        ]
+    return repeated_metrics(correct, answers)
+
+
+def final_answer(response: str, environment: EnvironmentConfig) -> str | None:
+    """The answer in a response, by which maj@n counts equal answers. Verifier `math`: the final
+    expression, a plain number by its value. Verifier `exact_match`: the text that is compared.
+    None if the response holds no answer.
+    """
+    if environment.verifier == "math":
+        found = final_expression(response)
+        number = plain_number(found) if found is not None else None
+        return found if number is None else str(number)
+    marker = environment.answer_after
+    if marker and marker not in response:
+        return None
+    return (response.rpartition(marker)[2] if marker else response).strip()

@@ -10,56 +10,90 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megarl import console
 from megarl.config import RunConfig
 from megarl.loops.rl_setup import Parts, ServingParts, build
-from megarl.loops.schedule import due
+from megarl.loops.schedule import due, reached
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
+from megarl.parallel.collectives import broadcast_object
+from megarl.signals import graceful
 from megarl.trainer.context import RunInputs, open_run
 from megarl.types import StepBatch, StepReport
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
     """`megarl train`: run RL training; rank 0 prints a summary as one JSON object."""
-    started_at = time.monotonic()
     with open_run(config, inputs) as context:
-        parts = build(context, config, inputs)
-        if isinstance(parts, Parts):
-            run(parts)
-        else:
-            serve(parts)
+        if not context.is_finished():
+            assert isinstance(context.config, RunConfig)
+            parts = build(context, context.config, inputs)
+            if isinstance(parts, Parts):
+                run(parts)
+            else:
+                serve(parts)
         is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
         write_report(folder, title=folder.name)
-        seconds = round(time.monotonic() - started_at, 1)
-        print(json.dumps(summary(folder) | {"seed": config.seed, "run_s": seconds}), flush=True)
+        found = summary(folder) | {"seed": config.seed, "run_s": round(console.elapsed_s(), 1)}
+        console.result(json.dumps(found))
     return 0
 
 
 def run(parts: Parts) -> None:
-    """Train from step `parts.first_step` until `config.steps` steps are done."""
-    config, policy, rollouts = parts.config, parts.policy, parts.rollouts
+    """Train until `config.steps` steps are done. A signal ends the run after the last finished
+    step, with a checkpoint of it; raises `Ended` then.
+    """
+    with graceful() as stop:
+        parts.rollouts.stop = stop
+        done, saved = train_steps(parts)
+        if done < parts.config.steps and done > saved:
+            save(parts, done)
+        tell(parts, "end", done)
+        if done == parts.config.steps:
+            return
+        if parts.rollouts.is_early_stop():
+            return
+        stop.end(done, is_main=parts.observer is not None)
+
+
+def train_steps(parts: Parts) -> tuple[int, int]:
+    """Train from step `parts.first_step`; returns (steps done, steps done at the newest
+    checkpoint). The run was interrupted if these are fewer than `config.steps`. Raises `UserError`
+    if no step has changed the weights.
+    """
+    config, rollouts = parts.config, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
-    parts.publisher.publish(version=parts.first_step)
-    evaluate(parts, parts.first_step)
+    saved = parts.first_step
+    with console.phase("first publish of the weights"):
+        parts.publisher.publish(version=parts.first_step)
+    with console.phase("first evaluation") if parts.num_held_out else nullcontext():
+        if not evaluate(parts, parts.first_step):
+            return parts.first_step, saved
     if parts.observer is not None:
         rollouts.start()
 
     for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
         batch = rollouts.take(step)
+        if batch is None:
+            return step, saved
         taken_at = time.monotonic()
         if is_colocated:
             parts.generation.sleep()
-            policy.engine.reload()
+            for role in parts.trained:
+                role.engine.reload()
         report = train(parts, batch)
         if is_colocated:
-            policy.engine.offload()
+            for role in parts.trained:
+                role.engine.offload()
             parts.generation.wake()
         trained_at = time.monotonic()
         sent = parts.publisher.publish(version=step + 1)
@@ -74,29 +108,86 @@ def run(parts: Parts) -> None:
             "tokens/trained_per_s": report.metrics["tokens/trained"] / max(train_s, 1e-9),
         }
         observe(parts, replace(report, metrics=report.metrics | sent | times), batch.transcripts)
+        if step + 1 == config.steps:
+            parts.learner.empty_steps.end(step, len(batch.rewards), batch.metrics)
         if due(step + 1, config.training.checkpoint.every, config.steps):
-            parts.checkpoints.save(step=step + 1, next_ordinal=rollouts.cursor(step + 1))
-        if due(step + 1, config.evaluation.every, config.steps):
-            evaluate(parts, step + 1)
+            save(parts, step + 1)
+            saved = step + 1
+        if due(step + 1, config.evaluation.every, config.steps) and not evaluate(parts, step + 1):
+            return step + 1, saved
+    return config.steps, saved
+
+
+def save(parts: Parts, done: int) -> None:
+    """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
+    tell(parts, "save", done)
+    parts.checkpoints.save(step=done, next_ordinal=parts.rollouts.cursor(done))
+
+
+Order = Literal["train", "save", "end"]
+
+
+def tell(parts: Parts, order: Order, step: int) -> None:
+    """Let the ranks that hold no part of the policy, if there are any, do the same; see
+    `serve`.
+    """
+    if parts.serving is not None:
+        broadcast_object((order, step), parts.serving)
 
 
 def train(parts: Parts, batch: StepBatch) -> StepReport:
-    """Compute the columns that other roles provide for the batch, then train the policy on the
-    batch.
+    """Compute the columns that other roles provide for the batch, then train policy and critic on
+    the batch.
     """
-    packed, columns = parts.policy.pack_step(batch), {}
-    for name, scorer in parts.scorers.items():
-        columns[name] = scorer.score(batch, packed, temperature=parts.config.rollout.temperature)
-    return parts.learner.train(batch, packed, columns)
+    policy, learner, critic, step = parts.policy, parts.learner, parts.critic, batch.step
+    if batch.warning and parts.observer is not None:
+        console.say(f"megarl: warning: {batch.warning}")
+    tell(parts, "train", step)
+    packed, columns = policy.pack_step(batch), {}
+    scores = parts.rewards.scores(batch, packed)
+    batch = parts.rewards.rewarded(batch, scores, data=policy.mesh.data, device=policy.device)
+    if parts.reference is not None:
+        columns["reference_logprobs"] = parts.reference.score(
+            batch, packed, temperature=parts.config.rollout.temperature
+        )
+    if critic is not None:
+        columns["values"] = critic.values(batch, packed)
+    columns = learner.prepare(batch, packed, columns)
+    if critic is None:
+        return learner.train(batch, packed, columns)
+    critic.start(step, columns.get("returns"))
+    if step < parts.config.critic.warmup_steps:
+        report = StepReport(step, batch.metrics | {"tokens/trained": 0.0})
+    else:
+        report = learner.train(batch, packed, columns)
+    return replace(report, metrics=report.metrics | critic.finish(step))
 
 
 def serve(parts: ServingParts) -> None:
-    """Loop of a rank that only roles other than the policy use: in each step, score the samples
-    that the policy's ranks send.
+    """The RL loop of a training rank that holds no part of the policy: in each step its roles work
+    on the samples that the policy's ranks send.
+
+    After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
+    step.
     """
-    for _ in range(parts.first_step, parts.config.steps):
-        for scorer in parts.scorers.values():
-            scorer.score(None, (), temperature=parts.config.rollout.temperature)
+    nothing: tuple[Order, int] = ("end", 0)
+    with graceful() as stop:
+        while True:
+            order, step = broadcast_object(nothing, parts.serving)
+            if order == "end":
+                break
+            if order == "save":
+                parts.checkpoints.save(step=step, next_ordinal=0)
+                continue
+            parts.rewards.scores(None, ())
+            if parts.reference is not None:
+                parts.reference.score(None, (), temperature=parts.config.rollout.temperature)
+            if parts.critic is not None:
+                parts.critic.values(None, ())
+                parts.critic.start(step, None)
+                parts.critic.finish(step)
+        if step < parts.config.steps and stop:
+            stop.end(step, is_main=False)
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
@@ -104,21 +195,38 @@ def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]])
     if parts.observer is not None:
         parts.observer.transcripts(report.step, transcripts)
         parts.observer.step(report)
+        parts.report.refresh()
+        stop_early(parts, report.step + 1, report.metrics)
 
 
-def evaluate(parts: Parts, step: int) -> None:
+def evaluate(parts: Parts, step: int) -> bool:
     """Evaluate the weights after `step` steps on the held-out problems. All ranks call it and wait:
-    a rank that went on would run into the timeout of its next collective.
+    a rank that went on would run into the timeout of its next collective. Returns False if the run
+    was interrupted.
     """
     config = parts.config.evaluation
     if not parts.num_held_out:
-        return
+        return True
     kinds = {"eval": config.temperature}
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        metrics, transcripts = parts.rollouts.evaluate(temperature, name)
+        found = parts.rollouts.evaluate(temperature, name)
+        if found is None:
+            return False
+        metrics, transcripts = found
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}
             parts.observer.evaluation(step, named, shown)
+            parts.report.refresh()
+            stop_early(parts, step, named)
+    return True
+
+
+def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:
+    """On rank 0, end the run after `done` steps if the metric of `early_stop` is good enough."""
+    early = parts.config.early_stop
+    if done < parts.config.steps and reached(early, metrics):
+        console.say(f"early stop after {done} steps: {early.metric} is {metrics[early.metric]:.4g}")
+        parts.rollouts.stop_early()

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.ray_cluster import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
 from megarl.config import RunConfig, longest_request, patience_s
+from megarl.console import phase
 from megarl.observe.observer import Observer
+from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
-from megarl.parallel.mesh import all_ranks
-from megarl.trainer.context import RunContext, RunInputs
+from megarl.parallel.mesh import Axis, all_ranks
+from megarl.trainer.context import RunContext, RunInputs, role_training, trained_roles
+from megarl.trainer.critic import Critic
+from megarl.trainer.heads import HeadName
+from megarl.trainer.model_rewards import RewardModels
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
+from megarl.trainer.transfer import BatchTransfer
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.publisher import Publisher
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
 class Parts:
-    """Objects that the training loop uses on a rank of the policy."""
+    """What one training rank of the policy needs for the RL loop: model, rollouts, weight sync,
+    checkpoints and metrics.
+    """
 
     config: RunConfig
     first_step: int
     """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
     policy: Role
-    scorers: dict[str, Scorer]
-    """{column name: role that computes the column of each batch before the policy is trained on
-    it}."""
+    reference: Scorer | None
+    """Computes the column `reference_logprobs` of each batch; None without a KL penalty."""
+    critic: Critic | None
+    """Computes the column `values` of each batch and learns from its returns; None without GAE."""
+    rewards: RewardModels
+    """Adds the scores of the reward models, if there are any, to the rewards of each batch."""
+    serving: Axis | None
+    """All ranks of the job, if some hold no part of the policy and follow its ranks; else None."""
     learner: PolicyGradient
     generation: Generation
     rollouts: RolloutClient
@@ -41,40 +50,62 @@ class Parts:
     checkpoints: Checkpoints
     observer: Observer | None
     """Writes metrics; None except on rank 0."""
+    report: LiveReport
+    """Writes `report.html` as the run goes."""
     num_held_out: int
     """Number of held-out problems; 0 if the recipe has none."""
+
+    @property
+    def trained(self) -> list[Role]:
+        """The roles on this rank that have an optimizer."""
+        critic = self.critic.role if self.critic is not None else None
+        return [self.policy] if critic is None else [self.policy, critic]
 
 
 @dataclass
 class ServingParts:
-    """Objects that the loop uses on a rank that only roles other than the policy use."""
+    """What a training rank needs that holds no part of the policy, only of other roles, such as a
+    reference on ranks of its own.
+    """
 
     config: RunConfig
-    first_step: int
-    scorers: dict[str, Scorer]
+    reference: Scorer | None
+    critic: Critic | None
+    rewards: RewardModels
+    serving: Axis
+    """All ranks of the job; rank 0 says what comes next."""
+    checkpoints: Checkpoints
 
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
     """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
     mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
+    everyone = all_ranks()
+    if any(place.ranks != mesh.ranks for place in inputs.roles.values()):
+        # The ranks of other roles wait for the policy's, which wait for rollouts.
+        everyone = all_ranks(timeout_s=step_deadline_s(config, num_held_out))
     if not mesh.is_member:
-        scorers = make_scorers(context, config, inputs, num_held_out)
-        first_step = broadcast_object(0, all_ranks())
-        return ServingParts(config, first_step, scorers)
+        reference, critic, rewards = make_roles(context, config, inputs, everyone)
+        checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
+        context.resume(checkpoints)
+        return ServingParts(config, reference, critic, rewards, everyone, checkpoints)
     # Engines take longest to start: they load while this process builds the policy.
-    generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
-    updates = config.steps * config.training.num_mini_batches
-    policy = context.role("policy", config.model, optimizer_steps=updates)
-    learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
-    scorers = make_scorers(context, config, inputs, num_held_out)
-    checkpoints = context.checkpoints(policy.engine)
+    with phase("Ray"):
+        generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
+    updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
+    with phase("model and optimizer"):
+        policy = context.role("policy", config.model, optimizer_steps=updates)
+        learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
+        reference, critic, rewards = make_roles(context, config, inputs, everyone)
+    checkpoints = make_checkpoints(context, config, inputs, policy, critic, everyone)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
-    broadcast_object(first_step, all_ranks())
+    learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
     observer = context.observe(first_step)
-    generation.wait()
-    generation.join(stack)
+    with phase("engines, beside the model"):
+        generation.wait()
+        generation.join(stack)
     publisher = Publisher(
         config.weight_sync,
         table=parameter_table(inputs.hf.to_dict()),
@@ -94,13 +125,17 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         config=config,
         first_step=first_step,
         policy=policy,
-        scorers=scorers,
+        reference=reference,
+        critic=critic,
+        rewards=rewards,
+        serving=everyone if len(mesh.ranks) < everyone.size else None,
         learner=learner,
         generation=generation,
         rollouts=RolloutClient(mesh.data.rank, deadline_s=rollout_deadline_s(config, num_held_out)),
         publisher=publisher,
         checkpoints=checkpoints,
         observer=observer,
+        report=LiveReport(context.folder),
         num_held_out=num_held_out,
     )
 
@@ -122,29 +157,34 @@ def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
     return 3 * rollout_deadline_s(config, num_held_out) + publish_s + start_s + collectives_s
 
 
-def make_scorers(
-    context: RunContext, config: RunConfig, inputs: RunInputs, num_held_out: int
-) -> dict[str, Scorer]:
-    """{column name: scorer} of the frozen roles that the algorithm needs. All ranks of the job call
-    it together.
+def make_transfer(
+    context: RunContext,
+    config: RunConfig,
+    inputs: RunInputs,
+    name: str,
+    everyone: Axis,
+    *,
+    head: HeadName = "logprobs",
+    optimizer_steps: int | None = None,
+) -> BatchTransfer:
+    """Create the role of section `name` on its ranks, and what moves batches there. All ranks of
+    the job call it together. The role is trained if `optimizer_steps` is given.
     """
-    if config.algorithm.kl.coefficient == 0:
-        return {}
-    mesh, everyone = context.mesh, all_ranks()
-    place = inputs.reference
+    settings, place = config.other_roles[name], inputs.roles.get(name)
+    mesh = context.mesh
     if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
         mesh = context.make_mesh(place)
-        # Its ranks wait for the policy's, which wait for rollouts.
-        everyone = all_ranks(timeout_s=step_deadline_s(config, num_held_out))
     role = None
     if mesh.is_member:
-        model, training = config.reference.model, config.training
-        if config.reference.zero_stage is not None:
-            training = replace(training, zero_stage=config.reference.zero_stage)
         role = context.role(
-            "reference", model if model.path else config.model, training=training, mesh=mesh
+            name,
+            settings.model if settings.model.path else config.model,
+            head=head,
+            optimizer_steps=optimizer_steps,
+            training=role_training(config, name),
+            mesh=mesh,
         )
-    scorer = Scorer(
+    return BatchTransfer(
         role,
         policy=context.mesh,
         mesh=mesh,
@@ -152,4 +192,52 @@ def make_scorers(
         device=context.device,
         micro_batch_tokens=config.training.micro_batch_tokens,
     )
-    return {"reference_logprobs": scorer}
+
+
+def make_roles(
+    context: RunContext, config: RunConfig, inputs: RunInputs, everyone: Axis
+) -> tuple[Scorer | None, Critic | None, RewardModels]:
+    """The reference and the critic, each None if the algorithm does not use it, and the reward
+    models. All ranks of the job call it together.
+    """
+    reference = critic = None
+    if "reference" in config.other_roles:
+        reference = Scorer(make_transfer(context, config, inputs, "reference", everyone))
+    if "critic" in config.other_roles:
+        transfer = make_transfer(
+            context,
+            config,
+            inputs,
+            "critic",
+            everyone,
+            head="value",
+            optimizer_steps=config.steps * config.training.optimizer_steps,
+        )
+        critic = Critic(transfer, value_clip=config.critic.value_clip)
+    scorers = {
+        name: Scorer(
+            make_transfer(context, config, inputs, f"reward_models.{name}", everyone, head="scalar")
+        )
+        for name in config.reward_models
+    }
+    weights = {name: model.weight for name, model in config.reward_models.items()}
+    return reference, critic, RewardModels(scorers, weights)
+
+
+def make_checkpoints(
+    context: RunContext,
+    config: RunConfig,
+    inputs: RunInputs,
+    policy: Role | None,
+    critic: Critic | None,
+    everyone: Axis,
+) -> Checkpoints:
+    """The checkpoints of policy and critic. All ranks of the job create them, save and load
+    together.
+    """
+    return context.checkpoints(
+        policy.engine if policy else None,
+        {"critic": critic.role.engine} if critic and critic.role else {},
+        roles=trained_roles(config, inputs.roles),
+        everyone=everyone,
+    )

@@ -1,6 +1,11 @@
-"""When a loop saves and evaluates."""
+"""When a loop saves, evaluates and stops."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.errors import UserError
+from megarl.observe.config import STEP_METRICS, EarlyStopConfig
 
 
 def due(done: int, every: int, last: int) -> bool:
@@ -8,3 +13,28 @@ def due(done: int, every: int, last: int) -> bool:
     (0: never), and after the last step.
     """
     return done == last or (every > 0 and done % every == 0)
+
+
+def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:
+    """Whether metrics of a step, or of an evaluation, are good enough to stop. Raises `UserError`
+    if the step or the evaluation has no metric of the name that is asked for.
+    """
+    name = config.metric
+    if not name or _kind(name) not in {_kind(key) for key in metrics}:
+        return False
+    if (value := metrics.get(name)) is None:
+        if name in STEP_METRICS:  # a step in which only the critic has learnt has fewer
+            return False
+        raise UserError(
+            f"early_stop.metric is {name!r}, which no {_kind(name) or 'step'} has; set it to one of"
+            f" {', '.join(sorted(metrics))}"
+        )
+    if config.at_least is not None:
+        return value >= config.at_least
+    return config.at_most is not None and value <= config.at_most
+
+
+def _kind(name: str) -> str:
+    """The kind of evaluation that a metric belongs to, "eval" or "eval_sampled"; "" for a step."""
+    kind, found, _ = name.partition("/")
+    return kind if found and kind in ("eval", "eval_sampled") else ""

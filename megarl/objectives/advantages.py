@@ -23,6 +23,10 @@ from torch import Tensor
 EPSILON = 1e-6
 """Added to a standard deviation before dividing; far below any meaningful reward difference."""
 
+REWARD_LIMIT = 1e18
+"""Largest absolute reward: its square, as in a standard deviation, is finite in float32, in which
+losses are computed."""
+
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64.
 
@@ -44,8 +48,10 @@ class _Groups:
     num_groups: int
 
 
-def _check(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for unequal shapes, non-finite rewards or negative token counts."""
+def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
+    """Raise `ValueError` for unequal shapes, rewards that are NaN or beyond `REWARD_LIMIT`, or
+    negative token counts.
+    """
     if (
         rewards_N.dim() != 1
         or rewards_N.shape != groups_N.shape
@@ -56,11 +62,11 @@ def _check(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
             f"rewards, groups and tokens must all be [N], found {shapes[0]}, {shapes[1]} and"
             f" {shapes[2]}"
         )
-    bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
+    bad = (~(rewards_N.abs() <= REWARD_LIMIT)).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
-            f"the reward of sample {bad[0]} is {float(rewards_N[bad[0]])} ({len(bad)} such in the"
-            " step); make the verifier return finite numbers"
+            f"the reward of sample {bad[0]} is {float(rewards_N[bad[0]]):g} ({len(bad)} such in the"
+            f" step); make the verifier return numbers of at most {REWARD_LIMIT:g}"
         )
     if bool((tokens_N < 0).any()):
         raise ValueError(
@@ -106,7 +112,7 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     whatever its size. The paper leaves this open; with n - 1 the advantages are smaller by sqrt((n
     - 1) / n), 3 % at n = 16. A group of one sample or of equal rewards gets exactly 0.
     """
-    _check(rewards_N, groups_N, tokens_N)
+    check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
     squares = rewards_N.new_zeros(groups.num_groups).index_add(
         0, groups.index_N, groups.centred_N.square()
@@ -120,7 +126,7 @@ def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
     Use with `aggregation: constant`.
     """
-    _check(rewards_N, groups_N, tokens_N)
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
 
 
@@ -129,7 +135,7 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
     Equal to n / (n - 1) x (r_i - mean). A group of one sample has no baseline and gets 0.
     """
-    _check(rewards_N, groups_N, tokens_N)
+    check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
     return groups.centred_N * groups.sizes_N / (groups.sizes_N - 1).clamp(min=1)
 
@@ -137,10 +143,13 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + EPSILON) over all response tokens.
 
+    With a KL penalty in the reward, r has the penalty of the whole sequence. The paper's eq. 8 has,
+    for token t, the penalties from t on: `reinforce_plus_plus_tokens`.
+
     There is no group baseline, so one sample per prompt is enough. A sample of T tokens counts T
     times in the statistics: over tokens, advantages have mean 0 and variance 1.
     """
-    _check(rewards_N, groups_N, tokens_N)
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
@@ -151,7 +160,7 @@ def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: 
     over samples. Where right and wrong answers differ in length it is not 0, and a group of equal
     rewards gets a small value other than 0.
     """
-    _check(rewards_N, groups_N, tokens_N)
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megarl.schema import config, require, require_range
+from megarl.schema import MOST_TOKENS, Range, config, require
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
-# TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS and CORRECTIONS.
+# TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
@@ -15,10 +15,29 @@ AdvantageName = Literal[
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "reinforce_plus_plus_tokens",
+    "gae",
 ]
-LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo"]
+PresetName = Literal[
+    "",
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "gspo",
+    "cispo",
+    "sapo",
+]
+COMPARING = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
+teaches nothing."""
+
+LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sapo"]
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
+ABOVE_1 = "set it above 1 (usually 3), to at most 100"
 CorrectionName = Literal["none", "tis", "icepop"]
 
 
@@ -26,15 +45,15 @@ CorrectionName = Literal["none", "tis", "icepop"]
 class KLConfig:
     """Penalty on the KL divergence from a frozen reference policy."""
 
-    coefficient: float = 0.0
+    coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the penalty; 0 turns it off, and no reference model is loaded."""
     where: Literal["loss", "reward"] = "loss"
-    """Add the penalty to the loss, or subtract it from the rewards before advantages."""
+    """Add the penalty to the loss, or subtract it from the rewards before advantages: from the
+    sample's reward, or with `reinforce_plus_plus_tokens` and `gae` from each token's."""
     estimator: KLName = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log-prob - reference log-prob."""
 
     def __post_init__(self) -> None:
-        require_range("algorithm.kl.coefficient", self.coefficient, 0.0)
         require(
             self.coefficient == 0 or self.where == "reward" or self.estimator != "k1",
             "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or"
@@ -48,14 +67,37 @@ class CorrectionConfig:
 
     kind: CorrectionName = "none"
     """`tis` uses min(w, high); `icepop` uses w inside [low, high] and 0 outside."""
-    low: float = 0.5
+    low: Annotated[float, Range(0.0, 1.0)] = 0.5
     """Lower bound of the weight, for `icepop`."""
-    high: float = 2.0
-    """Upper bound of the weight, for `tis` and `icepop`."""
+    high: Annotated[float | None, Range(1.0, 1e4)] = None
+    """Upper bound of the weight; None: 2 for `tis`, 5 for `icepop` (arXiv:2510.18855)."""
+    allow_uncorrected: bool = False
+    """Allow `rollout.max_staleness` above 0 with `kind: none` and `algorithm.old_logprobs:
+    trainer`. The age of the rollouts is then ignored: the first mini-batch's ratio is 1, whatever
+    weights have sampled."""
 
-    def __post_init__(self) -> None:
-        require_range("algorithm.correction.low", self.low, 0.0, 1.0)
-        require_range("algorithm.correction.high", self.high, 1.0)
+    @property
+    def upper(self) -> float:
+        """`high`, or its default for `kind`."""
+        if self.high is not None:
+            return self.high
+        return 5.0 if self.kind == "icepop" else 2.0
+
+
+@config
+class GaeConfig:
+    """Generalised advantage estimation from a critic's values, for `algorithm.advantage: gae`."""
+
+    gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Discount of the next token's reward."""
+    lam: Annotated[float, Range(0.0, 1.0)] = 0.95
+    """Lambda of the policy's advantages: 1 for the whole return minus the value, 0 for one step."""
+    value_lam: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Lambda of the returns that the critic learns to predict. With 1 they are the rewards to the
+    end, without bias; over thousands of tokens a smaller one loses a reward at the end (VAPO,
+    arXiv:2504.05118, 4.1)."""
+    whiten: bool = True
+    """Bring the advantages of a step to mean 0 and variance 1 over all response tokens."""
 
 
 @config
@@ -65,26 +107,37 @@ class AlgorithmConfig:
     By default DAPO's loss (arXiv:2503.14476) with GRPO's advantages.
     """
 
+    preset: PresetName = ""
+    """An algorithm by name, whose settings are filled in: an entry of
+    megarl.presets.PRESETS. `algorithm: NAME` is short for it."""
     advantage: AdvantageName = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
-    `TOKEN_ADVANTAGES` (one a token) of megarl.objectives.
+    `TOKEN_ADVANTAGES` (one a token) of megarl.objectives. With `kl.where: reward`,
+    `reinforce_plus_plus` charges a token for the KL of its whole sequence, and
+    `reinforce_plus_plus_tokens` for that from the token on, as the paper does (arXiv:2501.03262,
+    eq. 8).
     """
     loss: LossName = "ppo_clip"
     """The policy loss: a name in megarl.objectives.losses.LOSSES."""
     aggregation: AggregationName = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""
-    constant_tokens: int = 0
+    constant_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Number of tokens by which the sum over a sequence is divided under `aggregation: constant`
     (Dr.GRPO: the token limit)."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Range(0.0, 1.0)] = 0.2
     """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Range(0.0, 100.0)] = 0.28
     """The ratio's upper bound is 1 + clip_high; gspo needs about 4e-4."""
-    dual_clip: float = 3.0
+    dual_clip: Annotated[float, Range(1.000001, 100.0, fix=ABOVE_1)] = 3.0
     """Loss `dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
-    entropy_coefficient: float = 0.0
+    sapo_positive: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    """Loss `sapo` only: how fast the gradient fades with the ratio, for positive advantages."""
+    sapo_negative: Annotated[float, Range(1e-3, 1e3)] = 1.05
+    """Loss `sapo` only: the same for other advantages."""
+    entropy_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the entropy bonus."""
+    gae: GaeConfig = GaeConfig()
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
@@ -92,13 +145,6 @@ class AlgorithmConfig:
     reported by the engine that sampled."""
 
     def __post_init__(self) -> None:
-        require_range("algorithm.clip_low", self.clip_low, 0.0, 1.0)
-        require_range("algorithm.clip_high", self.clip_high, 0.0)
-        require(
-            self.dual_clip > 1,
-            f"algorithm.dual_clip is {self.dual_clip}; set it above 1 (usually 3)",
-        )
-        require_range("algorithm.entropy_coefficient", self.entropy_coefficient, 0.0)
         require(
             self.aggregation != "constant" or self.constant_tokens > 0,
             "algorithm.aggregation is 'constant' but algorithm.constant_tokens is 0; set it"
@@ -109,3 +155,88 @@ class AlgorithmConfig:
             "algorithm.correction needs the trainer's own log-probs; set algorithm.old_logprobs to"
             " 'trainer'",
         )
+
+
+PreferenceMethod = Literal["dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Preference methods that compare with no reference model."""
+USUAL_BETA = {"simpo": 2.0}
+"""{method: usual `beta`}; 0.1 for all others."""
+
+
+@config
+class PreferenceLossConfig:
+    """The loss of `megarl preference`; the formulae are in megarl/objectives/pairwise.py."""
+
+    method: PreferenceMethod = "dpo"
+    """`dpo`; `cdpo` and `robust_dpo`, for labels of which a share is wrong; `ipo`; `simpo` and
+    `orpo`, which need no reference; `kto`, which needs no pairs."""
+    beta: Annotated[float | None, Range(1e-6, 1e6)] = None
+    """How strongly log-probs are scaled: the paper's beta (dpo, cdpo, robust_dpo, simpo, kto), tau
+    (ipo) or lambda (orpo). null: 2.0 for simpo, 0.1 for all others."""
+    label_smoothing: Annotated[float, Range(0.0, 0.499)] = 0.0
+    """Of `cdpo` and `robust_dpo`: the share of pairs whose label is taken to be wrong; above 0."""
+    target_margin: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Of `simpo`: gamma, by which the chosen reward is to exceed the rejected one (the paper: 0.3
+    to 1.6)."""
+    length_average: bool = False
+    """Of `ipo`: divide each log-prob by the number of response tokens, as TRL does. The paper
+    (arXiv:2310.12036) does not."""
+    desirable_weight: Annotated[float, Range(0.0, 1e6)] = 1.0
+    """Of `kto`: weight of desirable responses."""
+    undesirable_weight: Annotated[float, Range(0.0, 1e6)] = 1.0
+    """Of `kto`: weight of undesirable responses. The paper (arXiv:2402.01306) sets the two weights
+    so that weight x number of responses is about the same, within a factor of 4/3, for both."""
+    sft_coefficient: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Weight of a further term, the mean over pairs of -log-prob per token of the chosen response.
+    For methods on pairs but `orpo`, which has it with weight 1."""
+
+    @property
+    def scale(self) -> float:
+        """`beta`, or its usual value for the method."""
+        return USUAL_BETA.get(self.method, 0.1) if self.beta is None else self.beta
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the method compares with a reference model."""
+        return self.method not in WITHOUT_REFERENCE
+
+    def __post_init__(self) -> None:
+        smooths = self.method in ("cdpo", "robust_dpo")
+        require(
+            not smooths or self.label_smoothing > 0,
+            f"loss.method is '{self.method}' but loss.label_smoothing is 0, which is 'dpo'; set the"
+            " share of wrong labels, for example 0.1",
+        )
+        for name, value, default, methods in (
+            ("label_smoothing", self.label_smoothing, 0.0, ("cdpo", "robust_dpo")),
+            ("target_margin", self.target_margin, 0.0, ("simpo",)),
+            ("length_average", self.length_average, False, ("ipo",)),
+            ("desirable_weight", self.desirable_weight, 1.0, ("kto",)),
+            ("undesirable_weight", self.undesirable_weight, 1.0, ("kto",)),
+        ):
+            require(
+                value == default or self.method in methods,
+                f"loss.{name} is {value}, which loss.method '{self.method}' does not use; leave it"
+                f" out, or set loss.method to {' or '.join(repr(one) for one in methods)}",
+            )
+        require(
+            self.sft_coefficient == 0 or self.method not in ("orpo", "kto"),
+            f"loss.sft_coefficient is {self.sft_coefficient}, which loss.method '{self.method}'"
+            " does not use; leave it out",
+        )
+        require(
+            self.desirable_weight + self.undesirable_weight > 0,
+            "loss.desirable_weight and loss.undesirable_weight are 0, so that nothing is learnt;"
+            " set one above 0",
+        )
+
+
+@config
+class RewardLossConfig:
+    """The loss of `megarl reward-model`: Bradley-Terry on pairs of scores."""
+
+    centering: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Weight of a term that keeps the two scores of a pair around 0, coefficient x (chosen +
+    rejected)^2; Bradley-Terry determines scores only up to a constant for each prompt
+    (arXiv:2312.09244, 4.1 uses 0.01)."""

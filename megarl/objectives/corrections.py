@@ -45,14 +45,16 @@ def none(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig
 
 
 def tis(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """Truncated importance sampling: [T] min(w, high). https://fengyao.notion.site/off-policy-rl"""
-    return _weights(trainer_logp_T, engine_logp_T).clamp(max=config.high)
+    """Truncated importance sampling: [T] min(w, high), by default high 2. https://fengyao.notion.site/off-policy-rl"""
+    return _weights(trainer_logp_T, engine_logp_T).clamp(max=config.upper)
 
 
 def icepop(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """IcePop, arXiv:2510.18855: [T] w where low <= w <= high, else 0."""
+    """IcePop, arXiv:2510.18855: [T] w where low <= w <= high, else 0; by default 0.5 and 5, as
+    there.
+    """
     weights_T = _weights(trainer_logp_T, engine_logp_T)
-    return torch.where((weights_T >= config.low) & (weights_T <= config.high), weights_T, 0.0)
+    return torch.where((weights_T >= config.low) & (weights_T <= config.upper), weights_T, 0.0)
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {"none": none, "tis": tis, "icepop": icepop}

@@ -18,6 +18,9 @@ In the reward, the penalty counts for the whole sequence, without gradient and b
 
     rewards_N <- rewards_N - coefficient * sum over the sample's response tokens of k(logp, ref)
 
+Advantages per token (`token_advantages.py`) charge it to each token instead, so that the return of
+token t has the penalties from t on: REINFORCE++, arXiv:2501.03262, eq. 8.
+
 In the loss, per-token values get the same weights as the policy's loss (`losses.AGGREGATIONS`).
 """
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from megarl.objectives.config import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of |log ratio|, which keeps ratios and their sums finite in float32.
+"""Bound of |log ratio| (in `gspo`, of its mean over the sequence), which keeps ratios and their
+sums finite in float32.
 
 `ppo_clip` and `dual_clip` give a token at the bound no gradient.
 """
@@ -124,7 +125,9 @@ def gspo(
     clips at 3e-4 and 4e-4, so set clip_low and clip_high.
     """
     with torch.no_grad():
-        sequence_T = sequence_mean(_log_ratio(logp_T, old_T)).exp()
+        # Bounded after the mean: a token beyond the bound counts in full.
+        mean_T = sequence_mean(logp_T - old_T)
+        sequence_T = mean_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     # exp(0) is 1: the value stays s, only the gradient is added.
     ratio_T = sequence_T * (logp_T - logp_T.detach()).exp()
     per_token_T, clipped_T = _clip_surrogate(ratio_T, advantages_T.detach(), config)
@@ -149,6 +152,27 @@ def cispo(
     return LossTerms(-weight_T * advantages_T.detach() * logp_T, clipped_T, ratio_T)
 
 
+def sapo(
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
+) -> LossTerms:
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A with r = exp(logp - old), where tau is
+    `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped: its gradient fades
+    as its ratio leaves 1.
+
+    arXiv:2511.20347, eq. 5 and 6.
+    """
+    ratio_T = _log_ratio(logp_T, old_T).exp()
+    advantages_T = advantages_T.detach()
+    tau_T = torch.full_like(advantages_T, config.sapo_negative)  # in the dtype of the rest
+    tau_T = tau_T.masked_fill(advantages_T > 0, config.sapo_positive)
+    gate_T = 4.0 * torch.sigmoid(tau_T * (ratio_T - 1.0)) / tau_T
+    return LossTerms(-gate_T * advantages_T, torch.zeros_like(tau_T).bool(), ratio_T.detach())
+
+
 def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
     """[N] float64: 1 / divisor for samples with response tokens, else 0."""
     weights_N = torch.zeros(tokens_N.shape, dtype=torch.float64, device=tokens_N.device)
@@ -171,9 +195,10 @@ def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def constant(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """1 / (sequences x config.constant_tokens): Dr.GRPO, arXiv:2503.20783, 3.2.
+    """Weight of each token's loss, [N] by sample: 1 / (sequences x config.constant_tokens), so
+    equal in short and in long responses. Dr.GRPO, arXiv:2503.20783, 3.2.
 
-    A token has the same weight in short and in long responses.
+    `tokens_N`: response tokens of each sample. Samples without any get 0 and do not count.
     """
     return _where_trained(
         tokens_N, ((tokens_N > 0).sum() * config.constant_tokens).expand_as(tokens_N)
@@ -185,6 +210,7 @@ LOSSES: dict[str, LossFunction] = {
     "dual_clip": dual_clip,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
 }
 """{name in `algorithm.loss`: policy loss}"""
 

@@ -49,7 +49,11 @@ def _y_scale(
     whole: bool,
     as_text: Callable[[float], str],
 ) -> _Scale:
-    """The vertical axis for `values`, or for `span` (lowest, highest) where given."""
+    """The vertical axis for `values`, or for `span` (lowest, highest) where given.
+
+    `log`: a logarithmic axis, which ignores `span` and `as_text`. `whole`: tick marks at whole
+    numbers only. `as_text`: a tick's value as its label.
+    """
     values = values[np.isfinite(values)]
     if log:
         logs = np.log10(values[values > 0])

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from megarl.schema import config, require_range
+from typing import Annotated
+
+from megarl.schema import FINITE, MOST_SAMPLES, Range, config, require
+
+STEP_METRICS = (
+    *("reward/mean", "reward/std", "accuracy"),
+    *("length/mean", "length/max", "length/truncated_share", "length/penalty"),
+    *("groups/drawn", "groups/rejected", "staleness/max", "staleness/mean"),
+    *("verifier/errors", "verifier/timeouts", "verifier/nans"),
+    *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),
+    *("loss", "entropy", "clip_share", "kl", "grad_norm", "learning_rate", "skipped_steps"),
+    *("critic/loss", "critic/clip_share", "critic/explained_variance"),
+    *("critic/grad_norm", "critic/learning_rate", "critic/skipped_steps"),
+    *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/k1", "mismatch/k3"),
+    *("mismatch/outside_share", "probe/max_abs", "publish/replaced", "publish/bytes"),
+    *("publish/wait_s", "publish/digest_s", "publish/install_s"),
+    *("time/rollout_s", "time/wait_s", "time/train_s", "time/publish_s", "time/step_s"),
+)
+"""Names of the metrics of a step of `megarl train`; a verifier's own, `environment/<name>`, come
+beside them."""
+EVALUATION_METRICS = (
+    *("accuracy", "reward/mean", "length/mean", "length/truncated_share"),
+    *("verifier/failures", "problems"),
+)
+"""Names of the metrics of an evaluation, after `eval/` or `eval_sampled/`."""
 
 
 @config
@@ -14,10 +38,28 @@ class ObserveConfig:
     wandb_project: str = ""
     """Weights & Biases project that also gets the metrics, if set; the API key comes from the
     environment."""
-    transcripts_per_step: int = 2
+    transcripts_per_step: Annotated[int, Range(0, MOST_SAMPLES)] = 2
     """Groups per step whose rollouts are written to `transcripts.jsonl`."""
     progress: bool = True
     """Show progress on standard error."""
 
+
+@config
+class EarlyStopConfig:
+    """Ends a run before `steps`, with a checkpoint, once a metric is good enough."""
+
+    metric: str = ""
+    """Name of a metric in `metrics.jsonl` or `evaluations.jsonl`, for example eval/accuracy; empty
+    for no early stop."""
+    at_least: Annotated[float | None, FINITE] = None
+    """Stop once the metric is this or higher."""
+    at_most: Annotated[float | None, FINITE] = None
+    """Stop once the metric is this or lower."""
+
     def __post_init__(self) -> None:
-        require_range("observe.transcripts_per_step", self.transcripts_per_step, 0)
+        given = [bound for bound in (self.at_least, self.at_most) if bound is not None]
+        require(
+            len(given) == (1 if self.metric else 0),
+            f"early_stop.metric is {self.metric!r}, with at_least {self.at_least} and at_most"
+            f" {self.at_most}; set a metric and one of the two, or none of the three",
+        )

@@ -3,11 +3,13 @@
 Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and transcripts of each
 evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`. Only one process of
 a run may have an `Observer`.
+
+Steps count from 1 in all of them: step n is the n-th step of training, and an evaluation at step n is
+of the weights after n steps; one at step 0 is before training.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +18,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megarl import console
 from megarl.observe.config import ObserveConfig
-from megarl.observe.sinks import MetricsFile, finite, open_sinks, read_records
+from megarl.observe.sinks import MetricsFile, finite, open_sinks
 from megarl.types import StepReport
 
 METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"
 """Names of the files in the run folder."""
 
 LINE_INTERVAL_S = 5.0
-"""Without a terminal, seconds between two lines of progress, at least."""
+"""Minimum seconds between two lines of step progress when there is no terminal. The last step
+is always printed."""
 
 
 class Observer:
@@ -56,25 +60,19 @@ class Observer:
         self._config = config
         # Sinks first: where a package is missing, no file has been changed.
         self._sinks = open_sinks(config, folder, first_step, resolved or {})
-        self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step - 1)
-        self._transcripts = MetricsFile(folder / TRANSCRIPTS, keep_until_step=first_step - 1)
-        # Evaluation k is of the weights after k steps, so that of the checkpoint itself is kept.
+        self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step)
+        self._transcripts = MetricsFile(folder / TRANSCRIPTS, keep_until_step=first_step)
+        # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
-        for record in read_records(folder / EVALUATIONS):
-            # Written again, because TensorBoard hides records from `first_step` on.
-            if record["step"] == first_step:
-                self._sink(
-                    first_step,
-                    {name: value for name, value in record.items() if name.startswith("eval")},
-                )
         self._progress = Progress(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one step and show the main ones."""
-        self._metrics.write(report.step, report.metrics)
-        self._sink(report.step, report.metrics)
+        number = report.step + 1
+        self._metrics.write(number, report.metrics)
+        self._sink(number, report.metrics)
         if self._progress is not None:
-            self._progress.step(report.step, report.metrics)
+            self._progress.step(number, report.metrics)
 
     def evaluation(
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
@@ -101,12 +99,14 @@ class Observer:
             self._progress.evaluation(step, metrics)
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Write the first `observe.transcripts_per_step` of `groups`.
+        """Write the groups that a training step has drawn to the transcripts file, at most
+        `observe.transcripts_per_step` of them.
 
-        A group is a dict of ordinal, prompt, answer and rollouts.
+        `step`: number of the step, the first is 0; the file counts from 1. A group is a dict with
+        the keys ordinal, prompt, answer and rollouts.
         """
         for group in groups[: self._config.transcripts_per_step]:
-            self._transcripts.write(step, group)
+            self._transcripts.write(step + 1, group)
 
     def close(self) -> None:
         """Close all files and viewers; a second call does nothing."""
@@ -128,7 +128,9 @@ class Observer:
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send finite metrics to every viewer; others are null in the files only."""
+        """Send the metrics with finite values to every viewer. NaN and infinite values are left out;
+        only the JSON files have them, as null.
+        """
         numbers = {name: value for name, value in finite(metrics).items() if value is not None}
         for sink in self._sinks:
             sink.write(step, numbers)
@@ -139,35 +141,35 @@ class Progress:
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total = total_steps
-        self._started = time.monotonic()
         self._last_line = float("-inf")
-        self._bar = None
-        if sys.stderr.isatty():
+        self._bar, self._terminal = None, console.terminal()
+        if self._terminal is not None:
             self._bar = tqdm(
                 total=total_steps,
                 initial=first_step,
-                file=sys.stderr,
+                file=self._terminal,
                 unit="step",
                 dynamic_ncols=True,
             )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show step number `step` (from 0)."""
+        """Show step number `step` (from 1)."""
         if self._bar is not None:
             self._bar.set_postfix_str(shown(metrics, separator=", "), refresh=False)
             self._bar.update()
             return
         now = time.monotonic()
-        if now - self._last_line >= LINE_INTERVAL_S or step + 1 >= self._total:
+        if now - self._last_line >= LINE_INTERVAL_S or step >= self._total:
             self._last_line = now
-            self._line(
-                f"step {step + 1}/{self._total}  {shown(metrics)}  [{now - self._started:.0f} s]"
-            )
+            since = f"[{console.elapsed_s():.0f} s]"
+            self._line(f"step {step}/{self._total}  {shown(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation's metrics on a line."""
         numbers = "  ".join(
-            f"{name} {value:.4g}" for name, value in metrics.items() if value is not None
+            f"{name} {value:.4g}"
+            for name, value in metrics.items()
+            if value or (value is not None and not name.endswith("verifier/failures"))
         )
         self._line(f"evaluation after {step} steps  {numbers}")
 
@@ -179,9 +181,10 @@ class Progress:
     def _line(self, text: str) -> None:
         """Print a line without disturbing the bar."""
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)
+            self._bar.clear()
+        console.say(text)
+        if self._bar is not None:
+            self._bar.refresh()
 
 
 _SHOWN = (

@@ -7,21 +7,21 @@ run lacks its metrics.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.console import result
+from megarl.errors import UserError
 from megarl.observe.charts import chart
+from megarl.observe.examples import examples
 from megarl.observe.number_format import compact, duration, percent
 from megarl.observe.page import page, safe_html
 from megarl.observe.series import DRAWN_BARS, Series, gather, smooth
-from megarl.observe.summary import Evaluation, Run, read_run, summarise
+from megarl.observe.summary import Run, read_run, summarise
 
-EXAMPLES = 8
-"""Number of problems whose responses before and after training are shown."""
-SHOWN_CHARACTERS = 12_000
-"""Longest text shown in full; longer ones are cut and say how many characters are missing."""
 _NONE = "\N{EN DASH}"
 
 
@@ -41,7 +41,7 @@ def write_report(folder: Path, *, title: str) -> Path:
     sections = [
         _header(run, title),
         _section("Learning", "", _charts(_learning(run))),
-        _section("Examples", *_examples(run)),
+        _section("Examples", *examples(run)),
         _section("Time and agreement", "", _charts(_systems(run))),
         _section("Optimisation", "", _charts(_optimisation(run))),
         _recipe(recipe.read_text(encoding="utf-8", errors="replace")) if recipe.exists() else "",
@@ -55,6 +55,38 @@ def write_report(folder: Path, *, title: str) -> Path:
     )
     being_written.replace(target)
     return target
+
+
+def main(arguments: list[str]) -> int:
+    """`megarl report RUN`: write the report of a run folder again; prints its path. Raises
+    `UserError` if the folder is not one of a run.
+    """
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("megarl report needs one run folder: megarl report RUN")
+    folder = Path(arguments[0])
+    try:
+        result(str(write_report(folder, title=folder.resolve().name)))
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+class LiveReport:
+    """Writes `report.html` as a run goes, at most every `every_s` seconds, and in at most a fiftieth
+    of the run's time.
+    """
+
+    def __init__(self, folder: Path, *, every_s: float = 10.0) -> None:
+        self._folder, self._every_s = Path(folder), every_s
+        self._next = float("-inf")
+
+    def refresh(self) -> None:
+        """Write the report, if it is time."""
+        started_at = time.monotonic()
+        if started_at >= self._next:
+            write_report(self._folder, title=self._folder.name)
+            ended_at = time.monotonic()
+            self._next = ended_at + max(self._every_s, 50 * (ended_at - started_at))
 
 
 def _section(title: str, note: str, body: str) -> str:
@@ -92,6 +124,9 @@ def _header(run: Run, title: str) -> str:
     if found["length_before"] is not None or found["length_after"] is not None:
         change = _change(found["length_before"], found["length_after"], "{:,.1f}".format)
         tiles.append(_tile("Response length", f"{change} <small>tokens</small>", kind, main=True))
+    if failed := sum(run.failures.values()):
+        named = ", ".join(f"{count:,} {name}" for name, count in run.failures.items() if count)
+        tiles.append(_tile("Verifier failures", f"{failed:,}", f"in rollouts: {named}"))
     tiles.append(_tile("Steps", f"{found['steps']:,}"))
     if found["seconds"] is not None:
         tiles.append(_tile("Time of the steps", duration(found["seconds"])))
@@ -167,6 +202,7 @@ def _learning(run: Run) -> list[str]:
             wide=True,
         ),
         learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
+        _failures(run),
         learnt("Response length", "mean tokens", "length/mean", zero=True),
         (
             chart("Loss", "", _smoothed(run, "loss", "loss", 1), x_span=span, wide=True)
@@ -174,6 +210,18 @@ def _learning(run: Run) -> list[str]:
             else ""
         ),
     ]
+
+
+def _failures(run: Run) -> str:
+    """Chart of the rollouts of a step that the verifier could not judge; empty without any."""
+    if not any(run.failures.values()):
+        return ""
+    rows = [
+        Series(name, *run.series(f"verifier/{name}"), colour)
+        for colour, name in enumerate(run.failures, start=1)
+    ]
+    note = "rollouts without a verdict; they got the reward of a wrong answer"
+    return chart("Verifier failures", note, rows, zero=True, whole=True)
 
 
 def _systems(run: Run) -> list[str]:
@@ -264,6 +312,14 @@ def _optimisation(run: Run) -> list[str]:
             "by dynamic sampling",
             {"zero": True, "whole": True},
         ),
+        ("kl", "KL to the reference", "nats a token", {}),
+        (
+            "critic/loss",
+            "Critic's loss",
+            "half a squared error, in rewards squared",
+            {"zero": True},
+        ),
+        ("critic/explained_variance", "Explained variance", "of the returns, by the critic", {}),
         ("learning_rate", "Learning rate", "", {"zero": True}),
     )
     supervised = not len(run.series("reward/mean")[0])
@@ -278,119 +334,6 @@ def _optimisation(run: Run) -> list[str]:
         for name, title, note, how in known
         if not (name == "loss" and supervised)
     ]
-
-
-def _examples(run: Run) -> tuple[str, str]:
-    """(note, HTML) of responses to the same problems at the first and the last evaluation.
-
-    Without evaluations: rollouts of the first and the last step.
-    """
-    written = [one for one in run.evaluations if one.transcripts]
-    if not written:
-        return _groups(run)
-    first, last = written[0], written[-1]
-    if first is last:
-        shown = "".join(
-            _problem(one, [(_after(first), one)]) for one in first.transcripts[:EXAMPLES]
-        )
-        return (
-            f"The first {min(EXAMPLES, len(first.transcripts))} held-out problems, in their order.",
-            shown,
-        )
-    pairs = _pairs(first.transcripts, last.transcripts)
-    count = min(EXAMPLES, len(pairs))
-    note = (
-        f"Held-out problems at the first and the last evaluation: the first {count}, in their"
-        " order; none was picked."
-    )
-    shown = "".join(
-        _problem(old, [(_after(first), old), (_after(last), new)]) for old, new in pairs[:EXAMPLES]
-    )
-    return note, _moves(pairs) + shown
-
-
-def _after(one: Evaluation) -> str:
-    """When an evaluation took place, as text: "before training" or "after 3 steps"."""
-    return (
-        "before training"
-        if one.step == 0
-        else f"after {one.step:,} step{'s' if one.step != 1 else ''}"
-    )
-
-
-def _pairs(
-    first: list[dict[str, Any]], last: list[dict[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Transcripts of the same prompt in two evaluations; repeated prompts are matched in order."""
-    waiting: dict[str, list[dict[str, Any]]] = {}
-    for one in last:
-        waiting.setdefault(one["prompt"], []).append(one)
-    return [(one, waiting[one["prompt"]].pop(0)) for one in first if waiting.get(one["prompt"])]
-
-
-def _moves(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """Table: how many problems went from wrong to right and from right to wrong."""
-    if not pairs:
-        return ""
-
-    def count(old: bool, new: bool) -> str:
-        return f"<td>{sum(bool(a['correct']) == old and bool(b['correct']) == new for a, b in pairs):,}</td>"
-
-    return (
-        f'<table class="moves"><tr><th>of {len(pairs):,} problems written out</th><th>right'
-        " after</th><th>wrong after</th></tr><tr><th>right"
-        f" before</th>{count(True, True)}{count(True, False)}</tr><tr><th>wrong"
-        f" before</th>{count(False, True)}{count(False, False)}</tr></table>"
-    )
-
-
-def _groups(run: Run) -> tuple[str, str]:
-    """(note, HTML) of rollouts at the first and the last step."""
-    shown = [
-        _problem(group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]])
-        for group in run.groups
-    ]
-    return (
-        "Rollouts trained on at the first and the last step, at most four of each group.",
-        "".join(shown),
-    )
-
-
-def _problem(problem: dict[str, Any], sides: list[tuple[str, dict[str, Any]]]) -> str:
-    """HTML of a problem with its responses, each given as (when, transcript)."""
-    return (
-        f'<article class="problem"><header><pre>{_text(problem["prompt"])}</pre>'
-        f'<span class="soft">answer {_text(problem["answer"])}</span></header><div class="pair">'
-        + "".join(_side(when, one) for when, one in sides)
-        + "</div></article>"
-    )
-
-
-def _side(when: str, one: dict[str, Any]) -> str:
-    """HTML of one response to a problem, with its verdict and length."""
-    mark = ("right", "\N{CHECK MARK} right") if one["correct"] else ("wrong", "\N{BALLOT X} wrong")
-    about = [when]
-    if one.get("tokens") is not None:
-        about.append(f"{one['tokens']:,} tokens")
-    if one.get("reward") is not None:
-        about.append(f"reward {one['reward']:+.2f}".replace("-", "\N{MINUS SIGN}"))
-    return (
-        f'<div class="side"><div><span class="mark {mark[0]}">{mark[1]}</span>'
-        + "".join(f"<span>{part}</span>" for part in about)
-        + f"</div><pre>{_text(one['response'])}</pre></div>"
-    )
-
-
-def _text(text: object) -> str:
-    """Untrusted text as safe HTML, shortened to `SHOWN_CHARACTERS`."""
-    plain = str(text)
-    missing = len(plain) - SHOWN_CHARACTERS
-    if missing <= 0:
-        return safe_html(plain)
-    return (
-        safe_html(plain[:SHOWN_CHARACTERS])
-        + f'<span class="soft"> \N{HORIZONTAL ELLIPSIS} {missing:,} more characters</span>'
-    )
 
 
 def _recipe(text: str) -> str:

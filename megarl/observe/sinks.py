@@ -114,7 +114,7 @@ class TensorBoardSink:
 
     Args:
         folder: log folder.
-        first_step: TensorBoard hides what an earlier process logged from this step on.
+        first_step: steps done; TensorBoard hides what an earlier process logged of later ones.
 
     Raises:
         ValueError: the package tensorboard is not installed.
@@ -128,7 +128,9 @@ class TensorBoardSink:
                 f"observe.tensorboard is true, but TensorBoard cannot be imported ({error}); "
                 "`pip install tensorboard`, or set observe.tensorboard to false"
             ) from error
-        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+        self._writer = SummaryWriter(
+            str(folder), purge_step=first_step + 1 if first_step else 0, flush_secs=10
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log every metric at `step`; None is left out."""

@@ -42,6 +42,14 @@ class Run:
             [(record["step"], record[name]) for record in self.metrics if name in record]
         )
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """{kind: number of rollouts} that the verifier could not judge, over all steps."""
+        return {
+            kind: int(sum(record.get(f"verifier/{kind}") or 0 for record in self.metrics))
+            for kind in ("errors", "timeouts", "nans")
+        }
+
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """([n] steps, [n] values) of a metric over the evaluations that have it."""
         return _series(

@@ -69,6 +69,8 @@ class Attempts:
     run_seed: int
     max_new_tokens: int
     """Token limit of a rollout: all segments together, without the prompt."""
+    max_failure_share: float = 1.0
+    """An evaluation raises `UserError` if at least this share of its verdicts has failed."""
 
     def seed(self, *place: int | str) -> int:
         """Sampling seed of the first generation request of the rollout at `place`."""

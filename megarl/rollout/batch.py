@@ -7,7 +7,7 @@ arrays. A rank fetches the arrays of its own samples and assembles its `StepBatc
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +107,7 @@ def shares(
     num_mini_batches: int,
     micro_batch_tokens: int,
     transcripts: int,
+    warning: str = "",
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
@@ -145,6 +146,7 @@ def shares(
         response_tokens=np.array([rollout.num_tokens for _, rollout in rollouts], dtype=np.int64),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds),
+        warning=warning,
     )
     plans = [
         SharePlan(replace(whole, micro_batches=rows), parts)
@@ -193,7 +195,18 @@ def describe(
         "tokens/generated": sum(lengths),
         "tokens/generated_per_s": sum(lengths) / max(seconds, 1e-9),
         "time/rollout_s": seconds,
-    }
+    } | own_metrics([rollout.verdict.metrics for rollout in rollouts])
+
+
+def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """{"environment/<name>": mean} of the metrics that verifiers returned with their verdicts, each
+    over the verdicts that have it.
+    """
+    values: dict[str, list[float]] = {}
+    for metrics in returned:
+        for name, value in metrics.items():
+            values.setdefault(f"environment/{name}", []).append(value)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
 def to_transcript(step: int, group: Group, responses: Sequence[str]) -> dict[str, Any]:
@@ -216,6 +229,7 @@ def _transcript(rollout: Rollout, response: str) -> dict[str, Any]:
         "correct": rollout.verdict.correct,
         "failure": rollout.verdict.failure,
         "detail": rollout.verdict.detail,
+        **({"metrics": rollout.verdict.metrics} if rollout.verdict.metrics else {}),
         "tokens": rollout.num_tokens,
         "finish": rollout.segments[-1].finish,
         "versions": [list(span) for part in rollout.segments for span in part.versions],

@@ -2,94 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Annotated, Literal
 
-from megarl.schema import config, require, require_range
+from megarl.schema import (
+    LONGEST_WAIT_S,
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    Range,
+    config,
+    require,
+)
+
+MOST_STOPS = 16
+"""Largest number of texts in `rollout.stop`."""
+LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
+"""Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 
 
 @config
 class EngineConfig:
     """Settings of each vLLM engine; `rollout.num_engines` of them run."""
 
-    tensor: int = 1
+    tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Tensor-parallel degree of an engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    kv_cache_gib: int = 1
+    kv_cache_gib: Annotated[int, Range(1, 10**6)] = 1
     """CPU only: memory of the key-value cache in GiB. On GPUs see gpu_memory_utilization."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(0.05, 0.98)] = 0.5
     """Fraction of a GPU's memory that the engine may use. A colocated trainer uses the same GPU."""
-    max_num_sequences: int = 256
+    max_num_sequences: Annotated[int, Range(1, MOST_SAMPLES)] = 256
     """Maximum number of requests decoded at the same time; further ones wait in the engine's queue.
     """
-    max_batched_tokens: int = 8192
+    max_batched_tokens: Annotated[int, Range(16, MOST_TOKENS)] = 8192
     """Maximum number of tokens of one engine step, prompt tokens included."""
-    num_threads: int = 1
+    num_threads: Annotated[int, Range(1, 1024)] = 1
     """CPU only: threads of the engine's kernels."""
     compile: bool = True
     """CUDA only: use CUDA graphs and torch.compile. Without them an engine starts faster and
     generates more slowly."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine is not ready after this many seconds."""
 
-    def __post_init__(self) -> None:
-        require_range("rollout.engine.tensor", self.tensor, 1)
-        require_range("rollout.engine.kv_cache_gib", self.kv_cache_gib, 1)
-        require_range(
-            "rollout.engine.gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 0.98
-        )
-        require_range("rollout.engine.max_num_sequences", self.max_num_sequences, 1)
-        require_range("rollout.engine.max_batched_tokens", self.max_batched_tokens, 16)
-        require_range("rollout.engine.num_threads", self.num_threads, 1)
-        require_range("rollout.engine.start_timeout_s", self.start_timeout_s, 1)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine samples beside the temperature; see `RolloutConfig` for each field."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """{setting: value} of the settings that take tokens out of the law; empty if none does."""
+        found = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in found.items() if value != getattr(PLAIN, name)}
+
+
+PLAIN = Sampling()
+"""Sampling from the whole law, up to an end-of-sequence token."""
 
 
 @config
 class DynamicSamplingConfig:
     """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantages, and is
-    replaced by a new group.
+    replaced by a new group. It is not used with an `algorithm.advantage` that does not compare the
+    samples of a group (`reinforce_plus_plus`, `reinforce_plus_plus_tokens` and `gae`).
     """
 
     enabled: bool = True
-    max_draws: float = 3.0
+    max_draws: Annotated[float, Range(1.0, 1000.0)] = 3.0
     """A step draws at most `max_draws x groups_per_step` groups. It then trains on the accepted
     ones, even if they are fewer than `groups_per_step`."""
-
-    def __post_init__(self) -> None:
-        require_range("rollout.dynamic_sampling.max_draws", self.max_draws, 1.0)
 
 
 @config
 class RolloutConfig:
     """How rollouts are sampled: engines, group size, sampling parameters and staleness."""
 
-    num_engines: int = 1
+    num_engines: Annotated[int, Range(1, MOST_RANKS)] = 1
     engine: EngineConfig = EngineConfig()
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """On GPUs: whether the engines have GPUs of their own or share those of the trainer."""
-    groups_per_step: int = 16
+    groups_per_step: Annotated[int, Range(1, MOST_SAMPLES)] = 16
     """Prompts (groups of rollouts) that one training step uses."""
-    group_size: int = 16
+    group_size: Annotated[int, Range(1, MOST_SAMPLES)] = 16
     """Rollouts of each prompt."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, Range(1, MOST_TOKENS)] = 256
     """Length limit of a response."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.01, 2.0, fix=LEARNABLE)] = 1.0
     """Sampling temperature; the trainer's log-probs are computed at the same temperature."""
-    max_staleness: int = 0
+    top_p: Annotated[float, Range(1e-6, 1.0)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1: from all. Log-probs
+    are those of the truncated law, renormalised, so that `algorithm.old_logprobs: engine` is
+    needed. Greedy evaluation does not use it."""
+    top_k: Annotated[int, Range(0, 2**20)] = 0
+    """Sample from this many likeliest tokens; 0: from all. See `top_p`."""
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Sample from tokens that have at least this share of the likeliest token's probability; 0:
+    from all. See `top_p`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the end-of-sequence token. The response includes the
+    tokens of the text, with the log-probs they were sampled with. Stop texts do not change any
+    log-prob, unlike `top_p`, `top_k` and `min_p`."""
+    max_staleness: Annotated[int, Range(0, 1000)] = 0
     """Maximum number of steps by which the weights that generate a rollout may be older than those
     that train on it; 0 is synchronous."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    request_timeout_s: float = 600.0
+    request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds."""
 
     def __post_init__(self) -> None:
-        require_range("rollout.num_engines", self.num_engines, 1)
-        require_range("rollout.groups_per_step", self.groups_per_step, 1)
-        require_range("rollout.group_size", self.group_size, 1)
-        require_range("rollout.max_new_tokens", self.max_new_tokens, 1)
         require(
-            self.temperature > 0,
-            f"rollout.temperature is {self.temperature}; set it above 0 (greedy rollouts cannot"
-            " learn)",
+            all(self.stop) and len(self.stop) <= MOST_STOPS,
+            f"RolloutConfig.stop has {len(self.stop)} texts, {self.stop.count('')} of them empty;"
+            f" set at most {MOST_STOPS}, none empty",
         )
-        require_range("rollout.max_staleness", self.max_staleness, 0)
-        require_range("rollout.request_timeout_s", self.request_timeout_s, 0.1)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The settings beside the temperature, as the engines get them."""
+        return Sampling(self.top_p, self.top_k, self.min_p, self.stop)

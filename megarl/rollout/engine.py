@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.config import EngineConfig
+from megarl.quick_imports import quick_imports
+from megarl.rollout.config import PLAIN, EngineConfig, Sampling
+from megarl.rollout.engine_core import fork_core, import_core_ahead
 from megarl.types import Segment, TokenArrays
 
 BACKEND = "megarl"
@@ -43,19 +45,24 @@ class Engine:
         environment: dict[str, str],
         load: bool = False,
         sleeps: bool = False,
+        sampling: Sampling = PLAIN,
+        tokenizer: str = "",
     ) -> None:
         """`load`: read the model's weights from disk; otherwise they are random until version 0 is
         published. `sleeps`: the engine can free its GPU memory for a colocated trainer and allocate
-        it again.
+        it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder or hub
+        name of the tokenizer, needed for stop texts.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
-        self.version = -1
+        self.version, self.sampling = -1, sampling
         self._requests, self._asleep = 0, False
+        self._on_cpu = "VLLM_CPU_KVCACHE_SPACE" in environment
         self._arguments: dict[str, Any] = {
             "model": model,
             "trust_remote_code": trust_remote_code,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not tokenizer,
+            "tokenizer": tokenizer or None,
             "generation_config": "vllm",
             "load_format": "auto" if load else "dummy",
             "dtype": config.dtype,
@@ -65,7 +72,7 @@ class Engine:
             "max_num_seqs": config.max_num_sequences,
             "max_num_batched_tokens": max(config.max_batched_tokens, max_tokens),
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enforce_eager": not config.compile or "VLLM_CPU_KVCACHE_SPACE" in environment,
+            "enforce_eager": not config.compile or self._on_cpu,
             "enable_prefix_caching": True,
             # Log-probs of the law that was sampled from: temperature applied. The default would be
             # raw.
@@ -74,11 +81,11 @@ class Engine:
             "enable_sleep_mode": sleeps,
             "disable_log_stats": True,
         }
-        if "VLLM_CPU_KVCACHE_SPACE" in environment:
+        if self._on_cpu:
             # Half a prompt in one step would need a seeded generator to go back, which CPU
             # generators cannot.
             self._arguments["enable_chunked_prefill"] = False
-        if config.tensor > 1 or "VLLM_CPU_KVCACHE_SPACE" in environment:
+        if config.tensor > 1 or self._on_cpu:
             # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for
             # them.
             self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
@@ -88,11 +95,16 @@ class Engine:
         are raised unchanged.
         """
         started_at = time.monotonic()
-        from vllm import AsyncEngineArgs, SamplingParams
-        from vllm.config import WeightTransferConfig
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.async_llm import AsyncLLM
+        if self._on_cpu:
+            import_core_ahead()
+        with quick_imports():
+            from vllm import AsyncEngineArgs, SamplingParams
+            from vllm.config import WeightTransferConfig
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._on_cpu:
+            fork_core()
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = AsyncEngineArgs(
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
@@ -101,24 +113,35 @@ class Engine:
         return {"processes": _own_processes(), "seconds": time.monotonic() - started_at}
 
     async def generate(
-        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        sampling: Sampling | None = None,
     ) -> Segment:
-        """Sample one response of at most `max_tokens` tokens, a final end-of-sequence token
-        included. `temperature` 0 is greedy.
+        """Sample one response of at most `max_tokens` tokens, a final end-of-sequence token or stop
+        text included. `temperature` 0 is greedy. `sampling` defaults to the engine's own.
         """
-        sampling = self._sampling(
+        chosen = sampling or self.sampling
+        truncation: dict[str, Any] = chosen.truncation if temperature > 0 else {}
+        request = self._sampling(
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(chosen.stop),
+            stop=list(chosen.stop),
+            include_stop_str_in_output=True,
             stop_token_ids=self.stop_token_ids,
             output_kind=self._final,
+            **truncation,
         )
         # The salt keeps a prefix cached under old weights from serving a request under new ones.
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
-        output = await self._run(prompt, sampling)
+        output = await self._run(prompt, request)
         # An engine that was never published to reports a version that is no number.
         known = [span for span in output.weight_versions or () if span.version.isdecimal()]
         spans = [(int(span.version), span.end - span.start) for span in known]

@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from megarl.errors import UserError
 from megarl.rollout.attempts import Attempts, EnvironmentHandle
 from megarl.rollout.batch import SharePlan, StepGroups, shares, to_transcript
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.evaluation import Evaluated, evaluate
+from megarl.rollout.evaluation import Evaluated, answers, evaluate
 from megarl.rollout.requests import EngineHandle, EnginePool
+from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.window import Window
 from megarl.types import Group, Prompt, Rollout
 
@@ -61,7 +63,14 @@ class RolloutService:
         transcripts_per_step: int,
         first_ordinal: int = 0,
         first_step: int = 0,
+        compares_groups: bool = True,
+        max_failure_share: float = 1.0,
     ) -> None:
+        """`compares_groups`: whether the advantage is 0 for a group of equal rewards, so that
+        dynamic sampling rejects such groups. `max_failure_share`: the service fails if at least
+        this share of the verdicts of a step or evaluation has failed. For the others see
+        `megarl.cluster.service_process.build_service`.
+        """
         self.config, self.prompts, self.environment = config, prompts, environment
         self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
             num_data_ranks,
@@ -70,9 +79,10 @@ class RolloutService:
         )
         self.transcripts_per_step = transcripts_per_step
         sampling = config.dynamic_sampling
+        self._rejects = sampling.enabled and compares_groups
         draws = (
             round(sampling.max_draws * config.groups_per_step)
-            if sampling.enabled
+            if self._rejects
             else config.groups_per_step
         )
         self.window = Window(
@@ -86,7 +96,9 @@ class RolloutService:
             version=first_step,
         )
         self.engines = EnginePool(engines, config)
-        self._attempts = Attempts(self.engines, environment, seed, config.max_new_tokens)
+        self._attempts = Attempts(
+            self.engines, environment, seed, config.max_new_tokens, max_failure_share
+        )
         self._groups: dict[int, Group] = {}
         """Finished groups that are not yet part of a complete batch, by ordinal."""
         self._ready: dict[int, StepGroups] = {}
@@ -97,6 +109,11 @@ class RolloutService:
         """Time at which each weight version was on the engines; used to time batches. Versions that
         no later batch needs are removed."""
         self._changed = asyncio.Condition()
+        self._interrupted = asyncio.Event()
+        self._taken = first_step - 1
+        """Newest step whose batch some rank has taken."""
+        self.is_early_stop = False
+        """Whether the run ends because its metric is good enough, and not by a signal."""
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
@@ -112,17 +129,38 @@ class RolloutService:
         self._closed_at = time.monotonic()
         await self._dispatch()
 
-    async def take(self, step: int, data_rank: int) -> SharePlan:
+    async def interrupt(self, *, is_early_stop: bool = False) -> None:
+        """Give out no further batch and no further evaluation. A step that one rank has taken is
+        still given to the others: all ranks end after the same step.
+        """
+        if not self._interrupted.is_set():
+            self.is_early_stop = is_early_stop
+        self._interrupted.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def take(self, step: int, data_rank: int) -> SharePlan | None:
         """Wait until the batch of `step` is complete and return the samples of `data_rank`, for
-        `megarl.rollout.batch.assemble`. Raises `RuntimeError` if generation has failed.
+        `megarl.rollout.batch.assemble`; None if the run was interrupted before any rank took that
+        step. Raises `RuntimeError` if generation has failed, and `UserError` if too many verdicts
+        have failed.
         """
         with self.engines.trainer_waits():
             async with self._changed:
                 await self._changed.wait_for(
-                    lambda: self._failure is not None or step in self._ready
+                    lambda: (
+                        self._failure is not None
+                        or step in self._ready
+                        or self._interrupted.is_set()
+                    )
                 )
+            if self._interrupted.is_set() and step > self._taken:
+                return None
+            if isinstance(self._failure, UserError):
+                raise self._failure
             if self._failure is not None:
                 raise RuntimeError(f"rollouts stopped: {self._failure}") from self._failure
+            self._taken = max(self._taken, step)
             plan = self._ready[step].plans[data_rank]
             if data_rank == 0:
                 transcripts = await asyncio.shield(self._transcripts[step])
@@ -154,9 +192,11 @@ class RolloutService:
         """
         return self._cursors[step]
 
-    async def evaluate(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Evaluated:
+    async def evaluate(
+        self, prompts: Sequence[Prompt], temperature: float, name: str
+    ) -> Evaluated | None:
         """Generate and score one response to each of `prompts`: (metrics, transcripts of the first
-        problems).
+        problems); None if the run was interrupted.
 
         Every rank may call it; the evaluation runs once for each weight version.
         """
@@ -165,8 +205,20 @@ class RolloutService:
             self._evaluations[key] = asyncio.create_task(
                 evaluate(self._attempts, prompts, temperature, name)
             )
+        task, interrupted = self._evaluations[key], asyncio.create_task(self._interrupted.wait())
+        try:
+            with self.engines.trainer_waits():
+                await asyncio.wait({task, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._interrupted.is_set() else task.result()
+        finally:
+            interrupted.cancel()
+
+    async def answers(
+        self, prompts: Sequence[Prompt], temperature: float, name: str
+    ) -> list[dict[str, Any]]:
+        """Generate and score one response to each of `prompts`: a record of each, with its text."""
         with self.engines.trainer_waits():
-            return await asyncio.shield(self._evaluations[key])
+            return await answers(self._attempts, prompts, temperature, name, num_texts=len(prompts))
 
     async def stop(self) -> None:
         """Cancel all running tasks."""
@@ -218,7 +270,7 @@ class RolloutService:
         """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not
         all equal.
         """
-        if not self.config.dynamic_sampling.enabled:
+        if not self._rejects:
             return True
         # Without the length penalty: answers that are all wrong stay a group to reject, however
         # long they are.
@@ -238,6 +290,9 @@ class RolloutService:
         now = time.monotonic()
         drawn = [self._groups.pop(ordinal) for ordinal in range(first, self.window.first)]
         chosen = set(accepted)
+        verdicts = [rollout.verdict for group in drawn for rollout in group.rollouts]
+        limit = self._attempts.max_failure_share
+        warning = failure_warning(verdicts, limit, f"step {step + 1}")
         # A batch's time begins when its groups might first start, or when the batch before it was
         # complete.
         allowed = min(self._released_at.get(step - self.window.staleness, self._closed_at), now)
@@ -254,6 +309,7 @@ class RolloutService:
             num_mini_batches=self.num_mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
             transcripts=self.transcripts_per_step,
+            warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
         )
 
     async def _written(self, closed: StepGroups) -> list[dict[str, Any]]:

@@ -30,21 +30,23 @@ def build_network(
     *,
     seed: int,
     head: HeadName = "logprobs",
+    needs_score: bool = False,
 ) -> RoleModel:
     """Create the model of `config` with this rank's weights on `device`: its tensor-parallel shard,
-    and under ZeRO 3 a slice of that shard. All ranks of the mesh call it together.
+    and under ZeRO 3 a slice of that shard. All ranks of the mesh call it together. With
+    `needs_score`, raises `ValueError` for a model without a score head.
 
     With `tensor_backend: autotp` every rank first loads the whole model on the CPU: AutoTP can only
     shard loaded weights.
     """
     dtype = DTYPES[training.precision]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
-        return RoleModel(load_model(config, dtype=dtype, seed=seed), mesh, training, head)
+        model = load_model(config, dtype=dtype, seed=seed, head=head)
+        return RoleModel(model, mesh, training, head)
     network = RoleModel(empty_model(config), mesh, training, head)
-    if head != "logprobs":
-        network.score.to(dtype)
-    use_generation_config(network.model, config)
-    fill_network(network, config, training, mesh, device, seed=seed)
+    if head == "logprobs":
+        use_generation_config(network.model, config)
+    fill_network(network, config, training, mesh, device, seed=seed, needs_score=needs_score)
     return network
 
 
@@ -56,11 +58,13 @@ def fill_network(
     device: torch.device,
     *,
     seed: int,
+    needs_score: bool = False,
 ) -> None:
     """Load the weights of a model that is already sharded and still on the meta device; see
     `load_weights`.
     """
-    dtype, weights = DTYPES[training.precision], open_weights(config, seed=seed)
+    dtype = DTYPES[training.precision]
+    weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
     if training.zero_stage == 3:
         replicas = mesh.gradient
         part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)

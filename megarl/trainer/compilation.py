@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_default_build_root
+
+from megarl.console import say
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
@@ -17,16 +20,41 @@ def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -
 
     A build takes about half a minute. torch does not remove the lock file of a killed process.
     """
-    place = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    place = root or build_root()
     dropped = []
     for lock in place.glob("**/deepspeed_*/lock"):
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             if time.time() - lock.stat().st_mtime > older_than_s:
                 lock.unlink()
                 dropped.append(lock)
-                print(
-                    f"megarl: removed {lock}, left by a compilation that was killed",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"megarl: removed {lock}, left by a compilation that was killed")
     return dropped
+
+
+def build_root() -> Path:
+    """The folder of DeepSpeed's compiled operators."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+@contextlib.contextmanager
+def announced(root: Path | None = None, *, after_s: float = 2.0) -> Iterator[None]:
+    """Until the end of the block, say once if DeepSpeed compiles an operator: if the lock file of a
+    build is there for `after_s` seconds. Loading a compiled operator takes less.
+    """
+    place, over = root or build_root(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(after_s / 4):
+            for lock in place.glob("**/lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - lock.stat().st_mtime > after_s:
+                        say(f"compiling DeepSpeed's {lock.parent.name}: about a minute, once")
+                        return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -4,18 +4,28 @@ checkpoints.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megarl.schema import config, require, require_range
+from megarl.schema import (
+    LONGEST_WAIT_S,
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_TOKENS,
+    PathText,
+    Range,
+    config,
+    require,
+)
 
 
 @config
 class ModelConfig:
     """A Hugging Face causal language model and its tokenizer."""
 
-    path: str = ""
+    path: PathText = ""
     """A folder or a hub name with config.json, weights and a tokenizer."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """Folder, hub name or SentencePiece .model file; empty means the model's own."""
     from_scratch: bool = False
     """Initialise the weights at random, from the run's seed, instead of loading them."""
@@ -27,18 +37,13 @@ class ModelConfig:
 class LayoutConfig:
     """Parallel degrees of the trainer; their product is the number of ranks."""
 
-    data: int = 0
+    data: Annotated[int, Range(0, MOST_RANKS)] = 0
     """Data-parallel degree; 0 means the number of ranks divided by the other degrees."""
-    sequence: int = 1
+    sequence: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Sequence-parallel (context-parallel) degree: the ranks that split the tokens of a
     sequence."""
-    tensor: int = 1
+    tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Tensor-parallel degree: the ranks that split the weights of each layer."""
-
-    def __post_init__(self) -> None:
-        require_range("training.layout.data", self.data, 0)
-        require_range("training.layout.sequence", self.sequence, 1)
-        require_range("training.layout.tensor", self.tensor, 1)
 
 
 @config
@@ -46,8 +51,8 @@ class RoleConfig:
     """A model other than the policy, such as the reference: its weights, ranks and sharding."""
 
     model: ModelConfig = ModelConfig()
-    """Model and tokenizer; with an empty path the policy's."""
-    ranks: tuple[int, ...] = ()
+    """The model; with an empty path the policy's. The tokenizer is always the policy's."""
+    ranks: Annotated[tuple[int, ...], Range(0, MOST_RANKS - 1)] = ()
     """Numbers of the ranks that only this role uses; empty: the role shares the policy's ranks."""
     layout: LayoutConfig = LayoutConfig()
     """Parallel degrees of this role. On the policy's ranks the default is the policy's layout."""
@@ -64,7 +69,7 @@ class SequenceConfig:
     """How keys and values reach the other ranks: in a ring, overlapped with computation; in a ring,
     one block at a time with less memory (lean); or by one all-gather. auto is lean on CPU, where
     overlap gains nothing, and the overlapped ring on GPUs."""
-    ulysses: int = 1
+    ulysses: Annotated[int, Range(1, MOST_RANKS)] = 1
     """DeepSpeed-Ulysses degree: so many neighbouring ranks first exchange tokens for heads by
     all-to-all. If it equals layout.sequence, there is no further exchange of keys and values."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
@@ -73,9 +78,6 @@ class SequenceConfig:
     block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
     """Kernel that computes attention between the tokens of two ranks. auto is triton on GPUs and
     cpu elsewhere; flash and cudnn are torch's kernels."""
-
-    def __post_init__(self) -> None:
-        require_range("training.sequence.ulysses", self.ulysses, 1)
 
 
 @config
@@ -86,22 +88,22 @@ class OptimizerConfig:
     """Implementation of AdamW: torch's fused one; FusedAdam of NVIDIA apex (GPUs); or
     DeepSpeedCPUAdam, which is compiled at first use, for optimizer state in host memory
     (`offload_optimizer`, or no GPU)."""
-    learning_rate: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    learning_rate: Annotated[float, Range(0.0, 1.0)] = 1e-6
+    """Peak learning rate of the schedule; above 0."""
+    beta1: Annotated[float, Range(0.0, 0.999999)] = 0.9
+    beta2: Annotated[float, Range(0.0, 0.999999)] = 0.999
+    eps: Annotated[float, Range(0.0, 1.0)] = 1e-8
+    weight_decay: Annotated[float, Range(0.0, 1000.0)] = 0.0
+    clip_norm: Annotated[float, Range(0.0, 1e6)] = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
 
     def __post_init__(self) -> None:
-        require_range("training.optimizer.learning_rate", self.learning_rate, 0.0)
-        require_range("training.optimizer.beta1", self.beta1, 0.0, 0.999999)
-        require_range("training.optimizer.beta2", self.beta2, 0.0, 0.999999)
-        require_range("training.optimizer.eps", self.eps, 0.0)
-        require_range("training.optimizer.weight_decay", self.weight_decay, 0.0)
-        require_range("training.optimizer.clip_norm", self.clip_norm, 0.0)
+        require(
+            self.learning_rate > 0,
+            "OptimizerConfig.learning_rate is 0, with which the weights never change; set it above"
+            " 0, for example to 1e-6",
+        )
 
 
 @config
@@ -111,13 +113,43 @@ class ScheduleConfig:
     """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    final_ratio: float = 0.0
+    warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    final_ratio: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Learning rate of the last step as a share of the peak (linear and cosine)."""
 
-    def __post_init__(self) -> None:
-        require_range("training.schedule.warmup_steps", self.warmup_steps, 0)
-        require_range("training.schedule.final_ratio", self.final_ratio, 0.0, 1.0)
+
+@config
+class CriticOptimizerConfig(OptimizerConfig):
+    """Settings of AdamW for the critic, whose learning rate is usually ten times the policy's."""
+
+    learning_rate: Annotated[float, Range(0.0, 1.0)] = 1e-5
+    """Peak learning rate of the schedule; above 0."""
+
+
+@config
+class CriticConfig(RoleConfig):
+    """PPO's critic, which predicts the return from each state; used with `algorithm.advantage:
+    gae`. It starts with the weights of its model and a value head that predicts 0, and is trained
+    in the same mini-batches and epochs as the policy.
+    """
+
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Number of steps at the start of the run in which only the critic learns."""
+    value_clip: Annotated[float | None, Range(1e-6, 1e6)] = 0.2
+    """How far an update may move a value without loss: PPO's value clipping, in the units of the
+    reward; null for none."""
+
+
+@config
+class RewardModelRoleConfig(RoleConfig):
+    """A frozen reward model: a Hugging Face sequence classifier with one label, such as `megarl
+    reward-model` trains. It reads the policy's tokens, so its tokenizer is the policy's.
+    """
+
+    weight: Annotated[float, Range(-1e6, 1e6)] = 1.0
+    """Factor of its score in the reward of a response."""
 
 
 @config
@@ -126,14 +158,10 @@ class CheckpointConfig:
     and then renamed, so an interrupted save leaves no incomplete checkpoint.
     """
 
-    every: int = 0
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Number of steps between checkpoints; 0 writes one only after the last step."""
-    keep: int = 2
+    keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
-
-    def __post_init__(self) -> None:
-        require_range("training.checkpoint.every", self.every, 0)
-        require_range("training.checkpoint.keep", self.keep, 1)
 
 
 @config
@@ -151,9 +179,13 @@ class TrainingConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and activations; with bfloat16 the optimizer keeps float32 master
     weights."""
-    num_mini_batches: int = 1
-    """Optimizer steps for each step's batch; after the first, training is off-policy."""
-    micro_batch_tokens: int = 8192
+    num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
+    """Parts of each step's batch, with an optimizer step each; after the first, training is
+    off-policy."""
+    epochs_per_step: Annotated[int, Range(1, 1000)] = 1
+    """Passes over each step's batch, PPO's epochs; each makes `num_mini_batches` optimizer
+    steps."""
+    micro_batch_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 8192
     """Maximum number of tokens of a packed sequence for each rank; a longer sample is packed alone.
     With sequence parallelism the limit of a packed sequence is this times `layout.sequence`."""
     logprobs: Literal["chunked", "liger"] = "chunked"
@@ -163,20 +195,30 @@ class TrainingConfig:
     """Recompute activations in the backward pass instead of storing them."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (ZeRO 1-3)."""
+    max_skipped_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Number of times that the policy, and the critic, may each skip an optimizer step because a
+    log-prob, a value, the loss or a gradient is NaN or infinite; continuations of the run count
+    anew. A skipped step changes neither weights nor optimizer state. Once more ends the run; 0 ends
+    it at the first."""
+    max_empty_steps: Annotated[int, Range(1, MOST_STEPS)] = 5
+    """The run ends after this many steps in a row that trained on no token, because dynamic
+    sampling has rejected every group. Once the weights have been updated, only steps count in which
+    most responses were wrong."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    num_threads: int = 1
+    num_threads: Annotated[int, Range(1, 1024)] = 1
     """CPU only: torch threads of each trainer rank."""
-    collective_timeout_s: float = 600.0
+    collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
     the time that the other ranks wait for rank 0 to read and tokenise the data."""
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps for each step's batch."""
+        return self.num_mini_batches * self.epochs_per_step
+
     def __post_init__(self) -> None:
-        require_range("training.num_mini_batches", self.num_mini_batches, 1)
-        require_range("training.micro_batch_tokens", self.micro_batch_tokens, 2)
-        require_range("training.num_threads", self.num_threads, 1)
-        require_range("training.collective_timeout_s", self.collective_timeout_s, 1)
         require(
             self.precision == "float32" or self.zero_stage > 0,
             "training.precision bfloat16 needs DeepSpeed's ZeRO; set training.zero_stage to 1, 2"

@@ -11,32 +11,43 @@ A loop adds what it alone needs (engines, a second model) and closes it through 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
+import yaml
 from transformers import PreTrainedTokenizerBase
 
+from megarl import console
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.progress import Progress
-from megarl.config import RunConfig, SftConfig, as_plain, dump
+from megarl.checkpoints.progress import Progress, read_progress, written_under
+from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
+from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.collectives import barrier, broadcast_object, on_first
 from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.schema import shortened
+from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
+from megarl.weight_sync.families import parameter_table
 
 if TYPE_CHECKING:
     from megarl.trainer.heads import HeadName
     from megarl.trainer.role import Role
     from megarl.trainer.zero import TrainEngine
+
+
+DataRows = DemonstrationList | PreferenceList
+"""The data set of a run that is not reinforcement learning."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +76,27 @@ class RunInputs:
     """On rank 0: the training prompts, which rank 0 passes to the rollout service."""
     held_out: PromptList | None = None
     """On rank 0: the problems for evaluation, which rank 0 passes to the rollout service."""
-    demonstrations: DemonstrationList | None = None
-    """On rank 0: the samples for supervised fine-tuning. Rank 0 sends each step's samples to the
-    others."""
+    rows: DataRows | None = None
+    """On rank 0: the demonstrations or preferences to train on. Rank 0 sends each step's rows to
+    the others."""
+    held_out_rows: DataRows | None = None
+    """On rank 0: the demonstrations or preferences that are evaluated on."""
     resume_from: Path | None = None
     """On rank 0: the checkpoint to resume from."""
     ranks: tuple[int, ...] | None = None
     """Ranks that the policy uses; None: all ranks of the job."""
-    reference: RolePlace | None = None
-    """Ranks and layout of the reference model; None: those of the policy."""
+    roles: dict[str, RolePlace] = field(default_factory=dict)
+    """{name: ranks and layout} of the roles beside the policy, such as `reference`."""
+
+    @property
+    def num_rows(self) -> int:
+        """On rank 0: number of prompts, demonstrations or preferences to train on; 0 on the
+        others.
+        """
+        return len(self.prompts or ()) + len(self.rows or ())
 
     def __str__(self) -> str:
-        counts = {"prompts": self.prompts, "demonstrations": self.demonstrations}
+        counts = {"prompts": self.prompts, "rows": self.rows}
         found = [f"{len(rows)} {name}" for name, rows in counts.items() if rows is not None]
         return ", ".join([str(self.layout), *found])
 
@@ -85,7 +105,7 @@ class RunInputs:
 class RunContext:
     """What a run has opened on this rank: mesh, run folder and inputs. Created by `open_run`."""
 
-    config: RunConfig | SftConfig
+    config: AnyConfig
     inputs: RunInputs
     mesh: ProcessMesh
     device: torch.device
@@ -125,23 +145,34 @@ class RunContext:
         `training` and `mesh` default to those of the run.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
+        from megarl.trainer.compilation import announced
         from megarl.trainer.role import Role
 
-        role = Role(
-            name,
-            model=model,
-            training=training or self.config.training,
-            mesh=mesh or self.mesh,
-            device=self.device,
-            seed=self.config.seed,
-            head=head,
-            optimizer_steps=optimizer_steps,
-        )
+        with announced() if self.is_main else nullcontext():
+            role = Role(
+                name,
+                model=model,
+                training=training or self.config.training,
+                mesh=mesh or self.mesh,
+                device=self.device,
+                seed=self.config.seed,
+                head=head,
+                optimizer_steps=optimizer_steps,
+            )
         self.stack.callback(role.destroy)
         return role
 
-    def checkpoints(self, engine: TrainEngine) -> Checkpoints:
-        """The object that saves and restores the trained model `engine` in `folder/checkpoints`."""
+    def checkpoints(
+        self,
+        engine: TrainEngine | None,
+        others: Mapping[str, TrainEngine] | None = None,
+        *,
+        roles: Mapping[str, str] | None = None,
+        everyone: Axis | None = None,
+    ) -> Checkpoints:
+        """The object that saves and restores the trained model `engine` in `folder/checkpoints`.
+        The other arguments are those of `Checkpoints`.
+        """
         return Checkpoints(
             self.folder / "checkpoints",
             keep=self.config.training.checkpoint.keep,
@@ -150,14 +181,63 @@ class RunContext:
             mesh=self.mesh,
             seed=self.config.seed,
             data=self.inputs.data,
+            others=others,
+            roles=roles,
+            everyone=everyone,
         )
 
-    def resume(self, checkpoints: Checkpoints) -> Progress | None:
-        """Load the checkpoint that rank 0 chose and return its progress; None for a new run. All
-        ranks call it together.
+    def is_finished(self) -> bool:
+        """Whether the checkpoint to resume from is of the last step already; rank 0 says so then.
+        All ranks call it together.
         """
-        chosen = broadcast_object(self.inputs.resume_from, self.mesh.world)
-        return checkpoints.load(chosen) if chosen is not None else None
+        chosen, finished = self.inputs.resume_from, False
+        if self.is_main and chosen is not None:
+            done = read_progress(chosen).step
+            finished = done >= self.config.steps
+            if finished:
+                console.say(
+                    f"the run is finished: {chosen} is of step {done}, and steps is"
+                    f" {self.config.steps}; raise steps to go on"
+                )
+        return bool(broadcast_object(finished, mesh_module.all_ranks()))
+
+    def resume(self, checkpoints: Checkpoints) -> Progress | None:
+        """Load the checkpoint that rank 0 chose and return its progress; None for a new run. A
+        checkpoint of another layout is converted first, beside the others, and the converted copy
+        is removed once it is loaded. All ranks call it together.
+        """
+        world = checkpoints.everyone
+        chosen = broadcast_object(self.inputs.resume_from, world)
+        if chosen is None:
+            return None
+        wanted = written_under(self.inputs.layout, self.config.training)
+        found = read_progress(chosen)
+        if found.layout == wanted:
+            return checkpoints.load(chosen)
+        converted = chosen.parent / f".converted_{chosen.name}"
+        if problem := on_first(lambda: self._convert(chosen, converted, found.layout), world):
+            raise RuntimeError(
+                f"{chosen} was written under {found.layout}, this run is {wanted}, and converting"
+                f" it failed: {problem}"
+            )
+        progress = checkpoints.load(converted)
+        barrier(world)
+        if self.is_main:
+            shutil.rmtree(converted)
+        return progress
+
+    def _convert(self, source: Path, target: Path, written: str) -> None:
+        """Write the checkpoint `source`, which was `written` under another layout, to `target`
+        under the layout of this run.
+        """
+        from megarl.checkpoints.deepspeed_files import reshard_checkpoint
+
+        layout, stage = self.inputs.layout, self.config.training.zero_stage
+        console.say(f"converting {source} from {written} to {layout}, ZeRO {stage}")
+        shutil.rmtree(target, ignore_errors=True)  # an earlier attempt's
+        target.mkdir()
+        table = parameter_table(json.loads((source / "model" / "config.json").read_text()))
+        reshard_checkpoint(source, target, table, layout, stage)
 
     def observe(self, first_step: int) -> Observer | None:
         """The object that writes metrics, on rank 0; None on the other ranks."""
@@ -174,16 +254,68 @@ class RunContext:
         )
 
 
+def role_training(config: RunConfig, name: str) -> TrainingConfig:
+    """`training` as it holds for the role of section `name`: with its ZeRO stage, and for the
+    critic with its optimizer and schedule.
+    """
+    role, training = config.other_roles[name], config.training
+    if isinstance(role, CriticConfig):
+        training = replace(training, optimizer=role.optimizer, schedule=role.schedule)
+    if role.zero_stage is not None:
+        training = replace(training, zero_stage=role.zero_stage)
+    return training
+
+
+def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
+    """{name: layout, as `written_under` says it} of the roles beside the policy that are
+    trained, which a checkpoint holds.
+    """
+    return {
+        name: written_under(places[name].layout, role_training(config, name))
+        for name, role in config.other_roles.items()
+        if isinstance(role, CriticConfig)
+    }
+
+
+def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
+    """The settings of `config` that are not those of the run folder's file `recipe`, each as
+    "section.key (old -> new)"; none where that file cannot be read.
+    """
+    try:
+        old = yaml.safe_load(recipe.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    before, now = dict(_leaves(old)), dict(_leaves(yaml.safe_load(dump(config))))
+    return [
+        f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
+        for name, value in now.items()
+        if name in before and before[name] != value and name not in ("folder", "resume")
+    ]
+
+
+def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Each value of nested mappings under its dotted name."""
+    if not isinstance(tree, dict) or not tree:
+        yield prefix.removesuffix("."), tree
+        return
+    for key, value in tree.items():
+        yield from _leaves(value, f"{prefix}{key}.")
+
+
 @contextmanager
-def open_run(config: RunConfig | SftConfig, inputs: RunInputs) -> Iterator[RunContext]:
+def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """A context manager that initialises torch.distributed and creates the mesh and the run folder.
     On exit, also after an error, it closes all of them.
+
+    `config.epochs`, if set, becomes `steps` of the context's `config`.
     """
     training = config.training
     torch.set_num_threads(training.num_threads)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         stack.callback(mesh_module.finalise)
+        num_rows = broadcast_object(inputs.num_rows, mesh_module.all_ranks())
+        config = with_steps(config, num_rows)
         mesh = stack.enter_context(
             ProcessMesh(
                 inputs.layout,
@@ -194,6 +326,14 @@ def open_run(config: RunConfig | SftConfig, inputs: RunInputs) -> Iterator[RunCo
         )
         run = RunContext(config, inputs, mesh, device, stack)
         if run.is_main:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            (run.folder / "recipe.yaml").write_text(dump(config))
+            console.open_log(run.folder)
+            stack.callback(console.hold(run.folder))
+            recipe = run.folder / "recipe.yaml"
+            if inputs.resume_from is not None and (changed := changed_settings(recipe, config)):
+                console.say(f"the run goes on with other settings: {', '.join(changed)}")
+            recipe.write_text(dump(config))
+            console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
+        broadcast_object(None, mesh_module.all_ranks())  # the folder is there
+        if not run.is_main:
+            console.open_log(run.folder)
         yield run

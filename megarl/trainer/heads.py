@@ -5,19 +5,25 @@
     value      one number for each trained token              critic: value of the state before it
     scalar     one number for each sample, at its last token  reward model
 
+A score head is stored as `score.weight`, as in Hugging Face's sequence classifiers, so that each
+reads the other's reward models.
+
 To add one, write a module, add its name to `HeadName` and a branch to `RoleModel.forward`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 
 from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 
 HeadName = Literal["logprobs", "value", "scalar"]
+SCORE = "score.weight"
+"""Name of the weight of a `ScoreHead` in a checkpoint."""
 
 
 class LogProbHead(nn.Linear):
@@ -51,4 +57,27 @@ class ScoreHead(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> [M] float32."""
-        return super().forward(hidden)[:, 0].float()
+        # In float32 also where the model is in bfloat16, whose steps near 1 are 1/256.
+        return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]
+
+
+def use_score_head(model: PreTrainedModel) -> None:
+    """Replace the output head of a causal language model by a `ScoreHead` named `score`. Of a tied
+    weight the input embedding stays. The model's configuration becomes that of a sequence
+    classifier with one label, if its family has one.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Module) and isinstance(embedding.weight, torch.Tensor)
+    with torch.device(embedding.weight.device):
+        head = ScoreHead(model.config.get_text_config().hidden_size, embedding.weight.dtype)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer is output:
+                setattr(parent, name, None)
+    model.add_module("score", head)
+    # A classifier writes nothing.
+    model.generation_config = None  # pyright: ignore[reportAttributeAccessIssue]
+    model.config.num_labels = 1
+    classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    if classifier is not None:
+        model.config.architectures = [classifier.__name__]

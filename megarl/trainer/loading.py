@@ -20,33 +20,25 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from megarl.parallel.reshard.boxes import Owned, matrix
 from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.schema import require
+from megarl.third_party import opening
 from megarl.trainer.attention import ATTENTION, refuse_unsupported
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.weights import CheckpointWeights, RandomWeights, Weights, init_buffers
-
-
-def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
-    """Read the model's config.json. Raises `ValueError`, with the setting to change, if that
-    fails.
-    """
-    try:
-        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        hint = (
-            ""
-            if Path(config.path).exists()
-            else " (no such folder here; as a hub name it needs a network)"
-        )
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model.path {config.path!r} cannot be loaded{hint}: {first}; set it to a model folder"
-            " or hub name"
-        ) from None
+from megarl.trainer.heads import SCORE, HeadName, use_score_head
+from megarl.trainer.model_config import load_model_config
+from megarl.trainer.weights import (
+    CheckpointWeights,
+    RandomWeights,
+    Weights,
+    init_buffers,
+    is_downloaded,
+    shape_of,
+)
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
@@ -65,49 +57,94 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     weights.
     """
     hf = without_dropout(load_model_config(config))
-    try:
-        with torch.device("meta"):
-            # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
-            model = AutoModelForCausalLM.from_config(
-                hf,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION,
-                trust_remote_code=config.trust_remote_code,
-            )
-    except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"model type {hf.model_type} cannot be built: {str(error).splitlines()[0]}; choose"
-            " another model"
-        ) from None
+    fix = "set model.path to another model, or correct its config.json"
+    what = f"model type {hf.model_type} of {config.path!r} cannot be built"
+    with opening(what, fix=fix), torch.device("meta"):
+        # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
+        model = AutoModelForCausalLM.from_config(
+            hf,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+        )
     model.name_or_path = config.path
     return model
 
 
-def check_weights(config: ModelConfig) -> None:
+def check_weights(
+    config: ModelConfig, head: HeadName = "logprobs", *, needs_score: bool = False
+) -> None:
     """Raise `ValueError`, naming the tensor or file, unless the checkpoint has exactly the tensors
-    of the model.
+    of the model, as a role with `head` uses it; see `open_weights`.
 
     Only the headers of the safetensors files are read. Nothing is checked with `from_scratch`, or
-    for a hub name, whose files may not be downloaded yet.
+    for a hub name whose weights are not downloaded yet.
     """
-    if not config.from_scratch and Path(config.path).is_dir():
-        CheckpointWeights(config.path, empty_model(config))
+    if config.from_scratch:
+        return
+    if Path(config.path).is_dir() or is_downloaded(config.path):
+        open_weights(config, seed=0, head=head, needs_score=needs_score)
 
 
-def open_weights(config: ModelConfig, *, seed: int) -> Weights:
+def open_weights(
+    config: ModelConfig, *, seed: int, head: HeadName = "logprobs", needs_score: bool = False
+) -> Weights:
     """The source of the model's tensors: its checkpoint, or with `from_scratch` random
-    initialisation.
+    initialisation. With the heads `value` and `scalar`, a checkpoint may be a sequence classifier,
+    whose `score` is used; the score of any other model is 0. Raises `ValueError` for a model
+    without score if `needs_score`.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
-    if config.from_scratch:
-        return RandomWeights(whole, seed)
-    return CheckpointWeights(config.path, whole)
+    if not config.from_scratch:
+        shape = shape_of(config.path, SCORE)
+        classifies = shape is not None
+        require(
+            shape is None or shape[0] == 1,
+            f"model.path {config.path!r} is a classifier with {(shape or (0,))[0]} labels, but a"
+            " reward model has one, its score; set another model",
+        )
+        require(
+            classifies or not needs_score,
+            f"model.path {config.path!r} has no {SCORE}: it is no sequence classifier with one"
+            " label; set it to one, such as megarl reward-model trains",
+        )
+        require(
+            head != "logprobs" or not classifies,
+            f"model.path {config.path!r} is a sequence classifier, such as a reward model (it has a"
+            f" {SCORE}), and cannot write text; set it to a language model",
+        )
+        if classifies:
+            use_score_head(whole)
+        found: Weights = CheckpointWeights(config.path, whole)
+        if classifies:
+            return found
+    else:
+        found = RandomWeights(whole, seed)
+    return found if head == "logprobs" else ZeroScore(found, whole)
+
+
+class ZeroScore:
+    """The tensors of `weights` and a score head of 0, with which a new critic or reward model
+    begins.
+    """
+
+    def __init__(self, weights: Weights, model: PreTrainedModel) -> None:
+        """`model`: the whole model on the meta device."""
+        self.weights, self.width = weights, model.config.get_text_config().hidden_size
+
+    def flat(self, name: str) -> torch.Tensor:
+        return torch.zeros(self.width) if name == SCORE else self.weights.flat(name)
+
+    def has(self, name: str) -> bool:
+        return self.weights.has(name)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of every parameter one rank owns; by default the whole parameter."""
+    """Which part of every parameter one trainer rank keeps: its tensor-parallel shard and, under
+    ZeRO 3, its slice of that shard. By default the whole parameter.
+    """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """{parameter name: tensor-parallel shard}; parameters without an entry are not sharded."""
@@ -209,12 +246,17 @@ def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
         model.generation_config = GenerationConfig.from_pretrained(config.path)
 
 
-def load_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Load the whole causal language model on this rank's CPU in `dtype`, or with `from_scratch`
-    initialise it from `seed`. Used by single-process tools and for AutoTP, which shards loaded
-    weights.
+def load_model(
+    config: ModelConfig, *, dtype: torch.dtype, seed: int, head: HeadName = "logprobs"
+) -> PreTrainedModel:
+    """Load the whole causal language model, or with another head a model with `score`, on this
+    rank's CPU in `dtype`; or with `from_scratch` initialise it from `seed`. Used by single-process
+    tools and for AutoTP, which shards loaded weights.
     """
-    weights, model = open_weights(config, seed=seed), empty_model(config)
+    weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
+    if head != "logprobs":
+        use_score_head(model)
     load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))
-    use_generation_config(model, config)
+    if head == "logprobs":
+        use_generation_config(model, config)
     return model

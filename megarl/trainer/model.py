@@ -23,7 +23,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.attention import Attend
 from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.heads import HeadName, LogProbHead, ScoreHead
+from megarl.trainer.heads import HeadName, LogProbHead, use_score_head
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
@@ -53,7 +53,7 @@ class RoleModel(nn.Module):
     mesh.
 
     `.model` is the Hugging Face model, sharded over the tensor-parallel ranks. With the heads
-    `value` and `scalar`, `.score` is a `ScoreHead`.
+    `value` and `scalar`, `.model.score` is a `ScoreHead` and there is no output head.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class RoleModel(nn.Module):
     ) -> None:
         super().__init__()
         output = model.get_output_embeddings()
-        if not isinstance(output, nn.Linear) or output.bias is not None:
+        has_score = hasattr(model, "score")
+        if not has_score and (not isinstance(output, nn.Linear) or output.bias is not None):
             raise ValueError(
                 f"model {model.name_or_path} has an output head other than a linear layer without"
                 " bias; choose another model"
             )
-        self.model, self.mesh, self.head = model, mesh, head
+        self.model, self.mesh = model, mesh
+        self.head: HeadName = head
         self.sequence = training.sequence
         by_autotp = training.tensor_backend == "autotp"
         self.shards = (
@@ -81,13 +83,10 @@ class RoleModel(nn.Module):
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":
             self._use_logprob_head(training)
-        else:
-            embedding = model.get_input_embeddings()
-            assert isinstance(embedding.weight, torch.Tensor)
-            self.score = ScoreHead(
-                model.config.get_text_config().hidden_size, embedding.weight.dtype
-            )
-            self._drop_output_embedding()
+        elif not has_score:  # under AutoTP it has been loaded with its model
+            use_score_head(model)
+        remaining = dict(model.named_parameters())
+        self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
         use_linear(model)
 
     def _use_logprob_head(self, training: TrainingConfig) -> None:
@@ -110,18 +109,6 @@ class RoleModel(nn.Module):
             )
         self.model.set_output_embeddings(head)
 
-    def _drop_output_embedding(self) -> None:
-        """Remove the model's output head, which a role that computes scores does not need. A tied
-        weight stays as the input embedding.
-        """
-        output: Any = self.model.get_output_embeddings()
-        for parent in list(self.model.modules()):
-            for name, layer in list(parent.named_children()):
-                if layer is output:
-                    setattr(parent, name, None)
-        remaining = dict(self.model.named_parameters())
-        self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
-
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> Any:
         """Run the model on a micro-batch. M is the number of tokens with `batch.mask` True, K the
         number of documents that end on this rank. Returns, by head:
@@ -136,12 +123,13 @@ class RoleModel(nn.Module):
             use_cache=False,
             attend=self._attend(batch),
         ).last_hidden_state[0]
+        score: Any = getattr(self.model, "score", None)
         if self.head == "scalar":
             last = self._last_tokens(batch)
-            return self.score(hidden[last]), batch.sample_ids[last]
+            return score(hidden[last]), batch.sample_ids[last]
         chosen = batch.mask.nonzero()[:, 0]
         if self.head == "value":
-            return self.score(hidden[chosen])
+            return score(hidden[chosen])
         output: Any = self.model.get_output_embeddings()
         return output(hidden[chosen], batch.targets[chosen], temperature)
 

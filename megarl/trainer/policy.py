@@ -1,29 +1,30 @@
 """Policy-gradient training: a step's samples and columns become advantages, a loss, and one
 optimizer step per mini-batch.
 
-    StepBatch (this rank's samples, the whole step's rewards) + columns of other roles -> StepReport
+    StepBatch (this rank's samples, the whole step's rewards) + columns of other roles
+        --prepare--> {"logprobs", "advantages", "returns"}  --train--> StepReport
 
 Columns that the algorithm needs are filled by other roles before: `reference_logprobs` for a KL
-penalty.
+penalty, `values` for GAE.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
-from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import CORRECTIONS, mismatch, summarise
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
-from megarl.objectives.token_advantages import TOKEN_ADVANTAGES, TokenRewards
-from megarl.parallel.collectives import all_reduce
+from megarl.trainer.empty_steps import EmptySteps
+from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
 from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.trainer.step_advantages import step_advantages
 from megarl.types import MicroBatch, StepBatch, StepReport
 
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
@@ -38,6 +39,8 @@ class PolicyGradient:
         log-probs too.
         """
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
+        self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
+        self.empty_steps = EmptySteps(policy.training.max_empty_steps)
 
     @property
     def needs_reference(self) -> bool:
@@ -46,34 +49,61 @@ class PolicyGradient:
         """
         return self.algorithm.kl.coefficient > 0
 
+    def prepare(
+        self,
+        batch: StepBatch,
+        packed: Sequence[Sequence[MicroBatch]],
+        columns: Mapping[str, Column],
+    ) -> dict[str, Column]:
+        """The columns that a batch is trained with: those given, the policy's own log-probs where
+        they are needed, `advantages`, and with a column `values` also `returns`. An empty dict if a
+        log-prob or a value is not finite: the batch is skipped. All ranks call it together.
+
+        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: per-token results of
+        other roles for this batch, by name.
+
+        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
+        values, or after `training.max_empty_steps` steps in a row without samples.
+        """
+        columns = dict(columns)
+        self.guard.begin(f"step {batch.step + 1}")
+        self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
+        if (first := self._first_scored()) < len(packed):
+            columns["logprobs"] = self.policy.score(
+                batch, packed, temperature=self.temperature, skip=first
+            )
+        if problem := self._input_problem(batch, columns):
+            self.guard.skip(problem)
+            return {}
+        data, device = self.policy.mesh.data, self.policy.device
+        return columns | step_advantages(batch, columns, self.algorithm, data=data, device=device)
+
     def train(
         self,
         batch: StepBatch,
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> StepReport:
-        """Train on one batch, with one optimizer step for each mini-batch. All ranks call it
-        together and get the same report.
+        """Train on one batch, with one optimizer step for each mini-batch and epoch. All ranks call
+        it together and get the same report.
 
-        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: per-token results of
-        other roles for this batch, by name.
+        `columns`: what `prepare` has returned for the batch.
+
+        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
+        values, or if a weight is not finite afterwards.
         """
-        columns = dict(columns)
-        if (first := self._first_scored()) < len(packed):
-            columns["logprobs"] = self.policy.score(
-                batch, packed, temperature=self.temperature, skip=first
-            )
-        advantages = self._advantages(batch, columns)
+        packed = packed if columns else ()
+        first = self._first_scored()
         kl = ("kl",) if self.needs_reference else ()
         gaps = [f"mismatch/{name}" for name in GAPS]
         metrics = StepMetrics(
             self.policy.device, ("loss", "entropy", "clipped", "tokens", *kl, *gaps), ("max_abs",)
         )
-        norms, rate = [], self.policy.engine.next_rate()
-        for number, micro_batches in enumerate(packed):
+        norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
+        epochs = self.policy.training.epochs_per_step
+        for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
             weights = self._token_weights(batch, number)
             mine = {name: column[number] for name, column in columns.items()}
-            mine["advantages"] = advantages[number]
             if number < first:
                 mine.pop("logprobs", None)
 
@@ -81,15 +111,41 @@ class PolicyGradient:
                 micro: MicroBatch,
                 mine: dict[str, torch.Tensor] = mine,
                 weights: torch.Tensor = weights,
-                number: int = number,
+                at_start: bool = epoch == number == 0,
             ) -> torch.Tensor:
-                return self._loss(micro, mine, weights, metrics, at_start=number == 0)
+                return self._loss(micro, mine, weights, metrics, at_start=at_start)
 
-            norm, rate = optimizer_step(self.policy, micro_batches, loss)
-            norms.append(norm)
-        found = self._report(metrics, num_mini_batches=len(packed))
-        found |= {"grad_norm": sum(norms) / max(1, len(norms)), "learning_rate": rate}
+            taken = optimizer_step(self.policy, micro_batches, loss, self.guard)
+            if taken is None:
+                metrics.rewind(before)
+                continue
+            norms.append(taken[0])
+            rate, before = taken[1], metrics.mark()
+            self.empty_steps.has_updated = True
+        self.guard.check_weights()
+        found = self._report(metrics, num_mini_batches=len(norms))
+        found |= {
+            "grad_norm": sum(norms) / max(1, len(norms)),
+            "learning_rate": rate,
+            "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
+        }
         return StepReport(step=batch.step, metrics=batch.metrics | found)
+
+    def _input_problem(self, batch: StepBatch, columns: Mapping[str, Column]) -> str:
+        """Says which log-probs of the batch are not finite on any rank; "" if all are. Looked at
+        before advantages, in which they would spread over the whole step.
+        """
+        for samples in batch.samples:
+            self.guard.watch("engines' log-probs", torch.from_numpy(samples.engine_logprobs))
+        names = {
+            "reference_logprobs": "reference model's log-probs",
+            "values": "critic's values",
+            "logprobs": "policy's log-probs",
+        }
+        for name, column in columns.items():
+            for values in column:
+                self.guard.watch(names[name], values)
+        return self.guard.problem()
 
     def _first_scored(self) -> int:
         """Index of the first mini-batch whose log-probs need a forward pass before the step's first
@@ -97,54 +153,14 @@ class PolicyGradient:
 
         The first mini-batch is trained with the weights that the step starts with, so its training
         pass gives these log-probs. It needs a separate pass only if advantages depend on log-probs
-        (KL in the reward).
+        (KL in the reward), or if it is trained again.
         """
         kl = self.algorithm.kl
+        if self.policy.training.epochs_per_step > 1 and self.algorithm.old_logprobs == "trainer":
+            return 0
         if kl.coefficient > 0 and kl.where == "reward":
             return 0
         return 1 if self.algorithm.old_logprobs == "trainer" else 2**31
-
-    def _advantages(self, batch: StepBatch, columns: Mapping[str, Column]) -> Column:
-        """For each mini-batch, the advantages of the tokens of this data-parallel rank's samples,
-        [T] float32.
-        """
-        kl, data, device = self.algorithm.kl, self.policy.mesh.data, self.policy.device
-        masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
-        ids = [
-            torch.from_numpy(np.repeat(samples.ids, samples.lengths)).to(device)
-            for samples in batch.samples
-        ]
-        rewards = [
-            torch.from_numpy(samples.rewards).to(device, torch.float64) for samples in batch.samples
-        ]
-        totals = torch.from_numpy(batch.rewards).to(device, copy=True)
-        if kl.coefficient > 0 and kl.where == "reward":
-            charges = torch.zeros_like(totals)
-            pairs = zip(columns["logprobs"], columns["reference_logprobs"], strict=True)
-            for number, (mine, theirs) in enumerate(pairs):
-                per_token = KL_ESTIMATORS[kl.estimator](mine, theirs).double() * masks[number]
-                rewards[number] = rewards[number] - kl.coefficient * per_token
-                chosen = masks[number]
-                charges.index_add_(0, ids[number][chosen], per_token[chosen])
-            totals -= kl.coefficient * all_reduce(charges, data)
-        groups = torch.from_numpy(batch.groups).to(device)
-        tokens = torch.from_numpy(batch.response_tokens).to(device)
-        name = self.algorithm.advantage
-        if name in ADVANTAGES:
-            per_sample = ADVANTAGES[name](totals.cpu(), groups.cpu(), tokens.cpu()).float()
-            per_sample = per_sample.to(device)
-            return [per_sample[index] for index in ids]
-        lengths = [len(mask) for mask in masks]
-        empty = torch.zeros(0, device=device)
-        found = TOKEN_ADVANTAGES[name](
-            TokenRewards(
-                rewards=torch.cat([empty.double(), *rewards]),
-                mask=torch.cat([empty.bool(), *masks]),
-                sample_ids=torch.cat([empty.long(), *ids]),
-                sum_over_ranks=lambda tensor: all_reduce(tensor, data),
-            )
-        )
-        return list(found.float().split(lengths))
 
     def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
         """[N] float32: for each sample of the step, the weight of its tokens in the loss of
@@ -170,6 +186,7 @@ class PolicyGradient:
         """
         algorithm = self.algorithm
         logprobs, entropy = self.policy.engine(micro, self.temperature)
+        self.guard.watch("policy's log-probs", logprobs)
         if logprobs.numel() == 0 and not micro.indices:
             return logprobs.sum() + entropy.sum()
         # A sequence rank without response tokens goes on: others may ask it for its part of a sum.

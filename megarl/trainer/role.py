@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
@@ -52,20 +53,35 @@ class Role:
 
         `optimizer_steps`: optimizer steps of the whole run, for the learning-rate schedule; None
         makes a frozen role without an optimizer. `training` sets precision, ZeRO stage and
-        optimizer.
+        optimizer. Raises `UserError` on every rank if a weight is not finite.
         """
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
+        self.head: HeadName = head
         drop_stale_locks()  # DeepSpeed compiles at first use, and would wait for them
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             confine(mesh)
         self.engine = TrainEngine(
-            build_network(model, training, mesh, device, seed=seed, head=head),
+            build_network(
+                model,
+                training,
+                mesh,
+                device,
+                seed=seed,
+                head=head,
+                # A frozen model that scores was trained to; a new score would stay 0.
+                needs_score=head == "scalar" and optimizer_steps is None,
+            ),
             training,
             mesh,
             device,
             total_steps=optimizer_steps or 0,
             trains=optimizer_steps is not None,
         )
+        if broken := self.engine.broken_weight():
+            raise UserError(
+                f"the weight {broken} of the {name} has a value that is not finite; fetch"
+                f" {model.path} again, or choose another model"
+            )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,15 +128,21 @@ class Role:
         skip: int = 0,
     ) -> Column:
         """The head's output for every token that the policy generated, without gradients: log-probs
-        at `temperature`, or values. The entries of the first `skip` mini-batches stay 0.
+        at `temperature`, or values; with the head `scalar` the score of each sample, at its last
+        token. The entries of the first `skip` mini-batches stay 0.
 
         All ranks of the mesh call it together.
         """
         column = []
         for number, (samples, micro_batches) in enumerate(zip(batch.samples, packed, strict=True)):
             found = torch.zeros(len(samples.token_ids), dtype=torch.float32, device=self.device)
+            last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))
             for micro in micro_batches if number >= skip else ():
                 output = self.engine(micro, temperature)
+                if self.head == "scalar":
+                    scores, ids = output
+                    found[[last[name] for name in ids.tolist()]] = scores
+                    continue
                 found[micro.places[micro.mask]] = output[0] if isinstance(output, tuple) else output
             # Each sequence rank has filled its own tokens.
             column.append(all_reduce(found, self.mesh.sequence))

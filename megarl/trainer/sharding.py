@@ -41,8 +41,8 @@ class _Work:
     kv_heads: int
     shards: dict[str, Shard] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
-    """{name: module} that contain column-parallel layers. The gradient of their input is summed
-    over the tensor-parallel ranks."""
+    """{name: module} of the parent modules of column-parallel layers. The gradient of a parent's
+    input is summed over the tensor-parallel ranks."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
         """This rank's shard of the parameter `whole`, split along `dim`; records the shard in

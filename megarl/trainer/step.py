@@ -1,6 +1,6 @@
 """One optimizer step of a role, and the metrics that its micro-batches add up.
 
-    optimizer_step(role, micro_batches, loss)    # loss: MicroBatch -> this rank's part of the loss
+    optimizer_step(role, micro_batches, loss, guard)   # loss: MicroBatch -> this rank's part of it
 
 The loss of a micro-batch is a sum over its tokens of `weight x term`. The weights come from counts
 over the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or
@@ -9,12 +9,14 @@ gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
+from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
 from megarl.types import MicroBatch
 
@@ -23,15 +25,34 @@ def optimizer_step(
     role: Role,
     micro_batches: Sequence[MicroBatch],
     loss: Callable[[MicroBatch], torch.Tensor],
-) -> tuple[float, float]:
+    guard: StepGuard,
+) -> tuple[float, float] | None:
     """Accumulate the gradients of all micro-batches and take one optimizer step.
 
     Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call it
     together, with the same number of micro-batches.
+
+    If loss, gradients or what `guard` watches besides are not finite on any rank, the step is not
+    taken, neither weights nor optimizer state change, and None is returned; `StepGuard.skip` raises
+    if too many steps are skipped.
     """
+    problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
-        role.engine.backward(loss(micro), last=index == len(micro_batches) - 1)
-    return role.engine.step()
+        found = loss(micro)
+        guard.watch("loss", found)
+        if index == last and (problem := guard.problem()):
+            # Under ZeRO, DeepSpeed skips a step by its gradients: they must not be finite either.
+            found = found * math.nan
+        role.engine.backward(found, last=index == last)
+    if problem := problem or guard.gradient_problem():
+        role.engine.discard()
+    else:
+        norm, rate = role.engine.step()
+        if math.isfinite(norm):
+            return norm, rate
+        problem = "the gradient norm is not finite"
+    guard.skip(problem)
+    return None
 
 
 class StepMetrics:
@@ -56,6 +77,14 @@ class StepMetrics:
     def maximum(self, name: str, value: torch.Tensor) -> None:
         """Update the maximum `name` with `value`, which is not negative."""
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
+
+    def mark(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The present sums and maxima, for `rewind`."""
+        return dict(self._sums), dict(self._maxima)
+
+    def rewind(self, mark: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+        """Forget what was added since `mark`, such as the values of a step that was not taken."""
+        self._sums, self._maxima = dict(mark[0]), dict(mark[1])
 
     def reduce(self, axis: Axis) -> dict[str, float]:
         """All sums and maxima, reduced over the ranks of `axis`; the same on each rank."""

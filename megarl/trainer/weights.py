@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Protocol
@@ -53,6 +54,26 @@ class CheckpointWeights:
         return name in self._stored
 
 
+PATTERNS = ["model*.safetensors", INDEX]
+"""Files of a hub model that hold its weights."""
+
+
+def is_downloaded(name: str) -> bool:
+    """Whether all safetensors files of the hub model `name` are in the local cache. Asks no
+    network.
+    """
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=PATTERNS, local_files_only=True
+        )
+        folder, files = Path(found), {WHOLE}
+        if (folder / INDEX).exists():
+            files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return all((folder / file).is_file() for file in files)
+    except Exception:  # a damaged index, too: it is reported where the weights are opened
+        return False
+
+
 def _folder(path: str) -> Path:
     """The folder of the model at `path`; a hub name is downloaded first. Raises `ValueError` if the
     model has no safetensors weights.
@@ -63,8 +84,7 @@ def _folder(path: str) -> Path:
     )
     if not folder.is_dir():
         try:
-            patterns = ["model*.safetensors", INDEX]
-            folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
+            folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=PATTERNS))
         except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
             first = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -76,6 +96,24 @@ def _folder(path: str) -> Path:
             f" there; {fix}"
         )
     return folder
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of the model at `path`, by name; a hub model is downloaded first.
+    Raises `ValueError` if it has none.
+    """
+    folder = _folder(path)
+    if not (folder / INDEX).exists():
+        return [folder / WHOLE]
+    names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    return [folder / name for name in sorted(names)]
+
+
+def shape_of(path: str, name: str) -> tuple[int, ...] | None:
+    """Shape of tensor `name` in the checkpoint at `path`, None if it has none; only headers are
+    read.
+    """
+    return open_whole(_folder(path)).shapes.get(name)
 
 
 def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_local_grad
 
 from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
@@ -26,6 +27,8 @@ from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import ScheduleConfig, TrainingConfig
+from megarl.trainer.finite import first_broken
+from megarl.trainer.heads import SCORE
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS
 
@@ -77,6 +80,34 @@ def deepspeed_config(
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
+
+
+def _bare(name: str) -> str:
+    """The Hugging Face name of a parameter of `RoleModel`."""
+    return name.removeprefix("model.")
+
+
+def _gradient(parameter: Any) -> torch.Tensor | None:
+    """This rank's part of a gradient after the last backward pass of a step, summed over the ranks;
+    None if this rank has none.
+    """
+    if hasattr(parameter, "ds_id"):  # ZeRO 3
+        return safe_get_local_grad(parameter)
+    mapping = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2
+    if mapping is not None:
+        return mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    return parameter.grad
+
+
+def _own_values(parameter: Any, rank: int) -> torch.Tensor:
+    """This rank's part of a parameter: under ZeRO 3 its slice, without the padding of the last
+    one. `rank`: index of this rank among those that share the parameter.
+    """
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter.data
+    size = part.ds_numel
+    return part.data.view(-1)[: max(0, min(size, parameter.ds_numel - rank * size))]
 
 
 class TrainEngine:
@@ -168,7 +199,9 @@ class TrainEngine:
         )
 
     def step(self) -> tuple[float, float]:
-        """Take one optimizer step; returns (gradient norm before clipping, learning rate)."""
+        """Take one optimizer step; returns (gradient norm before clipping, learning rate). A norm
+        that is not finite says that DeepSpeed has skipped the step.
+        """
         rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
@@ -179,10 +212,43 @@ class TrainEngine:
         )
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
-        self.steps_done += 1
         if norm is None:
             norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan"), rate
+        norm = float(norm) if norm is not None else float("nan")
+        if math.isfinite(norm):
+            self.steps_done += 1
+        return norm, rate
+
+    def discard(self) -> None:
+        """Drop the gradients of a step of which some are not finite. Neither weights nor optimizer
+        state change. Called after the last `backward`, instead of `step`.
+        """
+        if self.config.zero_stage == 0:
+            self._engine.zero_grad()
+            return
+        # With such gradients DeepSpeed's ZeRO optimizers skip the update and drop the gradients.
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        optimizer = self._engine.optimizer
+        assert optimizer.overflow, "DeepSpeed has taken a step that it should have skipped"
+        if self.config.offload_optimizer and self.config.zero_stage < 3:
+            # DeepSpeed 0.19 would add the next step's gradients to these.
+            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+
+    def broken_gradient(self) -> str:
+        """Name of the first parameter whose gradient is not finite on some rank, or has an infinite
+        norm in float32; "" if there is none. All ranks call it together, after the last `backward`.
+        """
+        named = ((_bare(n), _gradient(p)) for n, p in self.module.named_parameters())
+        return first_broken(named, self.mesh.world, self.device, norm=2)
+
+    def broken_weight(self) -> str:
+        """Name of the first parameter that is not finite on some rank; "" if there is none. All
+        ranks call it together.
+        """
+        rank = self.mesh.gradient.rank
+        named = ((_bare(n), _own_values(p, rank)) for n, p in self.module.named_parameters())
+        return first_broken(named, self.mesh.world, self.device, norm=0)
 
     def _plain_norm(self) -> float:
         """Gradient norm for float32 without ZeRO, where DeepSpeed does not report it."""
@@ -196,7 +262,7 @@ class TrainEngine:
 
     def full_score_weight(self) -> torch.Tensor:
         """The whole [1, H] weight of the head `value` or `scalar`. All ranks call it together."""
-        weight: Any = self.module.score.weight
+        weight: Any = self.module.model.get_parameter(SCORE)
         with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
             return weight.detach().clone()
 

@@ -133,13 +133,21 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
     table.append(_unstacked("model.norm.weight", (hidden,)))
-    if not settings["tie_word_embeddings"]:
+    if classifies(config):
+        table.append(_unstacked("score.weight", (1, hidden)))
+    elif not settings["tie_word_embeddings"]:
         table.append(_unstacked("lm_head.weight", embedding, "vocab"))
     repeated = [
         name for name, count in Counter(parameter.name for parameter in table).items() if count > 1
     ]
     assert not repeated, f"the table names {repeated[0]} twice"
     return table
+
+
+def classifies(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a sequence classifier, such as a reward model."""
+    names = config.get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:

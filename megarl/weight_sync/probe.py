@@ -66,9 +66,21 @@ class Probe:
         Raises `RuntimeError`, naming engine, version and `layouts`, where it exceeds the tolerance.
         """
         worst = 0.0
+        if not all(map(math.isfinite, trainer)):
+            raise RuntimeError(
+                f"the trainer's log-probs of the probe text are not finite at version {version}:"
+                " the policy computes NaN or infinite values, although its weights are finite;"
+                " lower training.optimizer.learning_rate, or begin with another model"
+            )
         for number, scores in enumerate(engines):
+            if not all(map(math.isfinite, scores)):
+                raise RuntimeError(
+                    f"engine {number}'s log-probs of the probe text are not finite at version"
+                    f" {version}, although the trainer's are; set rollout.engine.dtype to"
+                    " 'bfloat16' or 'float32' if it is 'float16', or look at the engine's log"
+                )
             gaps = [abs(a - b) for a, b in zip(trainer, scores, strict=True)]
-            gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+            gap = max(gaps)
             worst = max(worst, gap)
             if gap > self.tolerance:
                 raise RuntimeError(

@@ -8,13 +8,13 @@ arrived), and the log-probs of a fixed text, the probe (the engines compute with
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megarl.console import say
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
@@ -288,7 +288,7 @@ class Publisher:
         """Start new engines for the lost ones. Returns on all ranks an error message or ""."""
 
         def replace(engines: Engines) -> None:
-            print(f"megarl: {failure}; replacing lost engines", file=sys.stderr, flush=True)
+            say(f"megarl: {failure}; replacing lost engines")
             self._connected = False
             engines.replace(lost)
 

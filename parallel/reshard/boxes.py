@@ -192,8 +192,8 @@ def empty_buffers(owned: Owned, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def scatter(owned: Owned, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The filled buffers {buffer: flat tensor} of a rank that owns `owned`, from whole tensors
-    {name: tensor}.
+    """Cut one rank's pieces, which `owned` lists, out of whole tensors {name: tensor}: the rank's
+    buffers {buffer: flat tensor}, which are 0 where no piece lies.
     """
     dtype = next(iter(whole.values())).dtype
     buffers = empty_buffers(owned, dtype)

@@ -61,10 +61,12 @@ def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
 
     import torch
 
+    from megarl.parallel import launcher
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.scoring import Scorer
+    from megarl.trainer.transfer import BatchTransfer
 
     torch.set_num_threads(1)
     device = mesh_module.initialise(timeout_s=120)
@@ -73,12 +75,12 @@ def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
         with ExitStack() as stack:
             policy = stack.enter_context(ProcessMesh(Layout(*policy_degrees), ranks=policy_ranks))
             mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
-            assert policy.is_member == (mesh_module.rank() in policy_ranks)
+            assert policy.is_member == (launcher.rank() in policy_ranks)
             # DeepSpeed numbers parameters as they are made in a process, and wants the same numbers
             # on all ranks of a model: no rank of the second place is in a later one under ZeRO 3.
             stage = 3 if len(found) < 2 else 0
             role = frozen(folder, mesh, device, zero_stage=stage) if mesh.is_member else None
-            scorer = Scorer(
+            transfer = BatchTransfer(
                 role,
                 policy=policy,
                 mesh=mesh,
@@ -86,6 +88,7 @@ def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
                 device=device,
                 micro_batch_tokens=30,
             )
+            scorer = Scorer(transfer)
             layout = policy.layout
             batch = None
             if policy.is_member:
@@ -140,6 +143,7 @@ def train_beside(folder: str, state: str) -> list[float]:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
     from megarl.trainer.step import optimizer_step
 
@@ -171,7 +175,9 @@ def train_beside(folder: str, state: str) -> list[float]:
                 def loss(micro: Any, role: Any = role) -> torch.Tensor:
                     return -role.engine(micro, 1.0)[0].sum() / 100
 
-                norms.append(optimizer_step(role, micro_batches, loss)[0])
+                taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0))
+                assert taken is not None
+                norms.append(taken[0])
                 role.engine.save(state)
         role.destroy()
     mesh_module.finalise()
@@ -193,6 +199,7 @@ def trained(folder: str, cases: Any) -> Any:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
     from megarl.trainer.step import optimizer_step
 
@@ -226,7 +233,9 @@ def trained(folder: str, cases: Any) -> Any:
                     values, ids = role.engine(micro)
                     return (values - ids.float() / 10).square().sum() / 10
 
-                norms.append(optimizer_step(role, packed[0], loss)[0])
+                taken = optimizer_step(role, packed[0], loss, StepGuard(role, allowed=0))
+                assert taken is not None
+                norms.append(taken[0])
             weight = role.engine.full_score_weight()
             whole = {name: tensor.clone() for name, tensor in role.engine.weights()}
             norm = whole["model.layers.0.mlp.down_proj.weight"].double().norm().item()

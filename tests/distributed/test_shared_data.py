@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import megarl, write_recipe
+import torch
+from support.commands import megarl, records, write_recipe
 from support.tiny import write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl import cli
 
@@ -24,10 +26,14 @@ def recipe(folder: Path, model: str, rows: list[dict[str, Any]]) -> str:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "folder": str(folder / "run"),
-        "steps": 3,
+        "epochs": 0.9,  # 18 of 20 rows: 3 steps
         "samples_per_step": 6,
         "model": {"path": model},
         "demonstrations": {"source": str(folder / "data.jsonl"), "max_tokens": 20},
+        "evaluation": {
+            "demonstrations": {"source": str(folder / "data.jsonl"), "limit": 13},
+            "every": 2,
+        },
     }
     return write_recipe(folder / "recipe.yaml", tree)
 
@@ -37,19 +43,41 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
+def loss_by_transformers(model: str, rows: list[dict[str, Any]]) -> float:
+    """Mean of -log-prob over the tokens of the responses, each with its end."""
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    terms = []
+    for row in rows:
+        prompt = tokenizer(row["prompt"]).input_ids
+        reply = tokenizer(row["response"], add_special_tokens=False).input_ids
+        ids = torch.tensor([*prompt, *reply, tokenizer.eos_token_id])
+        logp = torch.log_softmax(whole(ids[None]).logits[0, :-1], -1)
+        terms.append(logp.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return -torch.cat(terms).mean().item()
+
+
 def test_two_ranks_train_as_one_on_what_rank_0_sends(model: str, tmp_path: Path) -> None:
-    found = {}
+    found, evaluated = {}, {}
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         done = megarl("sft", recipe(folder, model, ROWS), ranks=ranks)
         assert done.code == 0, done.err
         found[ranks] = metrics(folder)
+        evaluated[ranks] = records(folder / "run" / "evaluations.jsonl")
+        assert [row["step"] for row in evaluated[ranks]] == [0, 2, 3]
+        first = evaluated[ranks][0]["eval/loss"]
+        assert first == pytest.approx(loss_by_transformers(model, ROWS[:13]), rel=1e-5)
     assert len(found[1]) == len(found[2]) == 3
     for one, two in zip(found[1], found[2], strict=True):
         assert one["tokens/trained"] == two["tokens/trained"]
         for name in ("loss", "grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=1e-5)
+    for one, two in zip(evaluated[1], evaluated[2], strict=True):
+        assert two["eval/loss"] == pytest.approx(one["eval/loss"], rel=1e-5)
+        assert one["eval/tokens"] == two["eval/tokens"]
+    assert "steps: 3" in (tmp_path / "2" / "run" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -68,6 +96,8 @@ def test_ranks_but_the_first_do_not_read(
             "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
         }
     path = write_recipe(tmp_path / "recipe.yaml", tree)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -51,6 +51,7 @@ def three_steps(
     from support.policy import Policy
 
     from megarl.objectives.config import AlgorithmConfig, KLConfig
+    from megarl.parallel import launcher
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -62,7 +63,7 @@ def three_steps(
     where = "reward" if "reward" in case else "loss"
     kl = KLConfig(coefficient=0.05, where=where) if "KL" in case else KLConfig()
     device = mesh_module.initialise(timeout_s=60)
-    with ProcessMesh(Layout(data=mesh_module.num_ranks()), timeout_s=60) as mesh:
+    with ProcessMesh(Layout(data=launcher.num_ranks()), timeout_s=60) as mesh:
         for stage in stages:
             policy = Policy(
                 model=ModelConfig(path=model),
@@ -211,6 +212,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
 
     from megarl.checkpoints import checkpoint, export
     from megarl.data.tokenizer import load_tokenizer
+    from megarl.errors import UserError
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -240,9 +242,18 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         training = TrainingConfig(zero_stage=1)
         network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         engine = TrainEngine(network, training, mesh, device, total_steps=1)
+        second = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
+        critic = TrainEngine(second, training, mesh, device, total_steps=1)
         tokenizer = load_tokenizer(model)
         made = checkpoint.Checkpoints(
-            Path(folder), keep=2, engine=engine, tokenizer=tokenizer, mesh=mesh, seed=0, data="d"
+            Path(folder),
+            keep=2,
+            engine=engine,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            seed=0,
+            data="d",
+            others={"critic": critic},
         )
         made.save(step=1, next_ordinal=4)
         # From here on several files of weights, so that rank 1 writes one of them.
@@ -267,7 +278,17 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
             except OSError as error:
                 told.append(str(error))
             setattr(where, attribute, whole)
-        made.save(step=6, next_ordinal=8)
+        for weight in critic.owned().values():
+            weight.add_(1)
+        saved = {name: weight.clone() for name, weight in critic.owned().items()}
+        path = made.save(step=6, next_ordinal=8)
+        for weight in critic.owned().values():
+            weight.zero_()
+        made.load(path)
+        assert all(torch.equal(weight, saved[name]) for name, weight in critic.owned().items())
+        made.others = {"value": critic}
+        with pytest.raises(UserError, match="has no roles/value"):
+            made.load(path)
     mesh_module.finalise()
     return "\n".join(told)
 

@@ -42,6 +42,7 @@ class Policy:
             columns["reference_logprobs"] = self.reference.score(
                 batch, packed, temperature=self.temperature
             )
+        columns = self.learner.prepare(batch, packed, columns)
         return self.learner.train(batch, packed, columns)
 
     def token_statistics(self, samples: Samples) -> Any:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from megarl.parallel.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [ROOT, *(ROOT / name for name in ("tests", "tools"))]
@@ -30,13 +31,6 @@ result = getattr(module, sys.argv[2])(*arguments)
 with open(sys.argv[4], "wb") as file:
     pickle.dump(result, file)
 """
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(

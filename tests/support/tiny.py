@@ -65,6 +65,20 @@ def write_model(
     return folder
 
 
+def write_classifier(folder: Path, *, seed: int = 0, **changes: object) -> Path:
+    """A random reward model with the tokenizer of `write_model`, as transformers saves it."""
+    import torch
+    import transformers
+
+    write_model(folder, seed=seed, **changes)  # pyright: ignore[reportArgumentType]
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.score.weight.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """Characters: pad 0, eos 1, then digits and a few signs."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

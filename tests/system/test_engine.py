@@ -22,10 +22,11 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import own_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
 from megarl.cluster.ray_cluster import Cluster
+from megarl.data.tokenizer import load_tokenizer
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.rollout.config import EngineConfig
+from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.types import Samples
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
@@ -68,6 +69,7 @@ class Side:
     """Trainer's side of one engine."""
 
     def __init__(self, folder: Path, group: EngineGroup, mesh: ProcessMesh) -> None:
+        self.folder = folder
         self.policy, self.engines, self.version, self._mesh = PlainPolicy(folder), group, -1, mesh
         self.model = self.policy.model
         self.publisher = self.make_publisher()
@@ -107,11 +109,17 @@ class Side:
         return self.policy.logprobs(Samples.one(0, tokens), temperature).tolist()
 
     def start(
-        self, prompt: list[int], seed: int, *, max_tokens: int = 24, temperature: float = 1.0
+        self,
+        prompt: list[int],
+        seed: int,
+        *,
+        max_tokens: int = 24,
+        temperature: float = 1.0,
+        sampling: Sampling = PLAIN,
     ) -> Any:
         (handle,) = self.engines.handles
         return handle.generate.remote(
-            prompt, seed=seed, max_tokens=max_tokens, temperature=temperature
+            prompt, seed=seed, max_tokens=max_tokens, temperature=temperature, sampling=sampling
         )
 
 
@@ -135,6 +143,7 @@ def side(
             stop_token_ids=[1],
             trust_remote_code=False,
             seed=0,
+            tokenizer=str(folder),
             environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
         )
         group.wait()
@@ -185,6 +194,61 @@ def test_sampled_logprobs_are_those_of_the_law_sampled_from(side: Side, temperat
         assert turn.versions == [(side.version, len(turn.arrays.token_ids.tolist()))]
         assert (turn.arrays.token_ids.tolist()[-1] == 1) == (turn.finish == "stop")
         assert 1 not in turn.arrays.token_ids.tolist()[:-1]
+
+
+def law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[T, V] log-probs of the law that `sampling` leaves of [T, V] logits at temperature 1."""
+    probabilities = logits.double().softmax(-1)
+    ordered, ids = probabilities.sort(-1, descending=True)
+    ranks = torch.arange(ordered.shape[-1])
+    kept = (ordered.cumsum(-1) - ordered < sampling.top_p) & (
+        ordered >= sampling.min_p * ordered[:, :1]
+    )
+    if sampling.top_k:
+        kept &= ranks < sampling.top_k
+    chosen = torch.zeros_like(kept).scatter(-1, ids, kept)
+    return torch.where(chosen, probabilities, 0.0).log().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=5), Sampling(top_p=0.6), Sampling(min_p=0.3)], ids=str
+)
+def test_a_truncated_law_is_the_one_the_logprobs_are_of(side: Side, sampling: Sampling) -> None:
+    """Renormalised over the tokens that are left, unlike the trainer's."""
+    side.publish()
+    prompt, away = [5, 6, 7], 0.0
+    turns = ray.get([side.start(prompt, n, sampling=sampling) for n in range(8)], timeout=60)
+    for turn in turns:
+        tokens = prompt + turn.arrays.token_ids.tolist()
+        with torch.no_grad():
+            logits = side.model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = law(logits, sampling).gather(1, torch.tensor(tokens[len(prompt) :])[:, None])
+        assert gap(turn.arrays.logprobs, expected[:, 0].tolist()) < BOUND
+        away = max(away, gap(turn.arrays.logprobs, side.logprobs(tokens)[len(prompt) - 1 :]))
+    assert away > 0.1, "the law was not truncated: this test would prove nothing"
+
+
+def test_a_stop_text_ends_a_response_and_leaves_its_logprobs_alone(side: Side) -> None:
+    side.publish()
+    tokenizer = load_tokenizer(str(side.folder))
+    prompt, stops = [5, 6, 7], ("3", "47")
+    free = ray.get([side.start(prompt, n) for n in range(24)], timeout=60)
+    stopped = ray.get(
+        [side.start(prompt, n, sampling=Sampling(stop=stops)) for n in range(24)], timeout=60
+    )
+    ends = 0
+    for whole, turn in zip(free, stopped, strict=True):
+        tokens = turn.arrays.token_ids.tolist()
+        assert whole.arrays.token_ids.tolist()[: len(tokens)] == tokens, "sampled as without"
+        assert gap(turn.arrays.logprobs, side.logprobs(prompt + tokens)[len(prompt) - 1 :]) < BOUND
+        assert turn.versions == [(side.version, len(tokens))] and turn.num_tokens == len(tokens)
+        text = tokenizer.decode(tokens)
+        before = tokenizer.decode(tokens[:-1])
+        assert not any(stop in before for stop in stops)
+        ends += any(stop in text for stop in stops)
+        if any(stop in text for stop in stops):
+            assert turn.finish == "stop"
+    assert ends > 4, "no response met a stop text: this test would prove nothing"
 
 
 def test_greedy_takes_the_likeliest_token(side: Side) -> None:

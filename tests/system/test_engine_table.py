@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SMALL: dict[str, Any] = dict(
     vocab_size=70,
@@ -256,3 +259,27 @@ def test_vllm_drops_a_bias_without_a_word(asked: Path, kind: str) -> None:
 
 if __name__ == "__main__":
     write_what_engines_hold(Path(sys.argv[1]))
+
+
+def test_vllm_takes_the_temperatures_of_the_range_and_no_others() -> None:
+    """The recipe's range is vLLM's own: below it vLLM samples at another temperature in silence."""
+    code = """
+from vllm import SamplingParams
+from megarl.config import EvaluationConfig
+from megarl.rollout.config import RolloutConfig
+from megarl.schema import ranges_of
+
+for kind in (RolloutConfig, EvaluationConfig):
+    allowed = ranges_of(kind)["temperature"]
+    for value in (allowed.low, allowed.high):
+        assert SamplingParams(temperature=value).temperature == value
+    assert SamplingParams(temperature=allowed.low * 0.9).temperature != allowed.low * 0.9
+    try:
+        SamplingParams(temperature=allowed.high + 0.1)
+    except Exception as error:
+        assert "[0, 2]" in str(error), error
+    else:
+        raise AssertionError("a higher temperature is taken")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -38,8 +38,8 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
     done = finish(process, mark, timeout_s=400)
     assert done.code == 0, (done.out[-2000:], done.err[-4000:])
     assert done.survivors == []
-    assert "trainer rank 0           CPU" in done.out
-    assert [row["step"] for row in records(place / placement / "metrics.jsonl")] == [0, 1]
+    assert "trainer rank 0           CPU" in done.err
+    assert [row["step"] for row in records(place / placement / "metrics.jsonl")] == [1, 2]
     assert states(process.pid) == []
 
 

@@ -1,5 +1,5 @@
-"""Whole runs under a layout: ranks that share samples and tokens learn what one rank learns, and
-their checkpoint resumes.
+"""Whole runs under a layout: ranks that share samples and tokens learn what one rank learns, and so
+do roles on ranks of their own; their checkpoints resume.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
-from support.tiny import write_model
+from support.tiny import write_classifier, write_model
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
 CLOSE = {
@@ -18,16 +18,28 @@ CLOSE = {
     "grad_norm": 1e-4,
     "entropy": 1e-4,
     "kl": 1e-5,
-    "reward/mean": 1e-6,
+    "reward/mean": 1e-5,
+    "reward_model/judge/mean": 1e-5,
     "length/mean": 1e-6,
+    "critic/loss": 1e-4,
+    "critic/explained_variance": 1e-4,
 }
-BESIDE = {"ranks": [1], "zero_stage": 3}
+PPO = {
+    "algorithm": {"preset": "ppo", "kl": {"coefficient": 0.05, "where": "reward"}},
+    "critic": {"optimizer": {"learning_rate": 1e-3}, "warmup_steps": 1},
+}
+BESIDE = {
+    "reference": {"ranks": [1], "zero_stage": 3},
+    "critic": {"ranks": [2], "zero_stage": 1},
+    "judge": {"ranks": [3]},
+}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model", num_attention_heads=2, num_key_value_heads=1, tied=True)
+    write_classifier(folder / "judge", seed=1)
     return folder
 
 
@@ -36,43 +48,81 @@ def run(
     name: str,
     ranks: int,
     *arguments: str,
-    reference: dict[str, Any] | None = None,
+    roles: dict[str, Any] | None = None,
     **training: Any,
 ) -> list[dict[str, Any]]:
-    """Metrics of three steps; the recipe is the same but for `reference` and `training`."""
-    tree = tiny_run(place, place / "model", 3) | {
-        "folder": str(place / name),
-        "evaluation": {},
-        "algorithm": {"kl": {"coefficient": 0.05}},
-        "reference": reference or {},
-    }
-    tree["training"] = tree["training"] | training
+    """Metrics of three steps of PPO with a KL penalty and a reward model, the first of which trains
+    the critic alone; the recipe is the same but for the places of `roles` and `training`.
+    """
+    tree = tiny_run(place, place / "model", 3) | {"folder": str(place / name), "evaluation": {}}
+    tree |= PPO
+    judge: dict[str, Any] = {"model": {"path": str(place / "judge")}, "weight": 0.5}
+    named = {"reference": {}, "critic": dict(tree["critic"]), "judge": judge}
+    for role, settings in (roles or {}).items():
+        named[role] |= settings
+    tree |= {"reward_models": {"judge": named.pop("judge")}} | named
+    # At a rate of 1e-2 four steps amplify rounding to 5e-5 of a KL of 11 nats.
+    steps = {"epochs_per_step": 2, "optimizer": {"learning_rate": 1e-3}}
+    tree["training"] = tree["training"] | steps | training
     done = megarl("train", write_recipe(place / f"{name}.yaml", tree), *arguments, ranks=ranks)
     assert done.code == 0, done.err[-4000:]
     return records(place / name / "metrics.jsonl")
 
 
-def test_four_ranks_learn_what_one_does_and_resume(place: Path) -> None:
-    """Tied embeddings, one key head for two ranks, ZeRO 3: published whole to a real engine after
-    every step.
-    """
-    alone, together = run(place, "alone", 1), run(place, "together", 4, **LAYOUT)
-    # The same with the reference on a rank of its own.
-    beside = run(place, "beside", 2, reference=BESIDE)
-    for one, other in [*zip(alone, together, strict=True), *zip(alone, beside, strict=True)]:
-        assert other["probe/max_abs"] < PROBE_BOUND and other["mismatch/max_abs"] < PROBE_BOUND
+@pytest.fixture(scope="module")
+def alone(place: Path) -> list[dict[str, Any]]:
+    """All roles on one rank."""
+    found = run(place, "alone", 1)
+    assert all(row["reward_model/judge/std"] > 0.01 for row in found)
+    return found
+
+
+def assert_alike(alone: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """Every step's metrics are those of one rank."""
+    for one, other in zip(alone, found, strict=True):
+        assert other["probe/max_abs"] < PROBE_BOUND
+        assert other.get("mismatch/max_abs", 0.0) < PROBE_BOUND
         assert other["tokens/trained"] == one["tokens/trained"]
         for name, bound in CLOSE.items():
+            if name not in one:
+                assert one["step"] == 1 and name not in other  # the policy has not learnt yet
+                continue
             assert abs(one[name] - other[name]) <= bound * max(1.0, abs(one[name])), (
                 name,
                 one["step"],
             )
-    # The last checkpoint is damaged: the run goes back one and comes out bit by bit the same.
-    newest = place / "together" / "checkpoints" / "step_000003" / "run.json"
+
+
+def assert_resumes(place: Path, name: str, ranks: int, **settings: Any) -> None:
+    """With a damaged last checkpoint, a run goes back one and comes out bit by bit the same."""
+    before = records(place / name / "metrics.jsonl")
+    newest = place / name / "checkpoints" / "step_000003" / "run.json"
     newest.write_text(newest.read_text() + " ")
-    again = run(place, "together", 4, "--resume", "True", **LAYOUT)
-    assert [row["step"] for row in again] == [0, 1, 2]
-    assert {name: again[2][name] for name in CLOSE} == {name: together[2][name] for name in CLOSE}
+    again = run(place, name, ranks, "--resume", "True", **settings)
+    assert [row["step"] for row in again] == [1, 2, 3]
+    assert {key: again[2][key] for key in CLOSE} == {key: before[2][key] for key in CLOSE}
+
+
+def test_four_ranks_learn_what_one_does_and_resume(
+    alone: list[dict[str, Any]], place: Path
+) -> None:
+    """Tied embeddings, one key head for two ranks, ZeRO 3: published whole to a real engine after
+    every step.
+    """
+    assert_alike(alone, run(place, "together", 4, **LAYOUT))
+    assert_resumes(place, "together", 4, **LAYOUT)
+
+
+def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
+    alone: list[dict[str, Any]], place: Path
+) -> None:
+    assert_alike(alone, run(place, "beside", 4, roles=BESIDE))
+    assert_resumes(place, "beside", 4, roles=BESIDE)
+
+
+def test_one_role_apart_and_one_shared(alone: list[dict[str, Any]], place: Path) -> None:
+    roles = {"critic": BESIDE["critic"] | {"ranks": [1]}}
+    assert_alike(alone, run(place, "mixed", 2, roles=roles))
 
 
 def test_supervised_training_under_a_layout(place: Path) -> None:

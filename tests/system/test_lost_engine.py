@@ -57,6 +57,7 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=4)
     tree["rollout"] |= {"num_engines": 2, "max_staleness": 1, "engine": {"tensor": tensor}}
+    tree["algorithm"] = {"correction": {"kind": "tis"}}
     command = [sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command, VICTIM=victim)
     done = finish(process, mark, 300)

@@ -5,6 +5,8 @@ in), or beside trainer ranks.
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -35,8 +37,24 @@ def two_nodes() -> Iterator[None]:
         nodes.shutdown()
 
 
+ANOTHER_RAY = """
+import ray
+from megarl.cluster.ray_cluster import start_ray
+start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+print(len(ray.nodes()), "node")
+ray.shutdown()
+"""
+
+
 def where() -> str:
     return ray.get_runtime_context().get_node_id()
+
+
+def test_a_run_does_not_join_another_ray_of_this_machine(two_nodes: None) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER_RAY], capture_output=True, text=True, timeout=180
+    )
+    assert done.stdout.strip() == "1 node", done.stderr
 
 
 def test_each_engine_has_its_gpus_on_one_node(two_nodes: None) -> None:

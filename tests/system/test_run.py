@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import PROBE_BOUND, ROOT, Done, megarl, records, tiny_run, write_recipe
+from support.commands import PROBE_BOUND, Done, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
 
 STEPS = 4
@@ -33,8 +31,8 @@ def done(place: Path) -> Done:
     return finished
 
 
-def test_the_last_line_is_one_json_object(done: Done) -> None:
-    found = json.loads(done.out.strip().splitlines()[-1])
+def test_standard_output_is_one_json_object(done: Done) -> None:
+    found = json.loads(done.out)  # nothing else is on standard output
     assert found["steps"] == STEPS and found["seed"] == 5
     for name in ("accuracy", "length"):
         assert found[f"{name}_before"] is not None and found[f"{name}_after"] is not None
@@ -45,12 +43,24 @@ def test_the_last_line_is_one_json_object(done: Done) -> None:
     )
 
 
+def test_standard_error_has_our_lines_only(done: Done, place: Path) -> None:
+    """What libraries say is in the log, with our lines; the start-up has a line a phase."""
+    phases = ("checks: ", "Ray: ", "model and optimizer: ", "engines, beside the model: ")
+    phases += ("first publish of the weights: ", "first evaluation: ")
+    ours = (*phases, "run folder ", "step ", "evaluation after ")
+    lines = done.err.splitlines()
+    assert [line for line in lines if not line.startswith(ours)] == []
+    assert all(any(line.startswith(phase) for line in lines) for phase in phases)
+    log = (place / "run" / "run.log").read_text()
+    assert "EngineActor" in log and all(line in log for line in lines)
+
+
 def test_every_version_reached_the_engine_unchanged(done: Done, place: Path) -> None:
     """Digest equal at every publish (else the run stops), and the engine scores a fixed text as the
     trainer does.
     """
     rows = records(place / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["probe/max_abs"] < PROBE_BOUND for row in rows)
     # Synchronous: what is trained was sampled by the weights that train.
     assert all(row["staleness/max"] == 0 for row in rows)
@@ -96,14 +106,37 @@ def test_the_checkpoint_is_a_hugging_face_model(done: Done, place: Path) -> None
 
 
 def test_evaluating_the_checkpoint_repeats_the_runs_own_evaluation(done: Done, place: Path) -> None:
-    """vLLM loads the saved model by itself and answers greedily as the published weights did."""
+    """vLLM loads the saved model by itself and answers greedily as the published weights did. Two
+    samples of each problem and a second data set are evaluated too, and every generation is kept.
+    """
     model = place / "run" / "checkpoints" / "step_000004" / "model"
-    finished = megarl("eval", str(place / "recipe.yaml"), "--model.path", str(model))
+    (place / "more.csv").write_text("prompt,answer\n1+1=,2\n2+2=,4\n")
+    arguments = ["--model.path", str(model), "--evaluation.samples", "2"]
+    arguments += ["--evaluation.sources", str(place / "more.csv")]
+    finished = megarl("eval", str(place / "recipe.yaml"), *arguments)
     assert finished.code == 0, finished.err[-4000:]
-    found = json.loads(finished.out.strip().splitlines()[-1])
+    found = json.loads(finished.out)
+    folder = place / "run" / "eval" / "000001"
+    assert found == json.loads((folder / "results.json").read_text())
+    assert [one["problems"] for one in found["results"]] == [20, 2]
     last = records(place / "run" / "evaluations.jsonl")[-1]
     for name in ("accuracy", "reward/mean", "length/mean"):
-        assert found[name] == last[f"eval/{name}"]
+        assert found["results"][0][name] == last[f"eval/{name}"]
+    sampled = found["results"][0]["sampled"]
+    assert sampled["samples"] == 2 and sampled["maj@2"] is None  # a verifier of the user's own
+    assert sampled["pass@2"] >= sampled["pass@1"] == sampled["avg@2"] == sampled["accuracy"]
+    rows = records(folder / "generations.jsonl")
+    assert len(rows) == 3 * 22 and {row["model"] for row in rows} == {str(model)}
+    assert sum(row["correct"] for row in rows[20:60]) == 40 * sampled["avg@2"]
+    assert len({row["response"] for row in rows[20:60]}) > 20  # samples have seeds of their own
+
+
+def test_resuming_a_finished_run_says_so_and_starts_nothing(done: Done, place: Path) -> None:
+    finished = megarl("train", str(place / "recipe.yaml"), "--resume", "True")
+    assert finished.code == 0, finished.err[-4000:]
+    assert "the run is finished" in finished.err and "raise steps" in finished.err
+    assert "Ray:" not in finished.err and "engines" not in finished.err
+    assert json.loads(finished.out)["steps"] == STEPS
 
 
 def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, place: Path) -> None:
@@ -123,7 +156,7 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
         "passing over checkpoint" in finished.err and "model.safetensors is damaged" in finished.err
     )
     before, after = (records(folder / "metrics.jsonl") for folder in (place / "run", again))
-    assert [row["step"] for row in after] == list(range(STEPS))
+    assert [row["step"] for row in after] == list(range(1, STEPS + 1))
     for one, other in zip(before, after, strict=True):
         mine, theirs = (
             {k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other)
@@ -157,45 +190,34 @@ def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Pat
         assert mine == theirs
 
 
-def test_a_checkpoint_moves_to_another_layout_and_the_run_goes_on(done: Done, place: Path) -> None:
-    """One rank's step 2, for two tensor ranks under ZeRO 1: steps 3 and 4 are what one rank made of
-    them.
+def test_a_run_goes_on_under_another_layout(done: Done, place: Path) -> None:
+    """One rank's step 2 on two tensor ranks under ZeRO 1: the checkpoint is converted, and steps 3
+    and 4 are what one rank made of them.
     """
     moved = place / "moved" / "checkpoints"
     moved.mkdir(parents=True)
-    source = place / "run" / "checkpoints" / "step_000002"
-    tool = [
-        sys.executable,
-        str(ROOT / "tools/reshard.py"),
-        "checkpoint",
-        str(source),
-        str(moved / source.name),
-    ]
-    converted = subprocess.run(
-        [*tool, "--layout", "tensor 2 zero 1"], capture_output=True, text=True, timeout=120
-    )
-    assert converted.returncode == 0, converted.stderr[-2000:]
-    layout = ["--training.layout.tensor", "2", "--training.zero_stage", "1"]
-    refused = megarl(
-        "train", str(place / "recipe.yaml"), "--folder", str(moved.parent), "--resume", "True"
-    )
-    assert refused.code == 2 and "tools/reshard.py checkpoint converts it" in refused.err
+    shutil.copytree(place / "run" / "checkpoints" / "step_000002", moved / "step_000002")
     finished = megarl(
         "train",
         str(place / "recipe.yaml"),
         "--folder",
         str(moved.parent),
         "--resume",
-        "True",
-        *layout,
+        "auto",
+        "--training.layout.tensor",
+        "2",
+        "--training.zero_stage",
+        "1",
         ranks=2,
     )
     assert finished.code == 0, finished.err[-4000:]
+    assert finished.err.count("converting") == 1
+    assert sorted(path.name for path in moved.iterdir()) == ["step_000002", "step_000004"]
     before, after = (
         records(place / "run" / "metrics.jsonl")[2:],
         records(moved.parent / "metrics.jsonl"),
     )
-    assert [row["step"] for row in after] == [2, 3]
+    assert [row["step"] for row in after] == [3, 4]
     for one, other in zip(before, after, strict=True):
         assert one["tokens/trained"] == other["tokens/trained"]
         for name in ("loss", "grad_norm", "entropy", "reward/mean"):

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from megarl import cli
+from megarl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,12 +56,39 @@ def tokenizer_change(**changes: Any) -> Callable[[Path], None]:
     return spoil
 
 
+def broken_link(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "model" / name).unlink()
+        (folder / "model" / name).symlink_to("/nowhere")
+
+    return spoil
+
+
 def config_change(**changes: Any) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         path = folder / "model" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     return spoil
+
+
+def to_gemma(folder: Path) -> None:
+    """Random weights of a model of another family, as large as the one that is there."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config_change(model_type="gemma", head_dim=32)(folder)
+    config = AutoConfig.from_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+
+
+def remove_norm(folder: Path) -> None:
+    """Take a tensor out of the model's weights."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
 
 
 def verifier(text: str) -> Callable[[Path], None]:
@@ -122,6 +150,46 @@ CASES = {
         {"algorithm.kl.coefficient": 0.1, "reference.ranks": [0]},
         environment=RANKS,
     ),
+    "a critic that nothing uses": Case(
+        ["critic has settings", "algorithm.advantage is 'grpo'", "'gae'"],
+        {"critic.warmup_steps": 1},
+    ),
+    "GAE's settings without GAE": Case(
+        ["algorithm.gae has settings", "algorithm.advantage is 'grpo'"],
+        {"algorithm.gae.gamma": 0.9},
+    ),
+    "a critic on rank 0": Case(
+        ["critic.ranks is [0]", "rank 0 is the policy's"],
+        {"algorithm.preset": "ppo", "critic.ranks": [0]},
+        environment=RANKS,
+    ),
+    "a critic and a reference that share some ranks": Case(
+        ["reference.ranks is [1]", "critic.ranks [1]", "share none"],
+        {
+            "algorithm.preset": "ppo",
+            "algorithm.kl.coefficient": 0.1,
+            "reference.ranks": [1],
+            "critic.ranks": [1],
+        },
+        environment=RANKS,
+    ),
+    "a critic that learns alone to the end": Case(
+        ["critic.warmup_steps is 9", "steps 3"],
+        {"algorithm.preset": "ppo", "critic.warmup_steps": 9, "steps": 3},
+    ),
+    "a critic's learning rate of 0": Case(
+        ["critic.optimizer.learning_rate is 0"],
+        {"algorithm.preset": "ppo", "critic.optimizer.learning_rate": 0},
+    ),
+    "a preset and what contradicts it": Case(
+        ["algorithm.preset is 'ppo'", "algorithm.loss ppo_clip", "algorithm.loss is gspo"],
+        {"algorithm.preset": "ppo", "algorithm.loss": "gspo"},
+    ),
+    "epochs in fine-tuning": Case(
+        ["training.epochs_per_step has no meaning"],
+        {"training.epochs_per_step": 2, "demonstrations.source": "data.jsonl"},
+        command="sft",
+    ),
     "a reference's settings without its path": Case(
         ["reference.model has settings but no path"],
         {"algorithm.kl.coefficient": 0.1, "reference.model.from_scratch": True},
@@ -137,6 +205,28 @@ CASES = {
     ),
     "misspelt key": Case(
         ["did you mean 'learning_rate'"], {"training.optimizer.learning_rat": 1e-4}
+    ),
+    "misspelt key of a reward model": Case(
+        ["reward_models.judge.wait: unknown key; did you mean 'weight'"],
+        {"reward_models.judge.wait": 1},
+    ),
+    "a reward model without weights": Case(
+        ["reward_models.judge.model.path is empty"], {"reward_models.judge.weight": 2.0}
+    ),
+    "a reward model after rejection": Case(
+        ["rollout.dynamic_sampling.enabled is true", "before reward_models"],
+        {"reward_models.judge.model.path": "MODEL"},
+    ),
+    "a reward model on the critic's ranks": Case(
+        ["reward_models.judge.ranks", "reward_models.other.ranks", "share none"],
+        {
+            "reward_models.judge": {"model": {"path": "x"}, "ranks": [1]},
+            "reward_models.other": {"model": {"path": "x"}, "ranks": [1]},
+            "rollout.dynamic_sampling.enabled": False,
+        },
+    ),
+    "no reward at all": Case(
+        ["environment.verifier is 'none'", "reward_models"], {"environment.verifier": "none"}
     ),
     "misspelt flag": Case(["learning_rate"], arguments=["--training.optimizer.learning_rat", "1"]),
     "wrong type": Case(["steps: input should be a valid integer", "'many'"], {"steps": "many"}),
@@ -235,7 +325,11 @@ CASES = {
     ),
     "colocated engines cannot run ahead": Case(
         ["'colocated'", "rollout.max_staleness is 1", "set it to 0"],
-        {"rollout.placement": "colocated", "rollout.max_staleness": 1},
+        {
+            "rollout.placement": "colocated",
+            "rollout.max_staleness": 1,
+            "algorithm.old_logprobs": "engine",
+        },
     ),
     "GPU memory without GPUs": Case(
         ["weight_sync.transport is 'cuda_ipc'", "'shared_memory'"],
@@ -283,6 +377,13 @@ CASES = {
         ["no .safetensors", "from_scratch"],
         prepare=lambda folder: (folder / "model" / "model.safetensors").unlink(),
     ),
+    "a tensor is missing": Case(["has no tensor model.norm.weight (64,)"], prepare=remove_norm),
+    "a tensor is missing for fine-tuning": Case(
+        ["has no tensor model.norm.weight (64,)"],
+        {"demonstrations.source": "{folder}/data.jsonl"},
+        prepare=remove_norm,
+        command="sft",
+    ),
     "tokenizer not found": Case(
         ["tokenizer folder", "does not exist"], {"model.tokenizer": "./nowhere"}
     ),
@@ -327,6 +428,39 @@ CASES = {
         {"environment.verifier": "{folder}/mine.py:score"},
         prepare=verifier("def other(p, r): ...\n"),
     ),
+    "verifier that always fails": Case(
+        ["mine.py:score' failed for 20 of 20 rows", "first for row", "no attribute 'gold'"],
+        {"environment.verifier": "{folder}/mine.py:score"},
+        prepare=verifier("def score(prompt, response): return prompt.gold\n"),
+    ),
+    "verifier that hangs": Case(
+        ["mine.py:score' failed for 1 of 1 rows", "no verdict within environment.time_limit_s"],
+        {"environment.verifier": "{folder}/mine.py:score", "environment.time_limit_s": 2.5},
+        prepare=verifier("import time\ndef score(p, r): time.sleep(60)\n"),
+    ),
+    "session that cannot step": Case(
+        ["environment.session", "mine.py:Game' failed for", "AttributeError", "'deck'"],
+        {"environment.session": "{folder}/mine.py:Game"},
+        prepare=verifier(
+            "from megarl.environments.session import Observation\n"
+            "class Game:\n"
+            "    def start(self, prompt): return Observation('')\n"
+            "    def step(self, text, token_ids): return self.deck\n"
+        ),
+    ),
+    "references that are no mathematics": Case(
+        ["'math' failed for", "is not mathematics", "set environment.verifier"],
+        {"environment.verifier": "math"},
+        prepare=lines(*[json.dumps({"prompt": "1+1=", "answer": "x \\frac{ of a walk"})] * 20),
+    ),
+    "right and wrong are worth the same": Case(
+        ["environment.correct and environment.wrong are both 0.5", "nothing can be learned"],
+        {"environment.correct": 0.5, "environment.wrong": 0.5},
+    ),
+    "old rollouts without a correction": Case(
+        ["rollout.max_staleness is 1", "kind to 'tis' or 'icepop'", "allow_uncorrected to true"],
+        {"rollout.max_staleness": 1},
+    ),
     "chat template missing": Case(["chat template"], {"prompts.template": "chat"}),
     "overlong limit beyond the token limit": Case(
         ["overlong.limit_tokens is 64"],
@@ -340,6 +474,110 @@ CASES = {
     "k1 in the loss": Case(["k1", "k2"], {"algorithm.kl": {"coefficient": 0.1, "estimator": "k1"}}),
     "constant aggregation without a constant": Case(
         ["constant_tokens"], {"algorithm.aggregation": "constant"}
+    ),
+    "LOCAL_WORLD_SIZE of 0": Case(
+        ["LOCAL_WORLD_SIZE is '0'", "number from 1"],
+        environment=RANKS | {"LOCAL_WORLD_SIZE": "0"},
+    ),
+    "a rank beyond the number of ranks": Case(
+        ["RANK is '2'", "from 0 to 1", "torchrun"], environment=RANKS | {"RANK": "2"}
+    ),
+    "ranks without an address": Case(
+        ["WORLD_SIZE is 2", "RANK and MASTER_ADDR and MASTER_PORT are not set"],
+        environment={"WORLD_SIZE": "2"},
+    ),
+    "config.json without heads": Case(
+        ["num_attention_heads is 0", "config.json of model.path"],
+        prepare=config_change(num_attention_heads=0),
+    ),
+    "config.json with odd heads": Case(
+        ["head_dim`=21", "correct its config.json"],
+        prepare=config_change(head_dim=21, hidden_size=64),
+    ),
+    "config.json with a NaN": Case(
+        ["rms_norm_eps is nan"], prepare=config_change(rms_norm_eps=float("nan"))
+    ),
+    "config.json of another type": Case(
+        ["model.path", "hidden_size", "expected int", "correct its config.json"],
+        prepare=config_change(hidden_size="64"),
+    ),
+    "incomplete yarn": Case(
+        ["model.path", "factor"], prepare=config_change(rope_parameters={"rope_type": "yarn"})
+    ),
+    "config.json with a number as dtype": Case(
+        ["dtype is 0", "config.json of model.path"], prepare=config_change(dtype=0)
+    ),
+    "a file of the model that is a link to nothing": Case(
+        ["tokenizer_config.json is a link to /nowhere", "remove the link"],
+        prepare=broken_link("tokenizer_config.json"),
+    ),
+    "config.json of an unknown dtype": Case(
+        ["model.path", "float33"], prepare=config_change(dtype="float33", torch_dtype="float33")
+    ),
+    "generation_config.json that is a list": Case(
+        ["generation_config.json of model.path", "remove the file"],
+        prepare=lambda folder: (
+            (folder / "model" / "generation_config.json").write_text("[]") and None
+        ),
+    ),
+    "a stop token that the model has not": Case(
+        ["eos_token_id 10000", "tokens are 0 to 39"],
+        prepare=lambda folder: (
+            (folder / "model" / "generation_config.json").write_text('{"eos_token_id": 10000}')
+            and None
+        ),
+    ),
+    "a folder that is a loop of links": Case(
+        ["folder is", "symbolic link", "set folder to another"],
+        {"folder": "{folder}/loop/run"},
+        prepare=lambda folder: (folder / "loop").symlink_to(folder / "loop"),
+    ),
+    "weights into a file": Case(
+        ["weight_sync.folder is", "data.jsonl is a file"],
+        {"weight_sync.transport": "disk", "weight_sync.folder": "{folder}/data.jsonl"},
+    ),
+    "a folder of the kernel": Case(
+        ["folder is /proc/run", "nothing can be written"], {"folder": "/proc/run"}
+    ),
+    "a name longer than a file's": Case(
+        ["folder holds a name of 300 bytes"], {"folder": "{folder}/" + "x" * 300}
+    ),
+    "an answer that is not a number": Case(
+        ["line 2", "(column 'answer') is nan"],
+        prepare=lines(GOOD, '{"prompt": "1+1=", "answer": NaN}'),
+    ),
+    "an answer beyond every number": Case(
+        ["line 2", "(column 'answer') is inf"],
+        prepare=lines(GOOD, '{"prompt": "1+1=", "answer": 1e400}'),
+    ),
+    "a number of 5,000 digits": Case(
+        ["line 2", "digits"], prepare=lines(GOOD, f'{{"prompt": "1+1=", "answer": {"9" * 5000}}}')
+    ),
+    "W&B that is not installed": Case(
+        ["observe.wandb_project", "pip install wandb"], {"observe.wandb_project": "mine"}
+    ),
+    "a held-out file that is not there": Case(
+        ["evaluation.prompts.source nowhere.jsonl"], {"evaluation.prompts.source": "nowhere.jsonl"}
+    ),
+    "a held-out column that is not there": Case(
+        ["set evaluation.prompts.prompt_column to one of: prompt, answer"],
+        {
+            "evaluation.prompts.source": "{folder}/data.jsonl",
+            "evaluation.prompts.prompt_column": "question",
+        },
+    ),
+    "a verifier that does not end while it loads": Case(
+        ["mine.py:score", "did not load within 1 s", "environment.load_limit_s"],
+        {"environment.verifier": "{folder}/mine.py:score", "environment.load_limit_s": 1.0},
+        prepare=verifier("while True:\n    pass\n"),
+    ),
+    "a verifier that ends the process": Case(
+        ["mine.py:score", "ended at start", "exit code 3"],
+        {"environment.verifier": "{folder}/mine.py:score"},
+        prepare=verifier("import os\nos._exit(3)\n"),
+    ),
+    "a layout for ranks that are not started": Case(
+        ["data 3", "this run has 8"], {"training.layout.data": 3}, ["--check", "--ranks", "8"]
     ),
     "demonstrations without a response column": Case(
         ["'response'"], {"demonstrations.source": "{folder}/data.jsonl"}, command="sft"
@@ -413,6 +651,8 @@ def test_one_clear_error(
     arguments = prepare(tmp_path, model, case)
     for variable, value in case.environment.items():
         monkeypatch.setenv(variable, value)
+    # The guard would outlive the test, and end this process at a signal that another test sends.
+    monkeypatch.setattr(cli.signals, "guard", lambda within_s: None)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -444,6 +684,52 @@ print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_python_without_docstrings_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "megarl", "train", "recipe.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "megarl: error: PYTHONOPTIMIZE=2" in done.stderr
+
+
+def test_a_layout_is_checked_without_its_ranks(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = Case([], {"training.layout.tensor": 2}, ["--check", "--ranks", "8"])
+    name, *words = prepare(tmp_path, model, case)
+    assert cli.dispatch(name, words) == 0
+    assert "checked: data 4 x sequence 1 x tensor 2" in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_loses_characters_is_warned_about(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "12-5=", "answer": "7"}, *PROMPTS[:3]]
+    case = Case([], arguments=["--check"], prepare=lines(*map(json.dumps, rows)))
+    name, *words = prepare(tmp_path, model, case)
+    assert cli.dispatch(name, words) == 0
+    said = capfd.readouterr().err
+    assert "megarl: warning: the tokenizer changes 25% of the prompts" in said
+    assert "'12-5=' becomes '12<unk>5='" in said
+
+
+def test_a_model_of_an_unreachable_hub_is_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    name, *words = prepare(tmp_path, model, Case([], {"model.path": "nobody/nothing"}))
+    with pytest.raises(UserError) as caught:
+        cli.dispatch(name, words)
+    said = str(caught.value)
+    assert "'nobody/nothing' is not on this machine and the Hugging Face hub did not answer" in said
+    assert len(said) < 1000 and "\n" not in said
+
+
 def test_evaluating_needs_no_table(model: Path, tmp_path: Path) -> None:
     """An engine that reads the model by itself is sent no weights: any family will do."""
     case = Case(
@@ -452,10 +738,14 @@ def test_evaluating_needs_no_table(model: Path, tmp_path: Path) -> None:
             "evaluation.prompts.source": "{folder}/data.jsonl",
             "evaluation.prompts.max_prompt_tokens": 8,
         },
-        prepare=config_change(model_type="gemma", head_dim=32),
+        prepare=to_gemma,
     )
     _, recipe_path, *rest = prepare(tmp_path, model, case)
-    assert cli.dispatch("eval", [recipe_path, *rest, "--check"]) == 0
+    arguments = [recipe_path, *rest, "--check"]
+    assert cli.dispatch("eval", arguments) == 0
+    remove_norm(tmp_path)
+    with pytest.raises(cli.UserError, match=r"no tensor model.norm.weight"):
+        cli.dispatch("eval", arguments)
 
 
 def test_port_taken() -> None:

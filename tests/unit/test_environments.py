@@ -11,20 +11,21 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.environments import run
 
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
+from megarl.environments.mathematics import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
-from megarl.environments.verifiers import VERIFIERS, load_verifier, plain_number
+from megarl.environments.verifiers import VERIFIERS, load_verifier
 from megarl.types import Prompt, Verdict
 
-T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
 
@@ -74,20 +75,6 @@ def own(tmp_path: Path) -> str:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "beside.py").write_text("VALUE = 1.0\n")
     return str(tmp_path / "own.py")
-
-
-def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -> T:
-    """Use an environment and close it, all within a deadline."""
-
-    async def whole() -> T:
-        environment = Environment(config)
-        try:
-            return await use(environment)
-        finally:
-            await environment.close()
-            await environment.close()
-
-    return asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def score(
@@ -203,7 +190,8 @@ BAD = {
     "{folder}/broken.py:judge": (
         r"broken\.py does not import: ModuleNotFoundError: No module named 'nowhere'; mend the file"
     ),
-    "{folder}/exits.py:judge": "its process ended at start, with exit code 3",
+    "{folder}/exits.py:judge": r"exits\.py does not import: SystemExit: need config; mend the file",
+    "{folder}/dies.py:judge": "its process ended at start, with exit code 3",
 }
 
 
@@ -212,7 +200,8 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
     name: str, own: str, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text("import nowhere\n")
-    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit('need config')\n")
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     full = name.format(own=own, folder=tmp_path)
     with pytest.raises(ValueError, match=BAD[name]):
         run(EnvironmentConfig(verifier=full), Environment.start)
@@ -230,12 +219,15 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
         "regex": ("timeout", "no verdict"),
         "sleep": ("timeout", "no verdict"),
         "die": ("error", "the verifier's process ended by signal SIGSEGV"),
-        "exit": ("error", "the verifier's process ended with exit code 3"),
+        "exit": ("error", "SystemExit: 3"),
         "nan": ("nan", "returned nan, not a finite number"),
         "inf": ("nan", "returned inf, not a finite number"),
         "none": ("nan", "returned None, not a finite number"),
         "text": ("nan", "returned '1.0', not a finite number"),
-        "three": ("error", "returned 3; a score lies between 0 (wrong) and 1 (right)"),
+        "three": (
+            "error",
+            "returned 3, but environment.correct and environment.wrong map scores from 0 (wrong) to 1",
+        ),
     }
     good = [f"{n}=7" for n in range(30)]
     texts = [text for pair in zip(good, [*bad, *[""] * 19], strict=True) for text in pair if text]
@@ -416,7 +408,7 @@ def test_overlong_penalty_is_dapo_equation_13(num_tokens: int, penalty: float) -
         ("8", 5, False, Verdict(reward=-1.0, correct=False)),
         ("7", 42, False, Verdict(reward=0.5, correct=True, penalty=-0.5)),
         ("8", 48, False, Verdict(reward=-2.0, correct=False, penalty=-1.0)),
-        ("7", 48, True, Verdict(reward=-2.0, correct=False, penalty=-1.0)),
+        ("7", 48, True, Verdict(reward=-2.0, correct=False, penalty=-1.0, judged=False)),
     ],
 )
 def test_rewards(text: str, num_tokens: int, truncated: bool, expected: Verdict) -> None:
@@ -429,7 +421,7 @@ def test_rewards(text: str, num_tokens: int, truncated: bool, expected: Verdict)
 def test_a_truncated_response_asks_no_verifier(own: str) -> None:
     strict = EnvironmentConfig(verifier=f"{own}:judge")
     assert run(strict, lambda made: score(made, "raise", truncated=True)) == Verdict(
-        reward=0.0, correct=False
+        reward=0.0, correct=False, judged=False
     )
     lenient = EnvironmentConfig(verifier=f"{own}:judge", require_stop=False)
     assert run(lenient, lambda made: score(made, "=7", truncated=True)).correct

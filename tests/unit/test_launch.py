@@ -8,8 +8,10 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.cluster.launch import started_processes
+from megarl.cluster.launch import end, started_processes
 from megarl.config import RunConfig, SftConfig, dump, from_tree, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -379,3 +381,18 @@ def test_only_marked_processes_are_ended() -> None:
         for process in (marked, leader, bystander):
             process.kill()
             process.communicate()
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    """A process that ignores SIGTERM, and may take ten minutes, is killed."""
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code + "signal.pause()"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    hurry = threading.Event()
+    hurry.set()
+    end([(process, 600.0)], "no such mark", hurry)
+    assert process.wait(60) == -signal.SIGKILL

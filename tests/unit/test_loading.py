@@ -117,13 +117,38 @@ def truncate(folder: Path) -> None:
     (folder / FILE).write_bytes(content[:-100])
 
 
+def rename_all(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[f"policy.{name}"] = tensors.pop(name)
+
+
+def index_of(text: str) -> Callable[[Path], None]:
+    """The checkpoint in two files, with an index that says `text`."""
+
+    def apply(folder: Path) -> None:
+        with_index(lambda where: None)(folder)
+        (folder / INDEX).write_text(text)
+
+    return apply
+
+
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (change(lambda t: t.pop(NORM)), "no tensor model.norm.weight"),
+    "renamed": (
+        change(rename_all),
+        r"no tensor model.embed_tokens.weight .*\(and 26 more\).* has policy.lm_head.weight",
+    ),
+    "empty": (change(lambda t: t.clear()), r"no tensor model.embed_tokens.weight .*26 more"),
+    "no head": (change(lambda t: t.pop("lm_head.weight")), r"no tensor lm_head.weight \(40, 64\)"),
     "unexpected": (change(lambda t: t.update(extra=torch.zeros(3))), "extra in .* is not in a"),
     "shape": (change(lambda t: t.update({NORM: torch.zeros(3)})), r"model.norm.weight in .*\(3,\)"),
     "dtype": (change(lambda t: t.update({NORM: torch.zeros(64).int()})), "of dtype I32"),
     "truncated": (truncate, "truncated"),
+    "garbage": (lambda folder: (folder / FILE).write_bytes(bytes(5000)), "not safetensors"),
+    "index of numbers": (index_of('{"weight_map": {"a": 3}}'), "index.json cannot be read"),
+    "index nested": (index_of("[" * 100_000), "index.json cannot be read"),
+    "index is a list": (index_of("[]"), "index.json cannot be read"),
     "index names a missing file": (
         with_index(lambda where: where.update({NORM: "part7.safetensors"})),
         "names part7.safetensors",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.mailbox import MAX_BATCH, Inbox, Mailbox, Pace, StoredArrays
+from megarl.cluster.remote import RemoteEnvironment
 from megarl.errors import EngineLost
 from megarl.types import Segment, TokenArrays
 
@@ -118,5 +119,21 @@ def test_the_death_of_the_actor_reaches_every_request() -> None:
         handle.collect._call = lambda linger_s: (dies(linger_s), "")
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(found, EngineLost)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_the_death_of_the_environment_is_named() -> None:
+    from ray.exceptions import RayActorError
+
+    async def dies(linger_s: float) -> Any:
+        raise RayActorError
+
+    async def go() -> None:
+        handle, environment = Handle(), RemoteEnvironment.__new__(RemoteEnvironment)
+        environment._mailbox = Mailbox(handle, Pace())
+        environment._mailbox._collect_from = Method(lambda linger_s: (dies(linger_s), ""))
+        with pytest.raises(RuntimeError, match="the environment was lost: its process died"):
+            await environment.cut_off("key", 3)
 
     asyncio.run(asyncio.wait_for(go(), 30))

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.errors import UserError
 from megarl.observe import number_format, series
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer, shown
-from megarl.observe.report import write_report
+from megarl.observe.report import LiveReport, write_report
+from megarl.observe.report import main as report_command
 from megarl.observe.sinks import read_records
 from megarl.observe.summary import read_run, summary
 from megarl.types import StepReport
@@ -139,11 +141,11 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
 
     go(0, 5)
     go(3, 6)  # the checkpoint was after 3 steps; its evaluation stays
-    assert steps("metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+    assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert steps("evaluations.jsonl") == [0, 1, 2, 3, 4, 5, 6]
-    assert steps("transcripts.jsonl") == sorted([0, 1, 2, 3, 4, 5] * 2)
+    assert steps("transcripts.jsonl") == sorted([1, 2, 3, 4, 5, 6] * 2)
     go(0, 1)  # died before its first checkpoint: all anew
-    assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([0], [0, 1])
+    assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([1], [0, 1])
 
 
 def test_evaluation_names_are_checked(tmp_path: Path) -> None:
@@ -447,3 +449,39 @@ def test_zeros_on_the_logarithmic_chart_are_said(tmp_path: Path) -> None:
         for step in range(2):
             observer.step(StepReport(step, {"mismatch/max_abs": 0.0}))
     assert "every one of these is exactly 0" in page_of(tmp_path).text
+
+
+def test_the_report_is_written_as_the_run_goes(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=2) as observer:
+        live = LiveReport(tmp_path, every_s=0.0)
+        observer.step(StepReport(0, numbers(0, 2)))
+        live.refresh()
+        first = (tmp_path / "report.html").read_text()
+        live.refresh()  # too early: it would take more than a fiftieth of the time
+        assert (tmp_path / "report.html").read_text() == first
+
+
+def test_the_report_command_writes_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, 2)
+    assert report_command([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size > 0
+    for wrong in ([], [str(tmp_path / "none")], ["--help"]):
+        with pytest.raises(UserError):
+            report_command(wrong)
+
+
+def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    assert "Verifier failures" not in page_of(tmp_path).text
+    failed = answer(False) | {"failure": "error", "detail": "TypeError: takes <1> argument"}
+    with Observer(QUIET, tmp_path, total_steps=2) as observer:
+        observer.evaluation(0, {"eval/accuracy": 0.0}, [failed])
+        for step in range(2):
+            observer.step(StepReport(step, numbers(step, 2) | {"verifier/errors": 16.0}))
+    text = page_of(tmp_path).text
+    assert "Verifier failures" in text and "32 errors" in text
+    assert "not judged: verifier error" in text and "TypeError: takes <1> argument" in text
+    assert "\N{BALLOT X} wrong" not in text

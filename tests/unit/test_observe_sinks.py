@@ -91,12 +91,12 @@ def test_tensorboard_reads_back_without_doubles(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 30),
-        (4, 40),
-        (5, 50),
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (4, 30),
+        (5, 40),
+        (6, 50),
     ]
     assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(3, 0.25)]
     assert "nan" not in events.Tags()["scalars"]

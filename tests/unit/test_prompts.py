@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,9 @@ def test_chat_columns_and_the_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no chat template; set prompts.template to 'none'"):
         prompts(file, **{**read, "tokenizer": byte_tokenizer(template=None)})
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
+    tool = [{"role": "tool", "content": "x"}]
     file = write(
-        tmp_path / "own.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[:1], "answer": "1"}]
+        tmp_path / "own.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": tool, "answer": "1"}]
     )
     with pytest.raises(
         ValueError, match=r"line 1.*a system message of its own; remove prompts.system"
@@ -363,6 +365,13 @@ def test_an_absent_hub_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         prompts("nobody/nothing")
     assert time.monotonic() - started < 10
+
+
+def test_a_folder_that_is_no_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would look at every file of the machine."""
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("was called"))
+    with pytest.raises(ValueError, match=r"prompts\.source '/' is a folder with more than 20,000"):
+        prompts("/")
 
 
 def demonstrations(source: str, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Any:
@@ -506,15 +515,256 @@ def test_the_fingerprint_of_demonstrations_is_of_the_content(tmp_path: Path) -> 
     assert one == same != other
 
 
-def test_the_fingerprint_costs_less_than_a_tenth_of_reading(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}+{n}=" * 20, "answer": str(2 * n)} for n in range(20_000)]
-    file = Path(write(tmp_path / "rows.jsonl", rows))
+CHOICES: dict[str, tuple[Any, Any, str]] = {
+    "number of a list": (["3", "4", "5"], 1, "B"),
+    "number as text": (["three", "four"], "1", "B"),
+    "label": (["three", "four"], "A", "A"),
+    "text": (["3", "4"], "4", "B"),
+    "labelled": ({"label": ["1", "2"], "text": ["x", "y"]}, "2", "2"),
+    "dict": ({"A": "x", "B": "y"}, "B", "B"),
+    "number, numbers as choices": (["8", "2", "24", "120"], 2, "C"),
+    "number 0, numbers as choices": (["2", "0"], 0, "A"),
+    "letter, numbers as choices": (["8", "2", "24"], "C", "C"),
+    "digits with one meaning for two reasons": (["0", "1"], "1", "B"),
+}
 
-    def seconds(call: Any) -> float:
-        started = time.process_time()
-        call()
-        return time.process_time() - started
 
-    pairs = [(row["prompt"], row["answer"]) for row in rows]
-    reading = min(seconds(lambda: prompts(str(file))) for _ in range(3))
-    assert min(seconds(lambda: fingerprint([], pairs)) for _ in range(3)) < 0.1 * reading
+@pytest.mark.parametrize("case", CHOICES)
+def test_choices_become_lines_and_the_answer_a_label(case: str, tmp_path: Path) -> None:
+    choices, answer, label = CHOICES[case]
+    rows = [{"prompt": "which?", "choices": choices, "answer": answer}]
+    file = write(tmp_path / "rows.jsonl", rows)
+    read = {"choices_column": "choices", "instruction": "Say #### and the letter."}
+    (prompt,) = prompts(file, **read)
+    names = {"1": "1. x\n2. y", "A": "A. x\nB. y"}
+    lines = names[next(iter(choices.values()))[0] if "label" in choices else "A"] if isinstance(
+        choices, dict
+    ) else "\n".join(f"{chr(65 + number)}. {text}" for number, text in enumerate(choices))  # fmt: skip
+    assert prompt.text == f"which?\n{lines}\nSay #### and the letter."
+    assert prompt.answer == label and prompt.fields == rows[0]
+    (chat,) = prompts(file, **read, template="chat")
+    assert chat.text == f"<|user|>{prompt.text}<eos><|assistant|>"
+
+
+BAD_CHOICES: dict[str, tuple[Any, Any, str]] = {
+    "text": ("3, 4", 0, r"line 1.*choices are a text.*set prompts\.choices_column"),
+    "one": (["3"], 0, r"holds no list of 2 to 26 texts"),
+    "too many": ([str(n) for n in range(27)], 0, r"holds no list of 2 to 26 texts"),
+    "labels": ({"label": ["A"], "text": ["x", "y"]}, "A", r"holds no list"),
+    "twice": ({"label": ["A", "A"], "text": ["x", "y"]}, "A", r"holds no list"),
+    "beyond": (["x", "y"], 2, r"the answer '2' is none of the labels A, B, no text .* from 0 to 1"),
+    "other": (["x", "y"], "z", r"the answer 'z' is none"),
+    "text of two": (["x", "x"], "x", r"line 1.*the answer 'x' may mean A or B"),
+    "digits with two meanings": (
+        ["8", "2", "24"],
+        "2",
+        r"line 1.*the answer '2' may mean B or C.*as letters, or as integers from 0",
+    ),
+    "letter with two meanings": (["C", "A", "G"], "A", r"'A' may mean A or B"),
+    "label with two meanings": (
+        {"label": ["1", "2"], "text": ["x", "y"]},
+        1,
+        r"'1' may mean 1 or 2",
+    ),
+    "number beyond, text of a choice": (["3", "4"], 4, r"the answer '4' is none .* from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHOICES)
+def test_choices_that_cannot_be_read(case: str, tmp_path: Path) -> None:
+    choices, answer, message = BAD_CHOICES[case]
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "?", "choices": choices, "answer": answer}])
+    with pytest.raises(ValueError, match=message):
+        prompts(file, choices_column="choices")
+
+
+def test_prompts_without_answers(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "write a poem"}])
+    assert [prompt.answer for prompt in prompts(file, answer_column="")] == [""]
+    with pytest.raises(ValueError, match="answer_column is empty, but answer_after"):
+        PromptsConfig(answer_column="", answer_after="####")
+
+
+def test_content_parts_are_joined(tmp_path: Path) -> None:
+    def part(text: str) -> dict[str, str]:
+        return {"type": "text", "text": text}
+
+    parts = [{"role": "user", "content": [part("one "), part("two")]}]
+    plain = [{"role": "user", "content": "one two"}]
+    file = write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": parts, "answer": "1"}, {"prompt": plain, "answer": "1"}],
+    )
+    first, second = prompts(file, template="chat")
+    assert first.text == second.text
+    for bad in ({"type": "image_url", "image_url": "x"}, {"type": "text"}, "one"):
+        file = write(
+            tmp_path / "bad.jsonl",
+            [{"prompt": [{"role": "user", "content": [bad]}], "answer": "1"}],
+        )
+        with pytest.raises(ValueError, match=r"line 1.*a content part that is .*only parts"):
+            prompts(file, template="chat")
+
+
+TALK = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "r"},
+    {"role": "user", "content": "qq"},
+    {"role": "assistant", "content": "rr"},
+    {"role": "user", "content": "bye"},
+]
+
+
+def trained(row: Any) -> list[str]:
+    """The stretches of a conversation's response that are trained on, as text."""
+    found, before = [], 0
+    for token, chosen in zip(row.response_ids, row.response_mask, strict=True):
+        if chosen and not before:
+            found.append([])
+        if chosen:
+            found[-1].append(token)
+        before = chosen
+    return [TOKENIZER.decode(ids) for ids in found]
+
+
+def test_a_conversation_is_trained_on_in_the_turns_of_the_assistant(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    read = {"messages_column": "messages", "template": "chat"}
+    (row,) = (demonstrations(file, **read).at(n) for n in range(1))
+    assert TOKENIZER.decode(row.prompt_ids) == "<|system|>s<eos><|user|>q<eos><|assistant|>"
+    assert TOKENIZER.decode(row.response_ids) == ("r<eos><|user|>qq<eos><|assistant|>rr<eos>"), (
+        "what follows the last reply is left out"
+    )
+    assert trained(row) == ["r<eos>", "rr<eos>"]
+    newline = byte_tokenizer(template=TEMPLATE.replace("<eos>", "<eos>\n"))
+    row = demonstrations(file, tokenizer=newline, **read).at(0)
+    assert trained(row) == ["r<eos>", "rr<eos>"], "what the template writes behind the end is given"
+    endless = byte_tokenizer(template=TEMPLATE.replace("<eos>", ""))
+    row = demonstrations(file, tokenizer=endless, **read).at(0)
+    assert trained(row) == ["r", "rr<eos>"], "the last reply ends, or no reply would"
+
+
+def test_conversations_that_cannot_be_trained_on(tmp_path: Path) -> None:
+    read = {"messages_column": "messages", "template": "chat"}
+    for talk in (TALK[:2], TALK[2:4]):
+        file = write(tmp_path / "rows.jsonl", [{"messages": talk}])
+        with pytest.raises(ValueError, match=r"line 1.*needs a turn of another role and then"):
+            demonstrations(file, **read)
+    empty = [*TALK[:4], {"role": "assistant", "content": " "}]
+    file = write(tmp_path / "rows.jsonl", [{"messages": TALK}, {"messages": empty}])
+    with pytest.raises(ValueError, match=r"line 2.*turn 4 \(from 0\), of the assistant, is empty"):
+        demonstrations(file, **read)
+    forgets = byte_tokenizer(
+        template=TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else 'x' }}")
+    )
+    file = write(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    with pytest.raises(ValueError, match=r"line 1.*writes turn 2 \(from 0\) in another way"):
+        demonstrations(file, tokenizer=forgets, **read)
+    with pytest.raises(ValueError, match="messages_column is set but"):
+        DemonstrationsConfig(messages_column="messages")
+
+
+@pytest.mark.parametrize(("turn", "what"), [(1, "prompts"), (2, "responses"), (4, "responses")])
+def test_a_conversation_that_loses_characters_is_warned_about(
+    turn: int, what: str, tmp_path: Path
+) -> None:
+    class Deaf(PreTrainedTokenizerFast):
+        """Decodes no "\u00e9"."""
+
+        def batch_decode(self, *args: Any, **named: Any) -> Any:
+            return [text.replace("\u00e9", "?") for text in super().batch_decode(*args, **named)]
+
+    deaf = Deaf(
+        tokenizer_object=TOKENIZER.backend_tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
+    deaf.chat_template = TEMPLATE
+    read = {"messages_column": "messages", "template": "chat", "tokenizer": deaf}
+    assert not demonstrations(write(tmp_path / "a.jsonl", [{"messages": TALK}]), **read).warning
+    talk = [one | {"content": "\u00e9"} if n == turn else one for n, one in enumerate(TALK)]
+    warning = demonstrations(write(tmp_path / "b.jsonl", [{"messages": talk}]), **read).warning
+    assert f"the tokenizer changes 100% of the {what} of demonstrations" in warning
+
+
+NO_QUESTIONS: dict[str, tuple[Any, str]] = {
+    "answered": (TALK[1:3], r"last turn .* of the assistant.*drop the last turn .*messages_column"),
+    "empty user message": (
+        [*TALK[:3], {"role": "user", "content": " "}],
+        r"user message \(turn 3, from 0\) is empty",
+    ),
+    "empty text": ("", r"user message \(turn 0, from 0\) is empty"),
+    "empty parts": ([{"role": "user", "content": []}], r"user message \(turn 0, .* is empty"),
+    "system only": (TALK[:1], r"has a system message only; add a user message"),
+    "answered, as text": (json.dumps(TALK[1:3]), r"last turn .* of the assistant"),
+}
+
+
+@pytest.mark.parametrize("case", NO_QUESTIONS)
+def test_a_chat_that_asks_nothing_is_refused(case: str, tmp_path: Path) -> None:
+    value, message = NO_QUESTIONS[case]
+    rows = [{"prompt": prompt, "answer": "1", "response": "1"} for prompt in (TALK[:2], value)]
+    file = write(tmp_path / "rows.jsonl", rows)
+    for load in (prompts, demonstrations):
+        with pytest.raises(ValueError, match=rf"line 2.*{message}"):
+            load(file, template="chat")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_chat_may_be_stored_as_the_text_of_its_json(suffix: str, tmp_path: Path) -> None:
+    chats = [json.dumps(TALK[:2]), json.dumps(TALK[:4], indent=1), "[{x}] is what?", "[]"]
+    rows = [{"prompt": chat, "answer": "1", "messages": json.dumps(TALK)} for chat in chats]
+    file = write(tmp_path / f"rows{suffix}", rows)
+    assert [prompt.text for prompt in prompts(file, template="chat")] == [
+        "<|system|>s<eos><|user|>q<eos><|assistant|>",
+        "<|system|>s<eos><|user|>q<eos><|assistant|>r<eos><|user|>qq<eos><|assistant|>",
+        "<|user|>[{x}] is what?<eos><|assistant|>",
+        "<|user|>[]<eos><|assistant|>",
+    ]
+    row = demonstrations(file, messages_column="messages", template="chat").at(0)
+    assert trained(row) == ["r<eos>", "rr<eos>"]
+
+
+REPEATED: dict[str, tuple[str, str, str]] = {
+    "column": (".csv", "prompt,answer,answer\na,1,2\n", r"line 1: .*the column 'answer' twice"),
+    "key of a line": (
+        ".jsonl",
+        '{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "1", "answer": "2"}\n',
+        r"line 2: an object has the key 'answer' twice",
+    ),
+    "key inside": (".jsonl", '{"prompt": "a", "x": [{"b": 1, "b": 2}]}', r"line 1: .*'b' twice"),
+    "key of a list": (
+        ".json",
+        '[\n{"prompt": "{", "answer": "1"},\n\n{"prompt": "b", "a": 1, "a": 1}]',
+        r"line 4: an object has the key 'a' twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_a_column_that_occurs_twice_is_refused(case: str, tmp_path: Path) -> None:
+    suffix, content, message = REPEATED[case]
+    (tmp_path / f"rows{suffix}").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        prompts(str(tmp_path / f"rows{suffix}"))
+
+
+def test_lines_of_csv_end_at_line_feeds_and_carriage_returns_only(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes("prompt,answer\r\na\u2028b\x0bc\x85d,1\r\ne,2\nf\n".encode())
+    with pytest.raises(ValueError, match=r"line 4 has 1 values"):
+        prompts(str(file))
+    assert [row.text for row in prompts(str(file), limit=2)] == ["a\u2028b\x0bc\x85d", "e"]
+
+
+def test_decimal_numbers_of_parquet_are_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": Decimal(text)} for text in ("1.50", "0.00", "12.00")]
+    file = write(tmp_path / "rows.parquet", rows)
+    assert [row.answer for row in prompts(file)] == ["1.50", "0.00", "12.00"]
+    rows = [{"prompt": "a", "answer": Decimal("0.0000000100")}]
+    assert next(iter(prompts(write(tmp_path / "small.parquet", rows)))).answer == "0.0000000100"
+    file = write(tmp_path / "bytes.parquet", [{"prompt": "a", "answer": b"1"}])
+    with pytest.raises(ValueError, match=r"row 0.*the answer .* is b'1', not a text"):
+        prompts(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,17 @@ from hypothesis import strategies as st
 from support.tiny import groups, write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import UserError
+from megarl.loops.schedule import reached
+from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS, EarlyStopConfig
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.evaluation import NUM_TRANSCRIPTS
+from megarl.rollout.repeated import pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
+from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.window import Window
 from megarl.types import Group, Prompt, Rollout, Samples, Segment, StepBatch, TokenArrays, Verdict
 
@@ -169,13 +175,8 @@ def service(
         transcripts_per_step=1,
         seed=3,
     )
-    return RolloutService(
-        config=config,
-        prompts=Prompts(),
-        engines=engines,
-        environment=Parity(),
-        **(settings | more),
-    )  # type: ignore[arg-type]
+    settings |= {"environment": Parity()} | more
+    return RolloutService(config=config, prompts=Prompts(), engines=engines, **settings)  # type: ignore[arg-type]
 
 
 async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[StepBatch]]:
@@ -247,6 +248,7 @@ def test_rejected_groups_are_counted_and_not_trained() -> None:
     for (batch,) in asyncio.run(drive(service([Engine()]), 1, range(4))):
         assert batch.metrics["groups/drawn"] - batch.metrics["groups/rejected"] == 3
         assert batch.metrics["groups/rejected"] >= 1
+        assert set(batch.metrics) <= set(STEP_METRICS)
         assert batch.metrics["staleness/max"] >= 0
         assert len(batch.rewards) == 3 * 6
 
@@ -453,7 +455,7 @@ def test_a_session_without_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
     segments, verdict = play("Talks", engine, tmp_path)
     assert segments[-1].kind == "model" and segments[-1].finish == "length"
     assert sum(part.num_tokens for part in segments) <= 20 and len(engine.asked) == 3
-    assert verdict == Verdict(reward=0.0, correct=False)
+    assert verdict == Verdict(reward=0.0, correct=False, judged=False)
 
 
 def test_the_service_does_not_grow() -> None:
@@ -488,7 +490,150 @@ def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
         return await made.evaluate(held_out, 1.0, "eval")
 
     metrics, transcripts = asyncio.run(asyncio.wait_for(go(), 60))
-    assert metrics["problems"] == 400
+    assert metrics["problems"] == 400 and set(metrics) == set(EVALUATION_METRICS)
     assert [one["prompt"] for one in transcripts] == [f"p{n}" for n in range(NUM_TRANSCRIPTS)]
     odd = sum(one["correct"] for one in transcripts) / len(transcripts)
     assert 0 < metrics["accuracy"] < 1 and odd != metrics["accuracy"]
+
+
+def test_an_interrupted_run_ends_after_the_same_step_on_all_ranks() -> None:
+    """The step that one rank has taken is given to the other; the next one to none."""
+
+    async def go() -> None:
+        made = service([Engine()], last_step=5, ranks=2)
+        await made.start()
+        assert await made.take(0, 0) is not None
+        await made.interrupt()
+        assert await made.take(0, 1) is not None
+        await made.release(1)
+        assert [await made.take(1, rank) for rank in range(2)] == [None, None]
+        assert await made.evaluate([Prompts().at(0)], 1.0, "eval") is None
+        await made.stop()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_an_interrupted_rank_does_not_wait_for_rollouts() -> None:
+    async def go() -> None:
+        made = service([Engine()], last_step=5)  # never started: no batch comes
+        waiting = [
+            asyncio.create_task(made.take(0, 0)),
+            asyncio.create_task(made.evaluate([Prompts().at(0)], 1.0, "eval")),
+        ]
+        await asyncio.sleep(0)
+        await made.interrupt()
+        assert await asyncio.gather(*waiting) == [None, None]
+        await made.stop()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
+    """Against counting every draw of k responses from n."""
+    for n in range(1, 6):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+                share = sum(map(any, draws)) / len(draws)
+                assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_metrics_of_repeated_samples() -> None:
+    correct = [[True, False, True, False], [False, False, False, True]]
+    answers = [["5", "4", "5", None], ["1", "1", "2", "3"]]
+    assert repeated_metrics(correct, answers) == {
+        "avg@4": 3 / 8,
+        "pass@1": pytest.approx(3 / 8),
+        "pass@2": pytest.approx(((1 - 1 / 6) + 1 / 2) / 2),
+        "pass@4": 1.0,
+        "maj@4": 0.5,
+    }
+    assert repeated_metrics(correct, None)["maj@4"] is None
+    assert repeated_metrics([[False]], [[None]])["maj@1"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "metrics", "stops"),
+    [
+        ({}, {"loss": 1.0}, False),
+        ({"metric": "eval/accuracy", "at_least": 0.9}, {"eval/accuracy": 0.9}, True),
+        ({"metric": "eval/accuracy", "at_least": 0.9}, {"eval/accuracy": 0.89}, False),
+        ({"metric": "eval/accuracy", "at_least": 0.9}, {"eval_sampled/accuracy": 1.0}, False),
+        ({"metric": "eval/accuracy", "at_least": 0.9}, {"accuracy": 1.0}, False),
+        ({"metric": "entropy", "at_most": 0.1}, {"entropy": 0.05}, True),
+        ({"metric": "entropy", "at_most": 0.1}, {"eval/accuracy": 0.05}, False),
+    ],
+)
+def test_early_stop(settings: dict[str, Any], metrics: dict[str, float], stops: bool) -> None:
+    assert reached(EarlyStopConfig(**settings), metrics) == stops
+
+
+def test_an_early_stop_names_a_metric_that_is_there() -> None:
+    with pytest.raises(UserError, match="which no step has; set it to one of entropy, loss"):
+        reached(EarlyStopConfig(metric="los", at_most=1.0), {"loss": 0.0, "entropy": 1.0})
+    own = EarlyStopConfig(metric="eval/environment/turns", at_most=1.0)
+    with pytest.raises(UserError, match="which no eval has; set it to one of eval/accuracy"):
+        reached(own, {"eval/accuracy": 0.0})
+    for wrong in ({"metric": "loss"}, {"at_least": 1.0}):
+        with pytest.raises(ValueError, match=r"early_stop\.metric"):
+            EarlyStopConfig(**wrong)
+    with pytest.raises(ValueError, match=r"EarlyStopConfig\.at_most"):
+        EarlyStopConfig(metric="loss", at_most=float("nan"))
+
+
+class Failing(Parity):
+    """A verifier that fails for some responses, from a group of the given number on."""
+
+    def __init__(self, share: float, first: int = 0) -> None:
+        self.share, self.first = share, first
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        group, sample = map(int, key.split("/"))
+        if group >= self.first and sample < 6 * self.share:
+            return Verdict(reward=0.0, correct=False, failure="error", detail="KeyError: 'gold'")
+        return Verdict(reward=float(sample % 2), correct=bool(sample % 2))
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.0, False), (1 / 6, True), (0.5, True)])
+def test_failed_verdicts_are_a_warning(share: float, warns: bool) -> None:
+    made = service([Engine()], max_failure_share=0.6, environment=Failing(share))
+    for (batch,) in asyncio.run(drive(made, 1, range(2))):
+        failed = f"the verifier failed for {18 * share:.0f} of 18 responses; KeyError: 'gold'"
+        assert batch.warning == (f"step {batch.step + 1}: {failed}" if warns else "")
+
+
+def test_a_verifier_that_begins_to_fail_at_step_3_ends_the_run_there() -> None:
+    """With the words of its first failure, at the step's number."""
+    made = service(
+        [Engine()], staleness=0, max_failure_share=0.5, environment=Failing(0.5, first=6)
+    )
+    taken = []
+
+    async def run() -> None:
+        await made.start()
+        try:
+            for step in range(4):
+                taken.append(await made.take(step, 0))
+                await made.release(step + 1)
+        finally:
+            await made.stop()
+
+    with pytest.raises(UserError, match=r"step 3: the verifier failed for 9 of 18 .* 'gold'; mend"):
+        asyncio.run(run())
+    assert len(taken) == 2
+
+
+def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
+    """The verifier was asked about 3 of 100 responses, and failed for 2."""
+    failed = Verdict(0.0, correct=False, failure="timeout", detail="no verdict within 10 s")
+    verdicts = [Verdict(0.0, correct=False, judged=False)] * 97 + [failed] * 2
+    with pytest.raises(UserError, match="failed for 2 of 3 responses; no verdict within 10 s"):
+        failure_warning([*verdicts, Verdict(1.0, correct=True)], 0.5, "step 1")
+    assert failure_warning(verdicts[:97], 0.5, "step 1") == ""
+
+
+def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
+    """Dynamic sampling would reject every group of one sample."""
+    made = service([Engine()], compares_groups=False)
+    for (batch,) in asyncio.run(drive(made, 1, range(3))):
+        assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0

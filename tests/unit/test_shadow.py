@@ -32,7 +32,7 @@ __version__ = "0.17.2"
 
 IN_RAY = """
 import ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 @ray.remote
 def look():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.objectives.advantages import ADVANTAGES, EPSILON
+from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.token_advantages import (
     TOKEN_ADVANTAGES,
     TokenRewards,
@@ -61,7 +62,7 @@ def over_ranks(made: list[list[Sample]]) -> list[Tensor]:
             return total
 
         function = TOKEN_ADVANTAGES["reinforce_plus_plus_tokens"]
-        found[rank] = function(step(made[rank], add))
+        found[rank] = function(step(made[rank], add), AlgorithmConfig())
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(made))]
     for thread in threads:
@@ -92,7 +93,9 @@ def test_normalised_over_all_chosen_tokens() -> None:
 def test_an_outcome_reward_gives_what_the_sample_function_gives() -> None:
     """With a reward on the last token only, every token's return is the sample's reward."""
     made = samples(2, dense=False)
-    found = TOKEN_ADVANTAGES["reinforce_plus_plus_tokens"](step(made, lambda x: x))
+    found = TOKEN_ADVANTAGES["reinforce_plus_plus_tokens"](
+        step(made, lambda x: x), AlgorithmConfig()
+    )
     totals = torch.tensor([sum(rewards) for rewards, _ in made], dtype=torch.float64)
     tokens = torch.tensor([sum(mask) for _, mask in made])
     wanted = ADVANTAGES["reinforce_plus_plus"](totals, torch.zeros(7, dtype=torch.int64), tokens)

@@ -292,7 +292,7 @@ def test_addition_is_made_once(
     before = {path: path.read_bytes() for path in addition.rglob("*.json*")}
     same = ["--demonstrations", "4000", "--prompts", "900"]
     assert tool.main([str(addition), *same]) == 0
-    assert "there already" in capsys.readouterr().out
+    assert "there already" in capsys.readouterr().err
     assert tool.main([str(addition), *same, "--seed", "2"]) == 1
     assert "the task of other arguments; name another folder" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in addition.rglob("*.json*")} == before

@@ -75,7 +75,9 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 
 
 class Bench:
-    """Trials, rounds and what they say."""
+    """Compares megarl with TRL: short trials choose each system's fastest setting, then every round
+    measures each system once with its setting.
+    """
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
@@ -189,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines of a table."""
+    """Lines of the table, with its heading and warnings, for the benchmark result `result`."""
     here, task = result["machine"], result["task"]
     yield (
         f"{here['cpu']}, {here['cores']} cores; {result['parameters']:,} parameters; {PROMPTS} x"

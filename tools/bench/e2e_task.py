@@ -61,7 +61,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run's steady steps."""
+    """Measurements of one benchmark run. `step_s`, `tokens` and `truncated_share` cover only the
+    measured steps: not the first, nor with staleness the extra step at either end.
+    """
 
     step_s: list[float]
     tokens: float

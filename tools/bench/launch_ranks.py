@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,13 +26,6 @@ from common import ROOT
 TASK, ANSWER = "MEGARL_TOOL_TASK", "MEGARL_TOOL_ANSWER"
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
-
-
-def free_port() -> int:
-    """A TCP port of this host on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def rank_task() -> dict[str, Any] | None:
@@ -65,6 +57,7 @@ def launch(
     ended after `deadline_s` seconds.
     """
     from megarl.cluster.process_env import prepare_environment
+    from megarl.parallel.ports import free_port
 
     prepare_environment(1)  # ranks find DeepSpeed's built operators, as in a run
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -143,7 +136,9 @@ def _raise_first_failure(codes: list[int | None], outputs: list[Path]) -> None:
 
 
 def _error_of(output: str) -> str:
-    """The message of the last `ValueError` or `RuntimeError` in a rank's output, or its end."""
+    """Message of the last `ValueError` or `RuntimeError` in a rank's output. If there is none, the
+    last 25 lines of the output.
+    """
     lines = [
         re.sub(r"^\[rank\d+\]: ?", "", line)
         for line in output.strip().splitlines()

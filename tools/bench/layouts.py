@@ -71,7 +71,7 @@ def layouts_of(size: int) -> list[ROW]:
 def vocab_of(model: str) -> int:
     """The vocab size in a model's config.json."""
     from megarl.trainer.config import ModelConfig
-    from megarl.trainer.loading import load_model_config
+    from megarl.trainer.model_config import load_model_config
 
     return load_model_config(ModelConfig(path=model)).get_text_config().vocab_size
 

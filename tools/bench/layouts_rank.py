@@ -77,7 +77,9 @@ class Bench:
         )
 
     def measure(self, row: ROW, stage: int, steps: int) -> dict[str, Any]:
-        """One layout under one ZeRO stage."""
+        """Train `steps` optimizer steps under layout `row` (data, sequence and tensor degree) and
+        ZeRO `stage`, after steps that are not counted. Returns losses, times and memory.
+        """
         from count_messages import MessageCount
 
         from megarl.loops.sft import train
@@ -85,6 +87,7 @@ class Bench:
         from megarl.parallel.layout import Layout
         from megarl.parallel.mesh import ProcessMesh
         from megarl.trainer.config import ModelConfig
+        from megarl.trainer.finite import StepGuard
         from megarl.trainer.role import Role
 
         task, training = self.task, self.settings(stage)
@@ -102,11 +105,12 @@ class Bench:
                 optimizer_steps=steps + 3,
             )
             stack.callback(role.destroy)
+            guard = StepGuard(role, allowed=0)
 
             def step() -> None:
                 barrier(mesh.world)
                 started_at = time.perf_counter()
-                losses.append(train(role, self.samples, len(losses)).metrics["loss"])
+                losses.append(train(role, self.samples, len(losses), guard).metrics["loss"])
                 seconds.append(time.perf_counter() - started_at)
 
             step()
@@ -143,7 +147,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 
     from megarl.parallel.mesh import finalise, initialise
     from megarl.trainer.config import ModelConfig
-    from megarl.trainer.loading import load_model_config
+    from megarl.trainer.model_config import load_model_config
     from megarl.trainer.sharding import refuse_tensor
 
     torch.set_num_threads(1)

@@ -88,7 +88,11 @@ def measure_one(args: argparse.Namespace, system: str, what: str) -> dict[str, A
 
 
 def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Memory of every system, then their times in turns."""
+    """{system: row of the table}. Measures the peak memory of every implementation in
+    `args.systems`, then the times of those that fit into memory, alternating for `args.rounds`.
+
+    Raises `RuntimeError` if their results differ.
+    """
     rows: dict[str, dict[str, Any]] = {
         system: measure_one(args, system, "memory") for system in args.systems
     }

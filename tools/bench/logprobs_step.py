@@ -181,7 +181,9 @@ def measure_memory(step: Step) -> tuple[list[Any], int]:
 
 
 def room_bytes(step: Step) -> int:
-    """The largest chunk of logits that fused makes of these inputs."""
+    """Bytes of the logits buffer of megarl's fused log-prob kernel for this step's inputs: the
+    logits of its largest chunk of tokens.
+    """
     from megarl.kernels import logprobs
 
     return logprobs._chunks(step.hidden, step.weight, None)[1].nbytes

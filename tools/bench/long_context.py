@@ -55,7 +55,8 @@ from long_context_rank import SCHEDULES, WHAT, work
 CUTS = ("zigzag", "contiguous", "zigzag_document", "striped")
 AGREES = 1e-4
 BAR = 0.15
-"""Memory above 1/size by more than this share gets a remark."""
+"""A warning is printed if a rank's attention memory at the longest length is more than this
+fraction above (memory with one rank) / (number of sequence-parallel ranks)."""
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:

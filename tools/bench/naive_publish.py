@@ -76,8 +76,11 @@ class Shared:
 
 
 def gather(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
-    """Every rank's part, straight into its place: gloo's own all-gather makes room for all of it
-    again, each time.
+    """All-gather: writes the `part` of every rank of `axis` into `whole`, in the order of ranks.
+    All parts have the same size.
+
+    It uses isend and irecv, because gloo's all-gather allocates a second buffer for all parts in
+    every call.
     """
     places = whole.view(axis.size, -1)
     others = [(place, other) for place, other in enumerate(axis.ranks) if place != axis.rank]

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from naive_publish import ITEMSIZE
 
 from megarl.parallel.collectives import barrier
+from megarl.parallel.launcher import rank
 from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import Axis, rank
+from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.owned import training_owned
 from megarl.weight_sync import bucket_receiver as receive
 from megarl.weight_sync import publisher as wire

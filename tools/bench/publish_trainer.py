@@ -18,8 +18,8 @@ from megarl.weight_sync.config import WeightSyncConfig
 
 
 class Readers:
-    """Rank 0's engines, as `Publisher` knows them, and their answer: processes of this tool, asked
-    over gloo.
+    """Stands in for the inference engines in rank 0's `Publisher`: passes its calls over gloo to
+    this tool's receiver processes and collects their results.
     """
 
     def __init__(self, case: Case) -> None:

@@ -46,8 +46,8 @@ class Sender:
     LOCAL = False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Connect to rank 0's store, which rank 0 hosts. Collective over `axis`, the trainer's
-        world.
+        """Connect to the key-value store, which rank 0 creates and hosts. All ranks of `axis`, the
+        trainer's ranks, call it together.
 
         `folder` is unused.
         """
@@ -92,11 +92,11 @@ class Sender:
         self.sent.clear()
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """Where this rank must write its part of a bucket: its send buffer.
+        """(copy, view of the send buffer to fill) for everything that this rank sends of a bucket.
 
-        Waits until the bucket that had the same buffer before has been sent. Engine ranks that need
-        the same regions share a part of the buffer, which is then written more than once with the
-        same values.
+        Waits until the bucket that used the same slot has been sent. Where several engine ranks get
+        identical content, it has one place in the buffer but an entry for each of them, so the
+        caller writes the same values there several times.
         """
         self._join(watch)
         self._wait(bucket.number - SLOTS, watch)
@@ -128,8 +128,11 @@ class Sender:
         self._group.leave()
 
     def _join(self, watch: Watch) -> None:
-        """Once for each attempt, join the process group that rank 0 names. It is the previous
-        group, or a new one after an abort or a replaced engine.
+        """Join the process group of the current attempt to send a version; later calls in the same
+        attempt do nothing.
+
+        Rank 0 writes the group's number to the store: the previous group, or a new one at the first
+        attempt, after an abort or when an engine was replaced.
         """
         if self._joined == self._group.attempt:
             return

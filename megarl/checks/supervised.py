@@ -1,0 +1,137 @@
+"""Checks of a recipe that trains on a fixed data set, before anything heavy starts: `megarl sft`,
+`megarl preference` and `megarl reward-model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
+
+from megarl.checks.folder_checks import check_folder, check_observe, check_writable
+from megarl.checks.layout_checks import check_cut, check_layout
+from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
+from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
+from megarl.config import with_steps
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preferences import load_preferences
+from megarl.parallel import launcher
+from megarl.schema import require
+from megarl.supervised_config import (
+    PreferenceConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from megarl.trainer.context import DataRows, RunInputs
+from megarl.trainer.heads import HeadName
+from megarl.trainer.loading import check_weights
+from megarl.trainer.model_config import load_model_config
+
+Load = Callable[..., DataRows]
+"""Reads a section of the recipe that describes data: (section, tokenizer, seed=, setting=)."""
+
+
+def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl sft` for this run's ranks, or for a run of `ranks` ranks. Returns
+    what the checks have loaded. Raises `ValueError` if a check fails.
+    """
+    return check_supervised(config, "demonstrations", load_demonstrations, ranks)
+
+
+def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl preference`, as `check_sft` does."""
+    single = config.loss.method == "kto"
+
+    def load(section: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> DataRows:
+        return load_preferences(section, tokenizer, single=single, **options)
+
+    found = check_supervised(config, "preferences", load, ranks)
+    reference = config.reference.model
+    if reference.path:
+        require(
+            not reference.tokenizer,
+            f"reference.model.tokenizer is {reference.tokenizer}, but the tokens are the policy's;"
+            " leave it out",
+        )
+        theirs = load_model_config(reference, setting="reference.model")
+        mine, other = found.hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+        require(
+            mine == other,
+            f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
+            " set a reference that was made from the same model",
+        )
+        check_cut(config.training, reference, theirs)
+        check_weights(reference)
+    if config.reference.cache:
+        check_writable(config.reference.cache, setting="reference.cache")
+    return found
+
+
+def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl reward-model`, as `check_sft` does."""
+    found = check_supervised(config, "preferences", load_preferences, ranks, head="scalar")
+    require(
+        type(found.hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        f"model type {found.hf.model_type} of model.path {config.model.path!r} has no sequence"
+        " classifier in transformers, as which a reward model is saved; choose another model",
+    )
+    return found
+
+
+def check_supervised(
+    config: SupervisedConfig,
+    section: str,
+    load: Load,
+    ranks: int | None,
+    head: HeadName = "logprobs",
+) -> RunInputs:
+    """Run the checks that all runs on a data set share. `section`: the recipe's section with the
+    data, also within `evaluation`; `load` reads it. `head`: that of the trained model.
+    """
+    layout = check_layout(config.training, ranks_to_check(ranks))
+    require(
+        config.samples_per_step >= layout.data,
+        f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
+    )
+    check_folder(config.folder, resume=bool(config.resume))
+    check_observe(config.observe)
+    tokenizer, hf = check_model(config.model)
+    warn(unused_weights(config.model))
+    check_cut(config.training, config.model, hf)
+    check_weights(config.model, head)
+    rows = held_out = None
+    if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
+        rows = load(getattr(config, section), tokenizer, seed=config.seed, setting=section)
+        evaluated = getattr(config.evaluation, section)
+        if evaluated.source:
+            named = f"evaluation.{section}"
+            held_out = load(evaluated, tokenizer, seed=config.seed, setting=named)
+            require(
+                len(held_out) >= layout.data,
+                f"{named} has {len(held_out)} rows for {layout.data} data ranks; set a longer"
+                " source",
+            )
+            warn(held_out.warning)
+        warn(rows.warning)
+        limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+        for named, one in ((section, rows), (f"evaluation.{section}", held_out)):
+            require(
+                limit is None or one is None or one.longest <= limit,
+                f"{named} has a row of {one.longest if one else 0} tokens, but the model's"
+                f" max_position_embeddings is {limit}; set {named}.max_tokens to that and drop"
+                " longer rows",
+            )
+    with_steps(config, len(rows or ()))
+    data = rows.fingerprint if rows is not None else ""
+    return RunInputs(
+        layout,
+        tokenizer,
+        hf,
+        stop_tokens(tokenizer, config.model, hf),
+        data,
+        rows=rows,
+        held_out_rows=held_out,
+        resume_from=find_checkpoint(config, layout, data, head=head),
+    )

@@ -1,0 +1,36 @@
+"""The Ray cluster that RAY_ADDRESS names, looked at before Ray is: Ray waits for minutes, without a
+word, for a cluster that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds that the head of a Ray cluster has to accept a connection."""
+
+
+def ray_address() -> str:
+    """Address of the Ray cluster to join, from RAY_ADDRESS; "" to start Ray on this machine.
+
+    Raises `ValueError` if nothing answers there, or if the address is neither host:port nor auto.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto"):  # for auto, Ray looks for a running head itself
+        return address
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"RAY_ADDRESS is {address}, which is not the host:port of a Ray cluster's head; set it"
+            " to that (`ray start --head` prints it), or unset RAY_ADDRESS to start Ray here"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS is {address}: nothing answers there ({error.strerror or error}); unset"
+            " RAY_ADDRESS to start Ray here, or start Ray there"
+        ) from None
+    return address

@@ -1,0 +1,224 @@
+"""Settings of `megarl train` that are right by themselves but do not fit each other."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from typing import TYPE_CHECKING
+
+from megarl.objectives.config import COMPARING, GaeConfig
+from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS
+from megarl.presets import check_preset
+from megarl.schema import require
+from megarl.trainer.config import CriticConfig, ModelConfig, RoleConfig
+
+if TYPE_CHECKING:
+    from megarl.config import RunConfig
+
+
+def check_engines(config: RunConfig, longest: int) -> None:
+    """Raise `ValueError` unless the ranks wait as long as the engines may take, and an engine's
+    step has a token for each of its sequences. `longest`: tokens of the longest request.
+    """
+    start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
+    require(
+        wait_s >= start_s,
+        f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
+        f" take rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
+    )
+    needed_s = 2 * config.weight_sync.timeout_s + 30  # connecting, receiving, settling
+    require(
+        wait_s >= needed_s,
+        f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that"
+        f" may take {needed_s:g} s; raise it to that, or lower weight_sync.timeout_s",
+    )
+    engine = config.rollout.engine
+    # vLLM's own condition; an engine's step is made to hold the longest request.
+    step_tokens = max(engine.max_batched_tokens, longest)
+    require(
+        engine.max_num_sequences <= step_tokens,
+        f"rollout.engine.max_batched_tokens is {engine.max_batched_tokens}, below"
+        f" rollout.engine.max_num_sequences = {engine.max_num_sequences}, which would each"
+        " decode a token in a step; raise the one or lower the other",
+    )
+
+
+def check_sampling(config: RunConfig) -> None:
+    """Raise `ValueError` where the trainer or the engines cannot do what `rollout` asks."""
+    for name, value in config.rollout.sampling.truncation.items():
+        require(
+            config.algorithm.old_logprobs == "engine",
+            f"rollout.{name} is {value:g}, so that the engines sample from a truncated law, whose"
+            " log-probs the trainer does not compute; set algorithm.old_logprobs to 'engine', which"
+            " uses the engine's, or leave it out",
+        )
+    require(
+        not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
+        f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
+        f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
+    )
+
+
+def check_answers(config: RunConfig) -> None:
+    """Raise `ValueError` where a built-in verifier gets no answers to compare with, or a setting
+    for another one.
+    """
+    names = list(config.environment.rewards) or [config.environment.verifier]
+    require(
+        not config.environment.answer_after or "exact_match" in names,
+        "environment.answer_after is for the verifier 'exact_match', but environment.verifier is"
+        f" '{', '.join(names)}', which finds the answer by itself; remove answer_after",
+    )
+    if config.environment.session:
+        return
+    built_in = " and ".join(name for name in names if ":" not in name and name != "none")
+    for section, prompts in (
+        ("prompts", config.prompts),
+        ("evaluation.prompts", config.evaluation.prompts),
+    ):
+        require(
+            bool(prompts.answer_column) or not built_in,
+            f"{section}.answer_column is empty, but the verifier {built_in} compares with the"
+            " answer; set the column of the answers, or environment.verifier to a function that"
+            " needs none",
+        )
+
+
+def check_early_stop(config: RunConfig) -> None:
+    """Raise `ValueError` where the run could not stop early."""
+    metric = config.early_stop.metric
+    kinds = ("eval/", "eval_sampled/")
+    known = [*STEP_METRICS, *(kind + name for kind in kinds for name in EVALUATION_METRICS)]
+    bare = metric.removeprefix(kinds[0]).removeprefix(kinds[1])
+    is_own = bare.startswith(("environment/", "reward_model/"))
+    close = difflib.get_close_matches(metric, known, n=1)
+    advice = f"did you mean {close[0]!r}" if close else f"set one of {', '.join(known)}"
+    require(
+        not metric or is_own or metric in known,
+        f"early_stop.metric is {metric!r}, which no step and no evaluation has; {advice}, or, for a"
+        " verifier's own metric, 'environment/<name>'",
+    )
+    require(
+        metric != "kl" or config.algorithm.kl.coefficient > 0,
+        "early_stop.metric is 'kl', which steps do not have while algorithm.kl.coefficient is 0;"
+        " raise it, or set another metric",
+    )
+    require(
+        not metric.startswith("critic/") or "critic" in config.other_roles,
+        f"early_stop.metric is {metric!r}, but algorithm.advantage is not 'gae', so that there is"
+        " no critic; set another metric",
+    )
+    require(
+        not metric.startswith(kinds[1]) or config.evaluation.sampled_too,
+        f"early_stop.metric is {metric!r}, but evaluation.sampled_too is off; turn it on, or set"
+        " a metric of 'eval/'",
+    )
+    require(
+        not metric.startswith("eval")
+        or (bool(config.evaluation.prompts.source) and config.evaluation.every > 0),
+        f"early_stop.metric is {metric!r}, but no evaluation takes place between the steps; set"
+        " evaluation.prompts.source and evaluation.every",
+    )
+
+
+def check_roles(config: RunConfig) -> None:
+    """Raise `ValueError` where a model beside the policy has settings that would do nothing, or is
+    missing.
+    """
+    algorithm = config.algorithm
+    check_preset(algorithm)
+    require(
+        config.reference == RoleConfig() or algorithm.kl.coefficient > 0,
+        "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is used;"
+        " leave them out, or set algorithm.kl.coefficient above 0",
+    )
+    has_critic = algorithm.advantage == "gae"
+    for section, settings, default in (
+        ("critic", config.critic, CriticConfig()),
+        ("algorithm.gae", algorithm.gae, GaeConfig()),
+    ):
+        require(
+            settings == default or has_critic,
+            f"{section} has settings, but algorithm.advantage is '{algorithm.advantage}', which"
+            " uses no critic; leave them out, or set algorithm.advantage to 'gae'",
+        )
+    sections = {"reference": config.reference, "critic": config.critic}
+    for name, role in (sections | config.other_roles).items():
+        require(
+            bool(role.model.path) or role.model == ModelConfig(),
+            f"{name}.model has settings but no path, so that they would do nothing; set"
+            f" {name}.model.path, or leave {name}.model out",
+        )
+    if config.epochs is None:  # else steps are known once the data are
+        check_warmup(config)
+    roles = sections | config.other_roles
+    for (name, role), (other_name, other) in itertools.combinations(roles.items(), 2):
+        require(
+            not set(role.ranks) & set(other.ranks),
+            f"{name}.ranks is {list(role.ranks)} and {other_name}.ranks {list(other.ranks)}: two"
+            " roles with ranks of their own share none; set others",
+        )
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Raise `ValueError` where nothing can be learned from the rewards, or reward models do not fit
+    the other settings.
+    """
+    environment, models = config.environment, config.reward_models
+    for name, model in models.items():
+        require(
+            name.isidentifier(),
+            f"reward_models has a model named {name!r}; set a name of letters, digits and _",
+        )
+        require(
+            bool(model.model.path),
+            f"reward_models.{name}.model.path is empty; set it to a sequence classifier, such as"
+            " megarl reward-model trains",
+        )
+    if models:
+        require(
+            any(model.weight for model in models.values()),
+            "reward_models all have weight 0, so that they would do nothing; set a weight",
+        )
+        return
+    require(
+        environment.correct != environment.wrong
+        or environment.overlong.limit_tokens > 0
+        or bool(environment.rewards),
+        f"environment.correct and environment.wrong are both {environment.correct:g}, so that all"
+        " rewards are equal and nothing can be learned; set them to different numbers",
+    )
+    require(
+        environment.verifier != "none" or environment.overlong.limit_tokens > 0,
+        "environment.verifier is 'none', so that all rewards are equal and nothing can be learned;"
+        " set a verifier, or reward_models",
+    )
+
+
+def check_warmup(config: RunConfig) -> None:
+    """Raise `ValueError` if the critic would learn alone in all of the run's steps."""
+    require(
+        config.critic.warmup_steps == 0 or config.critic.warmup_steps < config.steps,
+        f"critic.warmup_steps is {config.critic.warmup_steps} and steps {config.steps}, so that the"
+        " policy would never learn; raise steps or lower critic.warmup_steps",
+    )
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Raise `ValueError` where the algorithm does not fit the rollouts."""
+    require(
+        config.algorithm.advantage not in COMPARING or config.rollout.group_size > 1,
+        f"algorithm.advantage '{config.algorithm.advantage}' compares the samples of a group, but"
+        " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
+    )
+    algorithm = config.algorithm
+    require(
+        config.rollout.max_staleness == 0
+        or algorithm.correction.kind != "none"
+        or algorithm.old_logprobs == "engine"
+        or algorithm.correction.allow_uncorrected,
+        f"rollout.max_staleness is {config.rollout.max_staleness}, but no correction is set:"
+        " rollouts of older weights would be trained on as if the present ones had sampled"
+        " them; set algorithm.correction.kind to 'tis' or 'icepop', or algorithm.old_logprobs"
+        " to 'engine', or on purpose algorithm.correction.allow_uncorrected to true",
+    )

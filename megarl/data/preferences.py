@@ -1,0 +1,363 @@
+"""Preferences: prompts with a better and a worse response, checked and tokenised before the run
+starts.
+
+    PreferencesConfig --load_preferences--> PreferenceList --at(ordinal)--> Preference
+
+Prompt and responses are tokenised apart, because that is how the policy meets them. KTO judges
+single responses: a pair becomes two of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from megarl.data.chats import Turn, check_question, parsed_chat, rendered, turns_of
+from megarl.data.config import PreferencesConfig
+from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.order import Order
+from megarl.data.render import check_template, column, render, text_of
+from megarl.data.round_trip import lost_text
+from megarl.data.rows import Row, Table, read_rows
+from megarl.data.tokens import TokenLists, encode, prompt_tokens, response_tokens
+from megarl.schema import require, shortened
+from megarl.types import Preference
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""{label in lower case: whether the response is desirable}"""
+
+
+class Columns(NamedTuple):
+    """The texts of a data set, one entry for each row: of pairs two responses, of singles one."""
+
+    prompts: list[str]
+    responses: tuple[list[str], ...]
+    """(chosen, rejected) or (response,)."""
+    margins: list[float]
+    labels: list[bool]
+
+
+class PreferenceList:
+    """The preferences of a run in their training order."""
+
+    def __init__(
+        self,
+        prompts: TokenLists,
+        responses: tuple[TokenLists, TokenLists],
+        order: Order,
+        fingerprint: str,
+        *,
+        margins: list[float],
+        labels: list[bool] | None = None,
+        warning: str = "",
+    ) -> None:
+        """`labels`: whether each response is desirable, for single responses; None for pairs. The
+        second column of `responses` then holds responses to other prompts.
+        """
+        self._prompts, self._responses, self._order = prompts, responses, order
+        self._margins, self._labels = margins, labels
+        self.fingerprint = fingerprint
+        """Digest of the preferences and their order."""
+        self.warning = warning
+        """What the user should know of the preferences; empty if nothing."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def at(self, ordinal: int) -> Preference:
+        """The preference at position `ordinal` of training, over all epochs. It depends only on the
+        seed and the ordinal.
+        """
+        return self.row(self._order.row(ordinal))
+
+    def row(self, index: int) -> Preference:
+        """The preference with index `index` in the data set."""
+        first, second = self._responses
+        return Preference(
+            index=index,
+            prompt_ids=self._prompts[index],
+            responses=(first[index], second[index]),
+            margin=self._margins[index],
+            is_single=self._labels is not None,
+            is_desirable=self._labels is None or self._labels[index],
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return int(max((self._prompts.lengths + one.lengths).max() for one in self._responses))
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 digest of all token ids, whatever the order of training."""
+        hasher = xxhash.xxh3_128()
+        for lists in (self._prompts, *self._responses):
+            hasher.update(lists.offsets.tobytes())
+            hasher.update(lists.ids.tobytes())
+        return hasher.hexdigest()
+
+
+def load_preferences(
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    single: bool = False,
+    setting: str = "preferences",
+) -> PreferenceList:
+    """Read, check and tokenise all preferences. With `single`, as KTO wants them: a pair becomes a
+    desirable and an undesirable response. `setting`: the section of the recipe.
+
+    Raises `ValueError` that names the file, the row and the setting to change.
+    """
+    table = read_rows(
+        config.source,
+        split=config.split,
+        limit=config.limit,
+        setting=setting,
+        subset=config.subset,
+    )
+    check_template(tokenizer, config.template, setting)
+    require(
+        tokenizer.eos_token_id is not None,
+        "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
+    )
+    columns = _columns(config, table, tokenizer, setting)
+    prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
+    responses = [_reply_tokens(tokenizer, texts, config.template) for texts in columns.responses]
+    _check_lengths(config, table, prompts, responses, setting)
+    settings: list[Any] = [config.template, config.shuffle, single]
+    if config.template == "chat":
+        settings.append(tokenizer.chat_template)
+    marks = zip(*columns.responses, columns.margins, columns.labels, strict=True)
+    digest = fingerprint(
+        settings, zip(columns.prompts, (canonical_json(mark) for mark in marks), strict=True)
+    )
+    warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
+    for texts, ids in zip(columns.responses, responses, strict=True):
+        warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
+    labels, margins = None, columns.margins
+    if single:
+        prompts, responses, labels = _singles(prompts, responses, columns, setting)
+        longest = int((prompts.lengths + responses[1].lengths).max())
+        require(
+            longest <= config.max_tokens,
+            f"{setting}: a prompt with a response to another prompt, with which KTO estimates a"
+            f" divergence, has {longest} tokens, but {setting}.max_tokens is {config.max_tokens};"
+            f" set it to at least {longest}",
+        )
+        margins = [0.0] * len(labels)
+    return PreferenceList(
+        prompts,
+        (responses[0], responses[1]),
+        Order(len(prompts), seed=seed, shuffle=config.shuffle),
+        digest,
+        margins=margins,
+        labels=labels,
+        warning=warning,
+    )
+
+
+def _columns(
+    config: PreferencesConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+) -> Columns:
+    """The rendered texts of all rows."""
+    single = bool(config.response_column)
+    names = (
+        ("response_column",) if single else ("chosen_column", "rejected_column")
+    )  # settings that name the columns of responses
+    found = Columns([], tuple([] for _ in names), [], [])
+    for index, row in enumerate(table.rows):
+        place = table.place(index)
+        texts = [_texts(config, row, name, tokenizer, place, setting) for name in names]
+        require(
+            len({prompt for prompt, _ in texts}) == 1,
+            f"{place}: the conversations of columns '{config.chosen_column}' and"
+            f" '{config.rejected_column}' differ before their last turn; drop the row",
+        )
+        require(
+            single or texts[0][1] != texts[1][1],
+            f"{place}: the chosen and the rejected response are equal, so that there is nothing to"
+            " learn; drop the row",
+        )
+        found.prompts.append(texts[0][0])
+        for place_of, (_, reply) in zip(found.responses, texts, strict=True):
+            place_of.append(reply)
+        found.margins.append(_margin(config, row, place, setting))
+        found.labels.append(_label(config, row, place, setting) if single else True)
+    if single:
+        require(
+            len(set(found.labels)) == 2,
+            f"{table.source}: all responses are {'' if found.labels[0] else 'un'}desirable (column"
+            f" '{config.label_column}'), so that there is nothing to tell apart; set"
+            f" {setting}.label_column or other data",
+        )
+    return found
+
+
+def _texts(
+    config: PreferencesConfig,
+    row: Row,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    place: str,
+    setting: str,
+) -> tuple[str, str]:
+    """(prompt, response) of the column that the setting `name` names, as texts of the model."""
+    key, named = getattr(config, name), f"{setting}.{name}"
+    value = column(row, key, place=place, setting=named)
+    if config.template == "chat":
+        value = parsed_chat(value)
+    else:
+        require(
+            not isinstance(value, list),
+            f"{place}: column '{key}' holds a chat; set {setting}.template to 'chat'",
+        )
+        reply = text_of(value, what=f"the response (column '{key}')", place=place)
+        _refuse_empty(reply, key, place)
+        asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
+        asked = render(asked, tokenizer, template=config.template, place=place, setting=setting)
+        return asked, reply
+    chat = _conversation(config, row, value, named, place, setting)
+    require(
+        chat[-1]["role"] == "assistant",
+        f"{place}: column '{key}' ends with a turn of {chat[-1]['role']!r}, not of the assistant;"
+        " drop the row",
+    )
+    _refuse_empty(chat[-1]["content"], key, place)
+    check_question(chat[:-1], place=place)
+    before = rendered(tokenizer, chat[:-1], place, asks=True)
+    after = rendered(tokenizer, chat, place, asks=False)
+    require(
+        after.startswith(before),
+        f"{place}: the chat template writes the prompt in another way once it has been answered;"
+        " use a template that does not",
+    )
+    return before, after[len(before) :]
+
+
+def _conversation(
+    config: PreferencesConfig, row: Row, value: Any, named: str, place: str, setting: str
+) -> list[Turn]:
+    """Prompt and response as one chat. The response (`value`) may be the assistant's turn alone, as
+    a text or a chat; then the prompt's column is read.
+    """
+    reply = (
+        turns_of(value, place=place, setting=named)
+        if isinstance(value, list)
+        else [{"role": "assistant", "content": text_of(value, what="the response", place=place)}]
+    )
+    if len(reply) > 1:
+        return reply
+    key = f"{setting}.prompt_column"
+    asked = parsed_chat(column(row, config.prompt_column, place=place, setting=key))
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    return turns_of(asked, place=place, setting=key) + reply
+
+
+def _refuse_empty(reply: str, key: str, place: str) -> None:
+    require(
+        bool(reply.strip()),
+        f"{place}: the response (column '{key}') is empty; drop the row or fill it",
+    )
+
+
+def _margin(config: PreferencesConfig, row: Row, place: str, setting: str) -> float:
+    if not config.margin_column:
+        return 0.0
+    value = column(row, config.margin_column, place=place, setting=f"{setting}.margin_column")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # CSV files hold texts
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    require(
+        math.isfinite(number),
+        f"{place}: the margin (column '{config.margin_column}') is {shortened(repr(value))}, not a"
+        " finite number; drop the row or mend it",
+    )
+    return number
+
+
+def _label(config: PreferencesConfig, row: Row, place: str, setting: str) -> bool:
+    value = column(row, config.label_column, place=place, setting=f"{setting}.label_column")
+    found = LABELS.get(str(value).lower())  # CSV files hold texts
+    require(
+        found is not None,
+        f"{place}: the label (column '{config.label_column}') is {shortened(repr(value))}, not true"
+        " or false; mend the row",
+    )
+    return bool(found)
+
+
+def _reply_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], template: str
+) -> TokenLists:
+    """The tokens of responses, up to the end-of-sequence token. What a chat template writes behind
+    it, such as a line break, is left out: a policy never writes it.
+    """
+    if template != "chat":
+        return response_tokens(tokenizer, texts)
+    end: Any = tokenizer.eos_token_id
+
+    def fix(text: str, ids: list[int]) -> list[int]:
+        return ids[: len(ids) - ids[::-1].index(end)] if end in ids else [*ids, end]
+
+    return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
+
+
+def _check_lengths(
+    config: PreferencesConfig,
+    table: Table,
+    prompts: TokenLists,
+    responses: list[TokenLists],
+    setting: str,
+) -> None:
+    longest = np.max([lists.lengths for lists in responses], axis=0)
+    for index, (asked, reply) in enumerate(
+        zip(prompts.lengths.tolist(), longest.tolist(), strict=True)
+    ):
+        require(
+            asked > 0,
+            f"{table.place(index)}: the prompt has no tokens; fill column '{config.prompt_column}'",
+        )
+        require(
+            asked + reply <= config.max_tokens,
+            f"{table.place(index)}: prompt and response have {asked + reply} tokens, but"
+            f" {setting}.max_tokens is {config.max_tokens}; set it to at least {asked + reply}, or"
+            " drop the row",
+        )
+
+
+def _singles(
+    prompts: TokenLists, responses: list[TokenLists], columns: Columns, setting: str
+) -> tuple[TokenLists, list[TokenLists], list[bool]]:
+    """(prompts, [responses, responses to other prompts], labels) of single responses: of a pair the
+    chosen one, then the rejected one. The response to another prompt is that of the next row with
+    another prompt.
+    """
+    num_rows, texts = len(prompts), columns.prompts
+    require(
+        len(set(texts)) > 1,
+        f"{setting}: all rows have the same prompt, but KTO compares with responses to other"
+        " prompts; set a source with several",
+    )
+    other = [0] * num_rows
+    # From the back, twice around: row i takes what its successor takes, unless that itself differs.
+    for step in range(2 * num_rows - 1, -1, -1):
+        here, after = step % num_rows, (step + 1) % num_rows
+        other[here] = after if texts[after] != texts[here] else other[after]
+    sides = [(responses[0], columns.labels)] if len(responses) == 1 else []
+    sides = sides or [(responses[0], [True] * num_rows), (responses[1], [False] * num_rows)]
+    asked = [prompts[index] for index in range(num_rows) for _ in sides]
+    replies = [lists[index] for index in range(num_rows) for lists, _ in sides]
+    others = [lists[other[index]] for index in range(num_rows) for lists, _ in sides]
+    labels = [marks[index] for index in range(num_rows) for _, marks in sides]
+    return TokenLists(asked), [TokenLists(replies), TokenLists(others)], labels

@@ -1,0 +1,163 @@
+r"""Exact values of expressions that hold numbers only, such as `\frac{1}{2} + 3 \times (4 - 5)^2`.
+
+Reading takes time linear in the length of the text, at any nesting up to `MAX_DEPTH`; a general
+parser of LaTeX takes time that doubles with each level.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_CHARACTERS = 1000
+"""Longer texts are not read."""
+MAX_DEPTH = 100
+"""Deeper nested brackets are not read."""
+MAX_BITS = 20_000
+"""A power with a numerator or denominator of more bits is not computed."""
+
+TOKEN = re.compile(
+    r"\s+|\\[,;:! ]|\\left|\\right"  # spaces and sizes of brackets, which mean nothing
+    r"|(?P<number>\d+(?:\.\d*)?|\.\d+)"
+    r"|(?P<frac>\\[cdt]?frac)"
+    r"|(?P<times>\\cdot|\\times|\*)|(?P<over>\\div|/)"
+    r"|(?P<sign>[-+])|(?P<power>\^)|(?P<open>[({\[])|(?P<close>[)}\]])"
+)
+MAX_OPERAND = 10_000
+"""Largest exponent, or argument of a factorial or binomial coefficient, that is computed."""
+GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+"""A pair of brackets of one kind with up to two more pairs of that kind inside."""
+OPERANDS = (
+    re.compile(rf"\^(?=\s*[-+]?({GROUP}|\d+))"),
+    re.compile(rf"(?=({GROUP}|\d+)\s*!)"),
+    re.compile(rf"\\[dt]?binom\s*({GROUP}|\d+)"),
+)
+CHAIN = re.compile(r"\^\s*\d+\s*\^")
+CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+def evaluate(text: str) -> Fraction | None:
+    r"""The value of `text`, made of numbers, `+ - * / ^`, `\times`, `\cdot`, `\div`, `\frac{}{}`
+    and brackets; None for any other text, for a division by zero and for a number without end.
+
+    Products without a sign are not read, because `1\frac{1}{2}` is 3/2 to one reader and 1/2 to
+    another.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    try:
+        reader = _Reader(_tokens(text))
+        value = reader.sum(0)
+        return value if reader.kind() == "end" else None
+    except (_NotArithmetic, ZeroDivisionError):
+        return None
+
+
+def is_huge(text: str) -> bool:
+    """Whether a power, factorial or binomial coefficient in `text` has an exponent or argument
+    beyond `MAX_OPERAND`, or one that `evaluate` cannot compute though it holds no letters: the time
+    to compute such a number has no bound. Exponents with letters, as in e^{x^2}, are not huge.
+    """
+    text = re.sub(r"\\left|\\right", "", text.replace("**", "^"))
+    if CHAIN.search(text):
+        return True
+    for operand in (found[1] for pattern in OPERANDS for found in pattern.finditer(text)):
+        value = evaluate(operand)
+        if value is None:
+            if re.search(r"[\^!]|\\[dt]?binom", operand) and not re.search(
+                r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", operand)
+            ):
+                return True
+        elif abs(value) > MAX_OPERAND:
+            return True
+    return False
+
+
+class _NotArithmetic(Exception):
+    """Raised if the text is not an expression that this module reads."""
+
+
+def _tokens(text: str) -> list[tuple[str, str]]:
+    """(kind, text) of each token, with ("end", "") at the end."""
+    found: list[tuple[str, str]] = []
+    place = 0
+    while place < len(text):
+        match = TOKEN.match(text, place)
+        if match is None:
+            raise _NotArithmetic
+        if match.lastgroup is not None:
+            found.append((match.lastgroup, match[0]))
+        place = match.end()
+    return [*found, ("end", "")]
+
+
+class _Reader:
+    """A recursive-descent parser. `depth` in its methods is the number of open brackets."""
+
+    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+        self._tokens, self._place = tokens, 0
+
+    def kind(self) -> str:
+        return self._tokens[self._place][0]
+
+    def _take(self) -> str:
+        self._place += 1
+        return self._tokens[self._place - 1][1]
+
+    def sum(self, depth: int) -> Fraction:
+        value = self._product(depth)
+        while self.kind() == "sign":
+            sign = self._take()
+            term = self._product(depth)
+            value = value + term if sign == "+" else value - term
+        return value
+
+    def _product(self, depth: int) -> Fraction:
+        value = self._signed(depth)
+        while self.kind() in ("times", "over"):
+            kind = self.kind()
+            self._take()
+            factor = self._signed(depth)
+            value = value * factor if kind == "times" else value / factor
+        return value
+
+    def _signed(self, depth: int) -> Fraction:
+        negative = False
+        while self.kind() == "sign":
+            negative ^= self._take() == "-"
+        value = self._power(depth)
+        return -value if negative else value
+
+    def _power(self, depth: int) -> Fraction:
+        base = self._atom(depth)
+        if self.kind() != "power":
+            return base
+        self._take()
+        exponent = self._atom(depth)
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if exponent.denominator != 1 or bits * abs(exponent) > MAX_BITS or self.kind() == "power":
+            raise _NotArithmetic
+        return base**exponent.numerator
+
+    def _atom(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise _NotArithmetic
+        kind = self.kind()
+        if kind == "number":
+            return Fraction(self._take())
+        if kind == "frac":
+            self._take()
+            return self._brackets("{", depth) / self._brackets("{", depth)
+        if kind == "open":
+            return self._brackets("", depth)
+        raise _NotArithmetic
+
+    def _brackets(self, required: str, depth: int) -> Fraction:
+        """The value in brackets; `required` is the opening bracket, or empty for any."""
+        opening = self._take()
+        if opening not in CLOSING or (required and opening != required):
+            raise _NotArithmetic
+        value = self.sum(depth + 1)
+        if self._take() != CLOSING[opening]:
+            raise _NotArithmetic
+        return value

@@ -1,0 +1,333 @@
+r"""The verifier `math`: is the final expression of a response equal to the reference answer?
+
+    response --final_expression--> text --plain_number, evaluate, math-verify--> equal or not
+
+Percent is a unit, as dollars are, and units do not count: `50%`, `50\%` and `50 percent` equal 50
+and do not equal 0.5. This is the rule of the grader of the MATH data set (arXiv:2103.03874,
+`math_equivalence.py`), which removes `\%`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from megarl.environments.arithmetic import evaluate, is_huge
+from megarl.environments.config import EnvironmentConfig
+from megarl.types import Prompt
+
+FINAL = "####"  # GSM8K's mark of a final answer
+NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
+MAX_EXPRESSION_CHARACTERS = 1000
+"""A longer final expression is not parsed and counts as no answer."""
+MAX_RESPONSE_CHARACTERS = 10_000
+"""Of a response without a marked answer, only so many characters from its end are searched."""
+MAX_DEPTH = 6
+"""An expression that nests brackets deeper is not parsed: the time of math-verify's parser doubles
+with each level (13 levels of braces take 5 s)."""
+TOWERS = re.compile(r"(?:[\^_]\s*[A-Za-z0-9]\s*){5}|!{3}|(?:\|[^|]*){13}|(?:=[^=]*){9}")
+"""Nesting without brackets, which is not parsed either: x^x^x^x^x^x, x!!!, bars, chains of `=`."""
+FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+
+NUMBER = re.compile(
+    r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?"
+    r"(?:[eE]([-+]?\d{1,3}))?"
+)
+UNIT = re.compile(r"^(.*\d)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
+# Words that change the number before them, so that it may not be read alone.
+NOT_UNITS = re.compile(
+    r"\b(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|pi|sqrt|"
+    r"times|plus|minus|over|and|or|to|by|mod)\b",
+    re.IGNORECASE,
+)
+PERCENT = r"\s*(?:\\?%|percent(?:age)?\b|\\text\{\s*(?:\\?%|percent(?:age)?)\s*\})"
+FINAL_PERCENT = re.compile(rf"(?<=[\w)}}\].]){PERCENT}(?:\s+points?)?\s*$", re.IGNORECASE)
+PERCENT_OF_NUMBER = re.compile(rf"(?<=\d){PERCENT}", re.IGNORECASE)
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+VULGAR = (
+    "\u00bc\u00bd\u00be\u2150\u2151\u2152\u2153\u2154\u2155\u2156\u2157\u2158\u2159"
+    "\u215a\u215b\u215c\u215d\u215e"
+)  # one quarter, a half, ..., seven eighths
+MIXED = re.compile(rf"(?:((?<!\d)\d{{1,100}})\s?)?([{VULGAR}])")
+SUPERSCRIPTS = re.compile(r"(?<=[\w)}\]])\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][-+]?\d{1,2})(?![\w.]\w)")
+WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
+PRODUCTS = re.compile(r"[abcxyz]{2,3}|[b-df-hj-np-tv-z]{2,3}")
+"""Letters that are read as a product of variables, such as xy or mn."""
+KNOWN = frozenset(
+    ["pi", "inf", "infinity", "infty", "exp", "log", "ln", "sqrt"]
+    + [arc + name for arc in ("", "arc") for name in ("sin", "cos", "tan", "cot", "sec", "csc")]
+)
+"""Words that are mathematics."""
+_PLAIN = "|".join(
+    sorted(KNOWN - {"sqrt", "exp", "inf", "infinity", "infty"}, key=len, reverse=True)
+)
+PLAIN_NAMES = re.compile(rf"(?<![\\A-Za-z])({_PLAIN})(?![A-Za-z])")
+"""Names of functions and constants without LaTeX's backslash, such as in `2pi` and `sin x`."""
+OPERATORS = re.compile(rf"\\(?:operatorname|mathrm|text)\{{\s*({_PLAIN})\s*\}}")
+PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z{])sqrt\s+([A-Za-z0-9]+)")
+WITH_BASE = re.compile(r"([-+]?\d[\dA-Fa-f]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
+WITH_FRACTION = re.compile(r"([-+]?)(\d{1,100})\s+(\d{1,100})\s*/\s*(\d{1,100})")
+DEGREES = re.compile(r"([-+]?\d[\d.,]*)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+DASH = re.compile(r"(?<![\w)}\]])[\u2212\u2013](?=[\d.\\$\u20ac\u00a3])")
+LENGTHS = r"(?:[kcdm]?m|in|ft|yd|mi|[km]?g|lbs?|oz|[mc]?[lL]|m?s|sec|min|h|hr|hours?|mph|miles?)"
+POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?"
+AFTER_NUMBER = re.compile(
+    rf"([-+]?\d[\d.,]*)(?:\s*[$\u20ac\u00a3]|\s+{LENGTHS}{POWER}(?:\s*/\s*{LENGTHS}{POWER})?)"
+)
+"""A number with a currency sign or a unit of measure behind it."""
+CHOICE = re.compile(r"\(?([A-H])[).:]+\s+\S")
+"""A letter of a multiple choice with what it stands for, as in `D. 5`."""
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
+BRACKETS = {"{": "}", "(": ")"}
+
+
+def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
+    r"""A verifier that returns 1.0 if the final expression of the response is mathematically equal
+    to the reference answer, else 0.0.
+
+    The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
+    comes later; without either, it is what math-verify extracts. Plain numbers are compared
+    exactly, everything else by math-verify. A final percent sign is dropped on both sides. An
+    expression longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as
+    wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. The
+    verifier raises if the reference answer is not a mathematical expression.
+    """
+    import math_verify
+
+    del config
+    # It says once per process that its time limits are off; ours hold, and its own need signals.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> list[Any]:
+        return math_verify.parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+
+    def parse_marked(text: str) -> list[Any]:
+        if is_deep(text):
+            return []
+        return parse(f"\\boxed{{{text}}}") or parse(text)
+
+    def parse_response(text: str) -> list[Any]:
+        text = in_prose(text[-MAX_RESPONSE_CHARACTERS:])
+        text = FORMULA.sub(
+            lambda found: "" if is_deep(found[0]) or is_huge(found[0]) else found[0], text
+        )
+        return parse(text) if depth(text) <= MAX_DEPTH else []
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        reference = cleaned(final_expression(prompt.answer) or prompt.answer)
+        found = final_expression(response)
+        if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
+            return 0.0
+        expression = cleaned(found or "")
+        expected, number = plain_number(reference), plain_number(expression)
+        if expected is not None and number is not None:
+            return float(expected == number)
+        exact = evaluate(reference) if expected is None else expected
+        if exact is not None and exact == evaluate(expression):
+            return 1.0
+        by_text = None if found is None else compared_as_text(reference, expression)
+        if by_text is not None:
+            return float(by_text)
+        if number is None and expected is not None:
+            number = number_with_unit(expression)
+        elif number is not None and expected is None:
+            expected = number_with_unit(reference)
+        if expected is not None and number is not None:
+            return float(expected == number)
+        gold = parse_marked(reference if expected is None else _latex(expected))
+        if not gold:
+            raise ValueError(
+                f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
+                " mathematics; set environment.verifier to 'exact_match' or to a function of your"
+                " own"
+            )
+        given = parse_response(response) if found is None else parse_marked(expression)
+        return float(bool(given) and math_verify.verify(gold, given, timeout_seconds=None))
+
+    return verify
+
+
+def final_expression(text: str) -> str | None:
+    r"""The text after the last `####` or inside the last `\boxed{}`, whichever comes later; None
+    without either.
+    """
+    hashed, box = text.rfind(FINAL), None
+    for box in BOX.finditer(text):
+        pass
+    if box is not None and box.start() > hashed:
+        if not box[1]:  # as in "\boxed 5"
+            return re.split(r"[\s$]", text[box.end() :], maxsplit=1)[0]
+        start, level = box.end(), 1
+        for end in range(start, len(text)):
+            level += {"{": 1, "}": -1}.get(text[end], 0)
+            if level == 0:
+                return text[start:end].strip()
+        return ""  # an open box is not an answer
+    if hashed >= 0:
+        line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
+        if len(line) <= 1 or re.search(
+            rf"[\d\\{VULGAR}]", line
+        ):  # else it is a heading, as in "#### Conclusion"
+            return line
+    return None
+
+
+def cleaned(text: str) -> str:
+    r"""A final expression without what does not change its value: Markdown's `**`, `$` or `\(`
+    around it, a final percent sign, brackets that are doubled. Characters such as ½ and ², and
+    names such as pi and sin, become LaTeX.
+    """
+    text = re.sub(r"^[*`\s]+|(?<!\^)[*`\s]+$", "", text)
+    for before, after in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        inner = text[len(before) : -len(after)]
+        if text.startswith(before) and text.endswith(after) and inner and before not in inner:
+            text = inner.strip()
+    text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
+    text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = MIXED.sub(lambda found: _latex(_mixed(found)), DASH.sub("-", text))
+    text = text.replace("\u2212", "-").replace("\u00b0", "^\\circ")
+    text = OPERATORS.sub(r"\\\1 ", text)
+    text = PLAIN_ROOT.sub(r"\\sqrt{\1}", PLAIN_NAMES.sub(r"\\\1 ", text)).rstrip()
+    if degrees := DEGREES.fullmatch(text):
+        return degrees[1]
+    if parts := WITH_FRACTION.fullmatch(text):
+        whole, over, under = (int(part) for part in parts.groups()[1:])
+        if over < under:
+            return parts[1] + _latex(whole + Fraction(over, under))
+    return without_doubled(text)
+
+
+def compared_as_text(reference: str, expression: str) -> bool | None:
+    """Whether two expressions are equal that must not be parsed as products: words, whose letters
+    would commute; numbers in a base (1011_2), whose base must be equal; a letter of a multiple
+    choice; numbers too large to compute. None if they are none of these.
+    """
+    words = _plain_words(reference)
+    if words is not None:
+        return words == _plain_words(expression)
+    bases = WITH_BASE.fullmatch(reference), WITH_BASE.fullmatch(expression)
+    if bases != (None, None):
+        first, second = (base and (base[1].upper(), int(base[2] or base[3])) for base in bases)
+        return first == second
+    choice = CHOICE.match(expression)
+    if choice and re.fullmatch("[A-H]", reference):
+        return choice[1] == reference
+    if is_huge(reference) or is_huge(expression):
+        return re.sub(r"\s", "", reference) == re.sub(r"\s", "", expression)
+    return None
+
+
+def _plain_words(text: str) -> list[str] | None:
+    """The words of a text that holds nothing else, in lower case; None for other texts, for
+    products of variables and for names of functions and constants.
+    """
+    text = WRAPPED.sub(r"\1", text).strip().removesuffix(".")
+    if not WORDS.fullmatch(text) or PRODUCTS.fullmatch(text):
+        return None
+    words = re.split(r"[\s-]+", text.lower())
+    return None if KNOWN & set(words) else words
+
+
+def number_with_unit(text: str) -> Fraction | None:
+    """The value of a number with a unit of measure or a currency sign behind it, such as 5 for
+    `5 cm^2`; None for other texts.
+    """
+    found = AFTER_NUMBER.fullmatch(text)
+    return plain_number(found[1]) if found else None
+
+
+def in_prose(text: str) -> str:
+    """A response without a marked answer, with its numbers written as math-verify reads them."""
+    text = THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", text))
+    text = MIXED.sub(lambda found: str(_mixed(found)), text)
+    return without_doubled(EXPONENT.sub(lambda found: _latex(Fraction(found[0])), text))
+
+
+def _mixed(found: re.Match[str]) -> Fraction:
+    """The value of a match of `MIXED`, such as 3/2 for 1½."""
+    over, under = unicodedata.normalize("NFKC", found[2]).split("\u2044")
+    return Fraction(found[1] or 0) + Fraction(int(over), int(under or 1))
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The value of a text that is a plain number, otherwise None. A sign, `$`, `%`, thousands
+    separators, an exponent (5e3), a final full stop and a unit are allowed.
+    """
+    if len(text) > NUMBER_CHARACTERS:
+        return None
+    text = THIN_SPACE.sub(",", text.replace("\\$", "$").replace("{,}", ",").replace("\\!", ""))
+    text = text.replace("\u2212", "-").strip()
+    if len(text) > 2 and text.startswith("$") and text.endswith("$"):
+        text = text[1:-1].strip()
+    text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
+    unit = UNIT.match(text)
+    if unit and not NOT_UNITS.search(unit[2]):
+        text = unit[1]
+    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text))
+    if not match or not (match[2] or match[3]):
+        return None
+    digits = f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}"
+    return Fraction(f"{digits}e{match[4] or 0}")
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """(opening, closing) positions of all brackets that match, in the order of their closings. A
+    bracket without a partner is passed over.
+    """
+    found: list[tuple[int, int]] = []
+    opened: list[int] = []
+    for place, sign in enumerate(text):
+        if sign in BRACKETS:
+            opened.append(place)
+        elif sign in BRACKETS.values():
+            while opened and BRACKETS[text[opened[-1]]] != sign:
+                opened.pop()
+            if opened:
+                found.append((opened.pop(), place))
+    return found
+
+
+def depth(text: str) -> int:
+    """How deep the brackets of `text` are nested, whether or not their kinds match; 0 without."""
+    level = deepest = 0
+    for sign in text:
+        if sign in "{([":
+            level += 1
+            deepest = max(deepest, level)
+        elif sign in "})]":
+            level = max(0, level - 1)
+    return deepest
+
+
+def is_deep(text: str) -> bool:
+    """Whether the expression is nested too deep to be parsed in time."""
+    return depth(text) > MAX_DEPTH or TOWERS.search(text) is not None
+
+
+def without_doubled(text: str) -> str:
+    """`text` without brackets that stand directly inside a pair of the same kind, such as the inner
+    ones of `((5))`.
+    """
+    found = set(pairs(text))
+    doubled = {
+        place
+        for opening, closing in found
+        if text[opening - 1 : opening] == text[opening] and (opening - 1, closing + 1) in found
+        for place in (opening, closing)
+    }
+    return "".join(sign for place, sign in enumerate(text) if place not in doubled)
+
+
+def _latex(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number.numerator)
+    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"

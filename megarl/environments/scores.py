@@ -1,0 +1,121 @@
+"""What a reward function may return, and how several of them add up.
+
+number | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MAX_REWARD = 1e9
+"""Largest size of a reward. The squares of larger ones would leave the range of float32."""
+MAX_METRICS = 64
+"""Largest number of metrics that one reward function may return."""
+METRIC = re.compile(r"[\w .%+@-][\w .%+@/-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The result of scoring one response."""
+
+    reward: float
+    correct: bool | None = None
+    """Whether the response counts as correct; None if the function did not say."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """{name: value} of the function's own metrics."""
+
+
+class BadScore(ValueError):
+    """Raised if a reward function returned something that is no score."""
+
+    def __init__(self, failure: Literal["error", "nan"], message: str) -> None:
+        super().__init__(message)
+        self.failure: Literal["error", "nan"] = failure
+
+
+def read_score(answer: Any) -> Score:
+    """The score that a reward function's return value stands for. Raises `BadScore` with what was
+    returned and what may be.
+    """
+    if isinstance(answer, Score):
+        return answer
+    if not isinstance(answer, Mapping):
+        return Score(_reward(answer))
+    rest = dict(answer)
+    if "reward" not in rest:
+        keys = ", ".join(map(str, rest)) or "nothing"
+        raise BadScore(
+            "error",
+            f"the verifier returned a dict with {keys:.200}, but without 'reward'; add that key",
+        )
+    reward, correct = _reward(rest.pop("reward")), _correct(rest.pop("correct", None))
+    if len(rest) > MAX_METRICS:
+        raise BadScore(
+            "error", f"the verifier returned {len(rest)} metrics; return at most {MAX_METRICS}"
+        )
+    metrics = {}
+    for name, value in rest.items():
+        if not isinstance(name, str) or not METRIC.fullmatch(name):
+            raise BadScore(
+                "error",
+                f"the verifier returned a metric named {name!r:.100}; use letters, digits and"
+                " _ - . / in at most 64 characters",
+            )
+        number = _number(value)
+        if not math.isfinite(number):
+            raise BadScore(
+                "nan",
+                f"the verifier returned {value!r:.100} for metric '{name}', not a finite number",
+            )
+        metrics[name] = number
+    return Score(reward, correct, metrics)
+
+
+def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
+    """The weighted sum of several functions' scores, given as (name, weight, score). The first
+    function says whether the response is correct. Each function's own reward becomes the metric
+    `reward/<name>`, before its weight.
+    """
+    metrics: dict[str, float] = {}
+    for name, _, score in parts:
+        metrics[f"reward/{name}"] = score.reward
+        metrics |= {f"{name}/{key}": value for key, value in score.metrics.items()}
+    first = parts[0][2]
+    correct = first.reward == 1.0 if first.correct is None else first.correct
+    total = _reward(math.fsum(weight * score.reward for _, weight, score in parts))
+    return Score(total, correct, metrics)
+
+
+def _reward(value: Any) -> float:
+    number = _number(value)
+    if not math.isfinite(number):
+        raise BadScore("nan", f"the verifier returned {value!r:.200}, not a finite number")
+    if abs(number) > MAX_REWARD:
+        raise BadScore(
+            "error",
+            f"the verifier returned {number:g}; return a reward between {-MAX_REWARD:g} and"
+            f" {MAX_REWARD:g}",
+        )
+    return number
+
+
+def _correct(value: Any) -> bool | None:
+    number = _number(value)
+    if value is not None and number not in (0.0, 1.0):
+        raise BadScore(
+            "error",
+            f"the verifier returned {value!r:.100} for 'correct'; return True, False or None",
+        )
+    return None if value is None else bool(number)
+
+
+def _number(value: Any) -> float:
+    """`value` as a float; NaN for what is not a number."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

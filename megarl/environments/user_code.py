@@ -1,0 +1,187 @@
+"""A user's Python file: found by name, read once, and run from what was read.
+
+    "file.py:name" --split--> (path, name)      SourceFiles.read(path) --load--> the function
+
+A worker process that replaces another runs the text that the first one ran: editing the file in the
+middle of a run changes nothing, and a mistake in it ends nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from megarl.schema import require
+
+Sources = dict[str, bytes]
+"""{absolute path of a Python file: its content}"""
+
+
+def split(name: str, setting: str, others: str = "") -> tuple[Path, str]:
+    """(file, attribute) of `path/to/file.py:attribute`; raises `ValueError` for another form or a
+    missing file. `others`: further allowed values, for the error message.
+    """
+    kind = "Class" if setting == "environment.session" else "function"
+    file, colon, attribute = name.rpartition(":")
+    require(
+        bool(colon) and file.endswith(".py") and attribute.isidentifier(),
+        f"{setting} is '{name}'; set it to {others}path/to/file.py:{kind}",
+    )
+    path = Path(file)
+    require(
+        path.is_file(),
+        f"{setting} is '{name}', but there is no file {path}; set the path of one there is",
+    )
+    return path, attribute
+
+
+def read(paths: Sequence[Path]) -> Sources:
+    """The content of the files. Raises `ValueError` for a file that cannot be read."""
+    found: Sources = {}
+    for path in paths:
+        try:
+            found[str(path.resolve())] = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
+    return found
+
+
+def changed(sources: Sources) -> list[str]:
+    """The files of `sources` whose content on disk is another now, or which are gone."""
+    found = []
+    for path, content in sources.items():
+        try:
+            same = Path(path).read_bytes() == content
+        except OSError:
+            same = False
+        if not same:
+            found.append(path)
+    return found
+
+
+class _PinnedLoader(SourceFileLoader):
+    """Imports a module from text that was read before; ignores file and bytecode cache."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
+
+    def get_data(self, path: str) -> bytes:
+        return self._content
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._content, self.path, "exec", dont_inherit=True)
+
+
+class PinnedFinder:
+    """Has modules whose files are in `sources` imported from there; an entry of `sys.meta_path`."""
+
+    def __init__(self, sources: Sources, folders: Sequence[str] = ()) -> None:
+        """`folders`: an import of a module that two of these folders hold raises `ImportError`,
+        since a process keeps one module of a name.
+        """
+        self.sources, self.folders = sources, folders
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's spec; None for modules that are not in `sources`."""
+        if path is None and len(self.folders) > 1:
+            specs = [PathFinder.find_spec(name, [folder]) for folder in self.folders]
+            files = sorted({spec.origin for spec in specs if spec is not None and spec.origin})
+            if len(files) > 1:
+                raise ImportError(
+                    f"the module '{name}' is found in {' and in '.join(files)}, and a process keeps"
+                    " one of them; give each a name of its own"
+                )
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin not in self.sources:
+            return None
+        spec.loader = _PinnedLoader(name, spec.origin, self.sources[spec.origin])
+        return spec
+
+
+def prepare_imports(paths: Sequence[Path], sources: Sources) -> None:
+    """In a worker process: let the files at `paths` import their neighbours, as a script may, from
+    `sources` where those hold them. An import of a module that lies beside two of the files, in
+    different folders, raises `ImportError`.
+    """
+    folders = list(dict.fromkeys(str(path.resolve().parent) for path in paths))
+    for folder in folders:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    sys.meta_path.insert(0, PinnedFinder(sources, folders))  # type: ignore[arg-type]
+
+
+def neighbours(paths: Sequence[Path]) -> list[str]:
+    """Files of the modules that this process has imported from the folders of `paths`."""
+    folders = {path.resolve().parent for path in paths}
+    found = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    return sorted(
+        file
+        for file in found
+        if file.endswith(".py") and "site-packages" not in file and folders & {*Path(file).parents}
+    )
+
+
+def load(
+    path: Path,
+    name: str,
+    setting: str,
+    kind: str,
+    fits: Callable[[Any], bool],
+    sources: Sources | None = None,
+) -> Any:
+    """Import the Python file at `path`, from `sources` if they hold it, and return its attribute
+    `name`. Raises `ValueError` that names `setting`.
+    """
+    where = str(path.resolve())
+    content = read([path])[where] if sources is None or where not in sources else sources[where]
+    # Files of the same name in two folders are two modules.
+    module_name = f"megarl_verifier_{path.stem}_{zlib.crc32(where.encode()):08x}"
+    loader = _PinnedLoader(module_name, where, content)
+    spec = importlib.util.spec_from_file_location(module_name, where, loader=loader)
+    assert spec is not None, path  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # where dataclasses look up the types of their fields
+    try:
+        loader.exec_module(module)
+    except BaseException as error:  # SystemExit too, which would end the process without a word
+        del sys.modules[module_name]
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{setting}: {path} does not import: {said}; mend the file") from error
+    found = getattr(module, name, None)
+    public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+    listed = ", ".join(public) or "(none)"
+    require(
+        found is not None,
+        f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
+    )
+    require(
+        callable(found) if kind == "function" else fits(found),
+        f"{setting}: '{name}' of {path} is {type(found).__name__}, not a {kind}; set"
+        f" one of: {listed}",
+    )
+    return found
+
+
+def check_two_parameters(found: Callable[..., Any], name: str, setting: str) -> None:
+    """Raise `ValueError` unless `found` can be called as `found(prompt, response)`."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # of a callable written in C
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"{setting}: {name} is defined as {name.rpartition(':')[2]}{signature}, but is called"
+            " with (prompt, response); give it these two parameters"
+        ) from None

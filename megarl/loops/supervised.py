@@ -1,0 +1,119 @@
+"""The loop of a run on a fixed data set: steps, checkpoints, evaluations, and an end by a signal.
+
+    Task.take(step's rows) -> batch -> Task.train(batch) -> metrics
+
+A task says what is trained and on what: `megarl.loops.sft`, `.preference` and `.reward_model`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl import console
+from megarl.loops.schedule import due
+from megarl.observe.report import LiveReport, write_report
+from megarl.observe.summary import read_run
+from megarl.signals import graceful
+from megarl.supervised_config import SupervisedConfig
+from megarl.trainer.context import RunContext, RunInputs, open_run
+from megarl.trainer.role import Role
+from megarl.types import StepReport
+
+
+class Task(Protocol):
+    """What a run on a data set trains. All ranks call every method together."""
+
+    role: Role
+    """The model that is trained and saved."""
+
+    def take(self, first: int, count: int, *, stops: bool) -> Any:
+        """The batch of `count` rows from position `first` of training, the same on every rank; None
+        on every rank if rank 0 `stops`.
+        """
+        ...
+
+    def train(self, batch: Any, step: int) -> StepReport:
+        """Take one optimizer step on `batch`. Raises `UserError` if the model is not finite."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics ("eval/NAME") on the rows that are not trained on; {} without such rows."""
+        ...
+
+
+MakeTask = Callable[[RunContext], Task]
+
+
+def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) -> int:
+    """Train until `config.steps`, from a resumed checkpoint or the model's own weights; rank 0
+    prints a summary as one JSON object. `make` creates the task. Returns the exit code.
+    """
+    with open_run(config, inputs) as context:
+        if not context.is_finished():
+            train(context, make)
+        is_main = context.is_main
+    if is_main:
+        folder = Path(config.folder)
+        write_report(folder, title=folder.name)
+        console.result(json.dumps(summary(folder, config.seed)))
+    return 0
+
+
+def summary(folder: Path, seed: int) -> dict[str, Any]:
+    """First and last loss of a run folder, and its last evaluation."""
+    found = read_run(folder)
+    steps = [record for record in found.metrics if record.get("loss") is not None]
+    last = found.evaluations[-1].metrics if found.evaluations else {}
+    return {
+        "loss_first": steps[0]["loss"] if steps else None,
+        "loss_last": steps[-1]["loss"] if steps else None,
+        "steps": len(steps),
+        **last,
+        "seed": seed,
+        "run_s": round(console.elapsed_s(), 1),
+    }
+
+
+def train(context: RunContext, make: MakeTask) -> None:
+    """Train until `steps` steps are done. A signal ends the run after the present step, with a
+    checkpoint of it; raises `Ended` then.
+    """
+    config = context.config
+    assert isinstance(config, SupervisedConfig)
+    with console.phase("model and optimizer"):
+        task = make(context)
+        checkpoints = context.checkpoints(task.role.engine)
+        progress = context.resume(checkpoints)
+    first = saved = progress.step if progress else 0
+    begun = progress.next_ordinal if progress else 0
+    observer, report = context.observe(first), LiveReport(context.folder)
+    size, every = config.samples_per_step, config.evaluation.every
+
+    def evaluate(done: int) -> None:
+        metrics = task.evaluate()
+        if observer is not None and metrics:
+            observer.evaluation(done, metrics, [])
+
+    if first == 0:
+        evaluate(0)
+    with graceful() as stop:
+        for step in range(first, config.steps):
+            # From where the checkpoint's run had come, whatever its rows a step.
+            ordinal = begun + (step - first) * size
+            batch = task.take(ordinal, size, stops=bool(stop))
+            if batch is None:
+                if step > saved:
+                    checkpoints.save(step=step, next_ordinal=ordinal)
+                stop.end(step, is_main=observer is not None)
+            found = task.train(batch, step)
+            if observer is not None:
+                observer.step(found)
+                report.refresh()
+            if due(step + 1, config.training.checkpoint.every, config.steps):
+                checkpoints.save(step=step + 1, next_ordinal=ordinal + size)
+                saved = step + 1
+            if due(step + 1, every, config.steps):
+                evaluate(step + 1)

@@ -1,0 +1,71 @@
+"""Starts vLLM's engine core on the CPU from a fork server, so that vLLM is imported by both
+processes of an engine at the same time.
+
+vLLM computes in a second process, the engine core. In a Ray actor vLLM uses the start method
+`spawn`: the core imports torch and vLLM only once the actor has imported them, 8 s later. On a GPU
+an engine starts as vLLM has it: there a process must not fork after CUDA is initialised.
+"""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+CORE_IMPORTS = "megarl.rollout.core_imports"
+"""Module that imports vLLM's engine core."""
+
+
+def import_core_ahead() -> None:
+    """Start a process that imports vLLM's engine core while this process imports the rest of vLLM.
+    Call it before vLLM is imported, and `fork_core` after.
+    """
+    preload_openmp()
+    multiprocessing.set_forkserver_preload([CORE_IMPORTS])
+    forkserver.ensure_running()
+
+
+def preload_openmp() -> None:
+    """Have child processes load torch's OpenMP library first, as vLLM has its core do: with the
+    system's beside it, threads share a core. It must be in the environment of the new process.
+    """
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    found = glob.glob(str(Path(spec.origin).parent / "lib" / "libgomp*.so*"))
+    before = os.environ.get("LD_PRELOAD", "")
+    if found and "omp" not in before:
+        os.environ["LD_PRELOAD"] = ":".join(filter(None, [before, found[0]]))
+
+
+def fork_core() -> None:
+    """Have vLLM fork its engine core from the process of `import_core_ahead`."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = CoreContext  # pyright: ignore[reportPrivateImportUsage]
+
+
+class CoreContext(ForkServerContext):
+    """The multiprocessing context of the engine core: its processes get the environment variables
+    that vLLM has set since the fork server started.
+    """
+
+    def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any]
+    ) -> ForkServerProcess:
+        arguments = (dict(os.environ), target, kwargs)
+        return ForkServerProcess(target=run_in_environment, name=name, args=arguments)
+
+
+def run_in_environment(
+    environment: dict[str, str], target: Callable[..., None], kwargs: dict[str, Any]
+) -> None:
+    """Call `target` with the environment variables of the process that started this one."""
+    os.environ.clear()
+    os.environ.update(environment)
+    target(**kwargs)

@@ -1,0 +1,166 @@
+"""SIGTERM and Ctrl-C: the first ends a run in order, a second one at once, and nothing outlives the
+process.
+
+* While a run starts, the first signal raises `Ended`.
+* Inside of `graceful`, the first signal sets a flag, on which the loop saves a checkpoint and ends;
+  another one raises `Ended`.
+* `guard` ends the process by force where neither does so in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from megarl.console import say
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals on which a run stops its processes and exits."""
+
+SAME_WITHIN_S = 1.0
+"""Signals that arrive within this many seconds are one: under torchrun a rank gets Ctrl-C from the
+terminal and from the launcher."""
+
+SAVE_WITHIN_S = 6.0
+"""Seconds after a signal until the step and its checkpoint must be finished."""
+
+SECOND_WITHIN_S = 1.5
+"""Seconds after a second signal until the process ends by force."""
+
+
+class Ended(BaseException):
+    """SIGTERM or Ctrl-C: raised like an error, so that everything that was started is stopped."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Stop:
+    """Whether a signal has asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The signal; 0 before there is one."""
+        self.at = 0.0
+        self.done = threading.Event()
+        """Set once what was to be saved is saved, or cannot be."""
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def end(self, done: int, *, is_main: bool) -> NoReturn:
+        """End a run of which `done` steps are done and saved; raises `Ended`."""
+        self.done.set()
+        if is_main:
+            kept = f"the checkpoint of step {done} is saved" if done else "no step was finished"
+            say(f"megarl: ended before step {done + 1}: {kept}; --resume auto goes on from there")
+        raise Ended(self.number or signal.SIGTERM)
+
+
+def handle() -> None:
+    """Have every signal of `SIGNALS` raise `Ended`, once."""
+    for number in SIGNALS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Signal handler: raise `Ended` at the first signal and ignore later ones."""
+    for known in SIGNALS:
+        signal.signal(known, signal.SIG_IGN)
+    raise Ended(number)
+
+
+def name_of(number: int) -> str:
+    """What a user calls a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def graceful() -> Iterator[Stop]:
+    """Until the end of the block, the first signal only sets the flag that is returned; the loop
+    looks at it between two steps. A second signal raises `Ended`.
+    """
+    stop = Stop()
+    is_main = os.environ.get("RANK", "0") == "0"
+
+    def too_late() -> None:
+        if not stop.done.wait(SAVE_WITHIN_S) and is_main:
+            say(
+                f"megarl: no checkpoint of this moment: the step and its checkpoint were not"
+                f" finished {SAVE_WITHIN_S:g} s after the signal; earlier checkpoints are whole"
+                " (training.checkpoint.every)"
+            )
+
+    def first(number: int, frame: FrameType | None) -> None:
+        if stop:
+            if time.monotonic() - stop.at > SAME_WITHIN_S:
+                _end(number, frame)
+            return
+        stop.number, stop.at = number, time.monotonic()
+        if is_main:
+            say(
+                f"megarl: {name_of(number)}: the run saves a checkpoint of the last finished step"
+                f" and ends, within {SAVE_WITHIN_S:g} s; once more to end at once"
+            )
+        threading.Thread(target=too_late, daemon=True).start()
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, first)
+    try:
+        yield stop
+    finally:
+        stop.done.set()
+        for number, handler in before.items():
+            if stop:
+                handler = signal.SIG_IGN  # the run is ending already
+            signal.signal(number, handler)
+
+
+def guard(within_s: float) -> None:
+    """Start the thread that ends this process at most `within_s` seconds after a signal, and
+    `SECOND_WITHIN_S` after a second one.
+
+    Python runs signal handlers only between its own instructions, so a process inside a library's C
+    code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def wait() -> None:
+        first, number, deadline = 0.0, 0, float("inf")
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([ours], [], [], None if number == 0 else left)[0]:
+                continue
+            found, now = ours.recv(1)[0], time.monotonic()
+            if found in SIGNALS and number == 0:
+                first, number, deadline = now, found, now + within_s
+            elif found in SIGNALS and now - first > SAME_WITHIN_S:
+                deadline = min(deadline, now + SECOND_WITHIN_S)
+        end_now(number, time.monotonic() - first)
+
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end_now(number: int, after_s: float) -> NoReturn:
+    """Kill all child processes and exit: the regular way out hangs, for example in a collective."""
+    import psutil
+
+    say(f"megarl: still running {after_s:.1f} s after {name_of(number)}: killing child processes")
+    with contextlib.suppress(OSError, ValueError):  # where each thread was, for run.log
+        faulthandler.dump_traceback(2)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(128 + number)

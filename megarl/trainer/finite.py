@@ -1,0 +1,138 @@
+"""Values that are NaN or infinite: found on any rank, decided on all ranks, named to the user.
+
+    guard = StepGuard(role, allowed=config.max_skipped_steps)
+    guard.begin("step 3")
+    guard.watch("log-probs", logprobs)       # no collective, no synchronisation with the device
+    problem = guard.problem()                # collective: the same answer on every rank
+
+An optimizer step with such a value is not taken. A weight with such a value ends the run, and is
+neither saved nor published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.console import say
+from megarl.errors import UserError
+from megarl.parallel.collectives import all_reduce_max
+from megarl.parallel.mesh import Axis
+
+if TYPE_CHECKING:
+    from megarl.trainer.role import Role
+
+LOWER_RATE = "lower {section}.optimizer.learning_rate"
+
+WATCHED = {
+    "engines' log-probs": "look at the engines' output, or set rollout.engine.dtype to 'float32'",
+    "reference model's log-probs": "set reference.model.path to another model",
+    "policy's log-probs": f"{LOWER_RATE} (at the first step: choose another model)",
+    "reward model's scores": f"{LOWER_RATE} (at the first step: choose another model)",
+    "critic's values": "lower critic.optimizer.learning_rate",
+    "loss": LOWER_RATE,
+}
+"""{quantity of an optimizer step: what to do if it is not finite}. If several are not finite, the
+first is reported: it comes before the others in the computation."""
+
+
+def first_broken(
+    parts: Iterable[tuple[str, torch.Tensor | None]], axis: Axis, device: torch.device, *, norm: int
+) -> str:
+    """Name of the first tensor that is NaN or infinite on any rank of the axis; "" if there is
+    none. All ranks call it together.
+
+    Args:
+        parts: (name, this rank's part of the tensor or None), with the same names in the same order
+            on every rank.
+        norm: 0 to look at the values. 2 to look at the Euclidean norm in float32, which overflows
+            for values above 1.8e19, as DeepSpeed computes it.
+    """
+    names, found, places = [], [], []
+    for place, (name, part) in enumerate(parts):
+        names.append(name)
+        if part is not None and part.numel():
+            if norm == 2:
+                size = torch.linalg.vector_norm(part, dtype=torch.float32)
+            else:
+                size = torch.stack(torch.aminmax(part)).float().abs().max()  # NaN stays NaN
+            found.append(size.to(device))
+            places.append(place)
+    first = len(names)
+    if found:
+        broken = (~torch.isfinite(torch.stack(found))).nonzero()
+        first = places[int(broken[0])] if len(broken) else first
+    first = -int(all_reduce_max(torch.tensor([-first], device=device), axis))
+    return names[first] if first < len(names) else ""
+
+
+class StepGuard:
+    """Decides, equally on all ranks of a role, whether an optimizer step is taken, and counts those
+    that are not.
+    """
+
+    def __init__(self, role: Role, *, allowed: int, section: str = "training") -> None:
+        """`allowed`: number of times that a step may be skipped; one more ends the run. `section`:
+        section of the recipe with the role's optimizer, for messages.
+        """
+        self.role, self.allowed, self.section, self.skipped = role, allowed, section, 0
+        self._where = ""
+        self._broken = self._none()
+
+    def _none(self) -> torch.Tensor:
+        return torch.zeros(len(WATCHED), dtype=torch.float32, device=self.role.device)
+
+    def begin(self, where: str) -> None:
+        """Name the step that follows, for messages."""
+        self._where = where
+
+    def watch(self, name: str, values: torch.Tensor) -> None:
+        """Note whether `values`, of the quantity `name` in `WATCHED`, are finite."""
+        self._broken[list(WATCHED).index(name)] += (~torch.isfinite(values.detach())).any()
+
+    def problem(self) -> str:
+        """The first quantity that was not finite on any rank since the last call; "" if all were.
+        All ranks call it together.
+        """
+        found = all_reduce_max(self._broken, self.role.mesh.world).tolist()
+        self._broken = self._none()
+        name = next((name for name, count in zip(WATCHED, found, strict=True) if count), "")
+        return f"the {name} {'is' if name == 'loss' else 'are'} not finite" if name else ""
+
+    def gradient_problem(self) -> str:
+        """Says which parameter's gradient is the first that is not finite; "" if all are finite.
+        All ranks call it together, between the last backward pass and the optimizer step.
+        """
+        name = self.role.engine.broken_gradient()
+        return f"the gradient of {name} is not finite" if name else ""
+
+    def skip(self, problem: str) -> None:
+        """Count a step that is not taken because of `problem`. Raises `UserError` on every rank if
+        a weight is not finite, or if no further step may be skipped. All ranks call it together.
+        """
+        self.check_weights()
+        if self.skipped == self.allowed:
+            fix = next((fix for name, fix in WATCHED.items() if name in problem), LOWER_RATE)
+            raise UserError(
+                f"{self._where}: {problem}, so that the optimizer step is not taken;"
+                f" {fix.format(section=self.section)}, or set"
+                f" training.max_skipped_steps above {self.allowed} to go on without such steps"
+            )
+        self.skipped += 1
+        if self.role.mesh.world.rank == 0:
+            say(
+                f"megarl: warning: {self._where}: {problem}; the optimizer step is skipped"
+                f" ({self.skipped} of {self.allowed} that training.max_skipped_steps allows)"
+            )
+
+    def check_weights(self) -> None:
+        """Raise `UserError` on every rank if a weight is not finite. All ranks call it together."""
+        name = self.role.engine.broken_weight()
+        if name:
+            raise UserError(
+                f"{self._where}: the weight {name} of the {self.role.name} is not finite; it is"
+                f" neither saved nor published: {LOWER_RATE.format(section=self.section)} and go"
+                " on from the newest checkpoint, or begin with another model"
+            )

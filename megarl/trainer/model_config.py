@@ -1,0 +1,113 @@
+"""A model's config.json: read by transformers, and refused where its numbers are no model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from megarl.data.hub import hub_state, why_absent
+from megarl.schema import require, shortened
+from megarl.third_party import opening, refuse_broken_links
+from megarl.trainer.config import ModelConfig
+
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Settings of config.json that every model has, at least 1."""
+OTHER_COUNTS = ("num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings")
+"""Settings of config.json that are at least 1 where a model has them."""
+LARGEST_COUNT = 2**31 - 1
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor")
+"""Settings of config.json that are above 0 where a model has them."""
+
+FIX = "fetch the model again, or correct its config.json"
+
+
+def load_model_config(
+    config: ModelConfig, *, setting: str = "model"
+) -> transformers.PretrainedConfig:
+    """Read the model's config.json. Raises `ValueError`, with the setting to change (`setting` is
+    the section of the recipe), if that fails or a number in it is no model's.
+    """
+    what = f"{setting}.path {config.path!r}"
+    folder = Path(config.path)
+    if folder.exists():
+        require(
+            (folder / "config.json").is_file(),
+            f"{what} cannot be loaded: there is no file {folder / 'config.json'}; set it to a model"
+            " folder or hub name",
+        )
+        refuse_broken_links(folder)
+        online = True
+    else:
+        is_path = folder.is_absolute() or config.path.startswith((".", "~"))
+        require(
+            not is_path and config.path.count("/") <= 1,
+            f"{what} cannot be loaded: there is no such folder here, and no hub name looks so; set"
+            " it to a model folder or hub name",
+        )
+        online = hub_state() == "online"
+    fix = FIX
+    if not folder.exists():
+        fix = f"'{config.path}' is not on this machine {why_absent(config.path)}"
+    with opening(f"{what} cannot be loaded", fix=fix):
+        hf = AutoConfig.from_pretrained(
+            config.path,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not online,
+        )
+        hf.get_text_config()
+    problem = config_problem(hf)
+    require(not problem, f"config.json of {what}: {problem}; {FIX}")
+    return hf
+
+
+def config_problem(hf: transformers.PretrainedConfig) -> str:
+    """What is wrong with the numbers of a model's configuration; empty if nothing is."""
+    text = hf.get_text_config()
+    for name in (*COUNTS, *OTHER_COUNTS):
+        value = getattr(text, name, None)
+        if value is None and name not in COUNTS:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"{name} is {shortened(repr(value))}, not a whole number"
+        if not 1 <= value <= LARGEST_COUNT:
+            return f"{name} is {value}, not a number from 1 to {LARGEST_COUNT}"
+    for name, value in numbers(hf.to_dict()):
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value}"
+        if name.rpartition(".")[2] in POSITIVE and value <= 0:
+            return f"{name} is {value:g}, not above 0"
+    dtype = getattr(hf, "dtype", None)
+    if dtype is not None and not isinstance(dtype, str | torch.dtype):
+        return f"dtype is {shortened(repr(dtype))}, not the name of one"
+    names = hf.architectures
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(n, str) for n in names)
+    ):
+        return f"architectures is {shortened(repr(names))}, not a list of class names"
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+    if kv_heads is not None and heads % kv_heads:
+        return f"num_key_value_heads is {kv_heads}, which does not divide {heads} attention heads"
+    if getattr(text, "head_dim", None) is None and text.hidden_size % heads:
+        return f"num_attention_heads is {heads}, which does not divide hidden_size"
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if width % 2 and getattr(text, "rope_parameters", None):
+        return f"its attention heads are {width} wide, an odd number that rotary embeddings lack"
+    return ""
+
+
+def numbers(tree: Any, place: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, value) of every number in nested dicts and lists."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from numbers(value, f"{place}.{key}" if place else str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from numbers(value, place)
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield place, tree

@@ -1,0 +1,88 @@
+"""Rewards by models: each response of a step gets scores of reward models, added to what the
+environment gave it.
+
+    StepBatch --scores--> {name: column}   all ranks
+              --rewarded--> StepBatch with other rewards and metrics   the policy's ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megarl.errors import UserError
+from megarl.parallel.collectives import all_reduce
+from megarl.parallel.mesh import Axis
+from megarl.trainer.role import Column
+from megarl.trainer.scoring import Scorer
+from megarl.types import MicroBatch, Samples, StepBatch
+
+
+class RewardModels:
+    """The reward models of a run. All ranks of the job create it."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
+        """`scorers`: {name: reward model}. `weights`: {name: factor of its scores}."""
+        self.scorers, self.weights = dict(scorers), dict(weights)
+
+    def scores(
+        self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]
+    ) -> dict[str, Column]:
+        """{name: column}, in which the last token of each sample has its score and all others 0.
+        All ranks of the job call it together; ranks outside the policy pass None as `batch` and get
+        empty columns.
+        """
+        return {
+            name: scorer.score(batch, packed, temperature=1.0)
+            for name, scorer in self.scorers.items()
+        }
+
+    def rewarded(
+        self, batch: StepBatch, scores: Mapping[str, Column], *, data: Axis, device: torch.device
+    ) -> StepBatch:
+        """`batch` with weight x score of every model added to its rewards, at the last token that
+        the policy generated. All ranks of the policy call it together; `data` is its data axis.
+
+        Raises `UserError` on all of them if a score is not finite.
+        """
+        if not scores:
+            return batch
+        added, samples, metrics = np.zeros(len(batch.rewards)), list(batch.samples), {}
+        for name, column in scores.items():
+            mine = torch.zeros(len(batch.rewards), dtype=torch.float64, device=device)
+            for part, values in zip(batch.samples, column, strict=True):
+                mine[torch.from_numpy(part.ids)] = values[part.offsets[1:] - 1].double()
+            found = all_reduce(mine, data).cpu().numpy()
+            if not np.isfinite(found).all():
+                raise UserError(
+                    f"reward model {name} scores a response of step {batch.step + 1} with a number"
+                    f" that is not finite; set reward_models.{name}.model.path to another model"
+                )
+            added += self.weights[name] * found
+            metrics |= {
+                f"reward_model/{name}/mean": float(found.mean()) if len(found) else 0.0,
+                f"reward_model/{name}/std": float(found.std()) if len(found) else 0.0,
+            }
+        totals = batch.rewards + added
+        if len(totals):
+            metrics |= {"reward/mean": float(totals.mean()), "reward/std": float(totals.std())}
+        return replace(
+            batch,
+            rewards=totals,
+            samples=[_with_rewards(part, added[part.ids]) for part in samples],
+            metrics=batch.metrics | metrics,
+        )
+
+
+def _with_rewards(samples: Samples, added: np.ndarray) -> Samples:
+    """`samples` with added[i] more reward on the last generated token of sample i."""
+    rewards = samples.rewards.copy()
+    for number, value in enumerate(added.tolist()):
+        first, end = samples.offsets[number], samples.offsets[number + 1]
+        generated = np.flatnonzero(samples.mask[first:end])
+        if len(generated):
+            rewards[first + generated[-1]] += value
+    return replace(samples, rewards=rewards)

@@ -1,0 +1,244 @@
+"""A step's samples and columns, moved between the policy's ranks and those of another role.
+
+    policy's ranks: StepBatch  --send-->     role's ranks: RoleBatch
+                    column     --to_role-->                column
+                    column    <--to_policy--               column
+
+Where the role shares the policy's mesh, nothing moves. Otherwise data go rank to rank; rank 0 is no
+hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.parallel import balance
+from megarl.parallel.collectives import gather_objects
+from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.parallel.redistribute import Redistribution
+from megarl.trainer.role import Column, Role
+from megarl.types import MicroBatch, Samples, StepBatch
+
+
+@dataclass(frozen=True)
+class RoleBatch:
+    """The samples of a step that a rank of a role works on, in the same mini-batches as the
+    policy's.
+    """
+
+    batch: StepBatch
+    packed: Sequence[Sequence[MicroBatch]]
+    """The batch's micro-batches; see `Role.pack_step`."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the samples of a step are moved. Samples are numbered 0 .. N - 1, in the order of their
+    ids.
+    """
+
+    ids: np.ndarray
+    """[N] int64 sample ids, ascending."""
+    lengths: list[int]
+    """[N] number of tokens."""
+    tokens: np.ndarray
+    """[N] int64 number of tokens that the policy generated."""
+    parts: np.ndarray
+    """[N] int64 index of the mini-batch."""
+    holders: list[list[int]]
+    """[N] ranks of the policy that have the sample."""
+    workers: list[list[int]]
+    """[N] ranks of the role that get the sample."""
+    order: list[list[int]]
+    """For each mini-batch, the ids of this rank's samples as a rank of the policy, in the order of
+    its columns."""
+
+
+class BatchTransfer:
+    """Moves each step's samples and columns between the policy's ranks and those of a role. All
+    ranks of the job create it and call its methods together.
+    """
+
+    def __init__(
+        self,
+        role: Role | None,
+        *,
+        policy: ProcessMesh,
+        mesh: ProcessMesh,
+        everyone: Axis,
+        device: torch.device,
+        micro_batch_tokens: int,
+    ) -> None:
+        """`role`: the model, on the ranks of `mesh`; None on other ranks. `policy`: mesh of the
+        policy's ranks, which hold the batches. `everyone`: all ranks of the job.
+        `micro_batch_tokens`: maximum number of tokens of a packed sequence for each rank.
+        """
+        self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
+        self.device, self.micro_batch_tokens = device, micro_batch_tokens
+        self._plan: _Plan | None = None
+        self._here: list[list[int]] = []
+        """For each mini-batch, the numbers of this rank's samples as a rank of the role."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the role uses the policy's ranks and layout, so that nothing has to be moved."""
+        return self.mesh is self.policy
+
+    def send(
+        self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]
+    ) -> RoleBatch | None:
+        """Send a step's samples to the role's ranks. Ranks outside the policy pass None as `batch`;
+        ranks outside the role get None.
+        """
+        if self.is_shared:
+            assert batch is not None
+            return RoleBatch(batch, packed)
+        parts = batch.samples if batch is not None else []
+        plan = self._plan = self._describe(parts)
+        forth = Redistribution(plan.lengths, plan.holders, plan.workers, self.everyone)
+        tokens = [torch.from_numpy(samples.token_ids) for samples in parts]
+        masks = [torch.from_numpy(samples.mask.astype(np.int8)) for samples in parts]
+        token_of = forth.move(self._split(tokens), torch.int32, self.device)
+        mask_of = forth.move(self._split(masks), torch.int8, self.device)
+        if self.role is None:
+            return None
+        num_parts = int(plan.parts.max()) + 1 if len(plan.parts) else 0
+        self._here = [[n for n in sorted(token_of) if plan.parts[n] == p] for p in range(num_parts)]
+
+        def sample(n: int) -> Samples:
+            mask = mask_of[n].cpu().numpy() > 0
+            return Samples.one(int(plan.ids[n]), token_of[n].cpu().numpy(), mask=mask)
+
+        samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
+        data, budget = self.mesh.data, self.micro_batch_tokens * self.mesh.sequence.size
+        rows = [
+            balance.rows_in_step(gather_objects(one.lengths.tolist(), data), budget)[data.rank]
+            for one in samples
+        ]
+        mine = StepBatch(
+            step=0,
+            samples=samples,
+            micro_batches=rows,
+            rewards=np.zeros(len(plan.ids)),
+            groups=np.zeros(len(plan.ids), np.int64),
+            response_tokens=plan.tokens,
+            mini_batch_of=plan.parts,
+            metrics={},
+        )
+        return RoleBatch(mine, self.role.pack_step(mine))
+
+    def to_role(self, column: Column) -> Column:
+        """Send a column of the batch that was sent last, from the policy's ranks to the role's.
+        Ranks outside the policy pass an empty column; ranks outside the role get one.
+        """
+        if self.is_shared:
+            return column
+        plan = self._plan
+        assert plan is not None, "no batch was sent"
+        forth = Redistribution(plan.lengths, plan.holders, plan.workers, self.everyone)
+        found = forth.move(self._split(column), torch.float32, self.device)
+        if self.role is None:
+            return []
+        return [self._join([found[n] for n in numbers]) for numbers in self._here]
+
+    def to_policy(self, column: Column) -> Column:
+        """Return a column of the role's batch to the policy's ranks. Ranks outside the role pass an
+        empty column; ranks outside the policy get one.
+        """
+        if self.is_shared:
+            return column
+        plan = self._plan
+        assert plan is not None, "no batch was sent"
+        back = Redistribution(plan.lengths, plan.workers, plan.holders, self.everyone)
+        mine = {
+            n: part
+            for numbers, values in zip(self._here if column else [], column, strict=True)
+            for n, part in zip(
+                numbers, values.split([plan.lengths[n] for n in numbers]), strict=True
+            )
+        }
+        found = back.move(mine, torch.float32, self.device)
+        number_of = self._numbers()
+        return [self._join([found[number_of[name]] for name in ids]) for ids in plan.order]
+
+    def _numbers(self) -> dict[int, int]:
+        """{sample id: number}."""
+        assert self._plan is not None
+        return {int(name): number for number, name in enumerate(self._plan.ids)}
+
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.zeros(0, device=self.device), *parts])
+
+    def _split(self, columns: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """{sample number: its tokens' values} of columns of this rank of the policy."""
+        plan = self._plan
+        assert plan is not None
+        number_of, found = self._numbers(), {}
+        for ids, values in zip(plan.order, columns, strict=True) if columns else ():
+            numbers = [number_of[name] for name in ids]
+            parts = values.split([plan.lengths[n] for n in numbers])
+            found |= dict(zip(numbers, parts, strict=True))
+        return found
+
+    def _describe(self, parts: Sequence[Samples]) -> _Plan:
+        """The plan of a step's transfers, from what every rank tells of its samples; all but
+        `order` is the same on every rank.
+        """
+        mine = [
+            (int(name), int(length), int(tokens), part)
+            for part, samples in enumerate(parts)
+            for name, length, tokens in zip(
+                samples.ids, samples.lengths, _chosen(samples), strict=True
+            )
+        ]
+        told = gather_objects(mine, self.everyone)
+        facts: dict[int, tuple[int, int, int]] = {}
+        holders: dict[int, list[int]] = {}
+        for rank, samples in enumerate(told):
+            for name, *fact in samples:
+                facts[name] = (fact[0], fact[1], fact[2])
+                holders.setdefault(name, []).append(rank)
+        ids = sorted(facts)
+        lengths = [facts[name][0] for name in ids]
+        minis = np.array([facts[name][2] for name in ids], dtype=np.int64)
+        return _Plan(
+            ids=np.array(ids, dtype=np.int64),
+            lengths=lengths,
+            tokens=np.array([facts[name][1] for name in ids], dtype=np.int64),
+            parts=minis,
+            holders=[holders[name] for name in ids],
+            workers=self._deal(lengths, minis),
+            order=[samples.ids.tolist() for samples in parts],
+        )
+
+    def _deal(self, lengths: Sequence[int], parts: np.ndarray) -> list[list[int]]:
+        """For each sample, the ranks of the role that get it: all ranks with the same data-parallel
+        index. Each mini-batch is dealt out evenly.
+        """
+        layout = self.mesh.layout
+        ranks = [
+            [
+                rank
+                for place, rank in enumerate(self.mesh.ranks)
+                if layout.coordinates(place)["data"] == data
+            ]
+            for data in range(layout.data)
+        ]
+        workers: list[list[int]] = [[] for _ in lengths]
+        for part in np.unique(parts).tolist():
+            numbers = np.flatnonzero(parts == part).tolist()
+            dealt = balance.split([lengths[n] for n in numbers], layout.data)
+            for data, chosen in enumerate(dealt):
+                for place in chosen:
+                    workers[numbers[place]] = ranks[data]
+        return workers
+
+
+def _chosen(samples: Samples) -> np.ndarray:
+    """[S] number of tokens of each sample that the policy generated."""
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples.mask)])
+    return np.diff(sums[samples.offsets])

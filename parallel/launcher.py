@@ -1,0 +1,63 @@
+"""What the launcher of a run's ranks (torchrun, srun) says in environment variables."""
+
+from __future__ import annotations
+
+import os
+
+LARGEST = 2**20
+
+
+def number(name: str, default: int, *, low: int = 0, high: int = LARGEST) -> int:
+    """The environment variable `name` as a number from `low` to `high`; `default` if it is not set.
+
+    Raises `ValueError` for anything else.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    plain = text.isascii() and text.isdecimal() and len(text) <= 9
+    if not plain or not low <= int(text) <= high:
+        raise ValueError(
+            f"the environment variable {name} is {text[:40]!r}, which launchers set to a number"
+            f" from {low} to {high}; unset it, or start the ranks with torchrun"
+        )
+    return int(text)
+
+
+def num_ranks() -> int:
+    """Number of ranks of this run, from WORLD_SIZE; 1 without a launcher."""
+    return number("WORLD_SIZE", 1, low=1)
+
+
+def rank() -> int:
+    """This process's rank, from RANK; 0 without a launcher."""
+    return number("RANK", 0)
+
+
+def local_rank() -> int:
+    """This process's number on its host, from LOCAL_RANK; 0 without a launcher."""
+    return number("LOCAL_RANK", 0)
+
+
+def ranks_per_host() -> int:
+    """Number of ranks on this host, from LOCAL_WORLD_SIZE; all of them without a launcher."""
+    return number("LOCAL_WORLD_SIZE", num_ranks(), low=1)
+
+
+def refuse_wrong() -> None:
+    """Raise `ValueError` unless the launcher's environment variables fit each other."""
+    size, here = num_ranks(), ranks_per_host()
+    number("RANK", 0, high=size - 1)
+    if here > size or size % here:
+        raise ValueError(
+            f"the environment variable LOCAL_WORLD_SIZE is {here} and WORLD_SIZE {size}, of which"
+            " every host has an equal share; start the ranks with torchrun"
+        )
+    number("LOCAL_RANK", 0, high=here - 1)
+    number("MASTER_PORT", 0, low=1, high=65535)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and missing:
+        raise ValueError(
+            f"the environment variable WORLD_SIZE is {size}, but {' and '.join(missing)}"
+            f" {'is' if len(missing) == 1 else 'are'} not set; start the ranks with torchrun"
+        )

@@ -1,0 +1,37 @@
+"""Responses scored by an environment in its worker processes, all within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment
+from megarl.types import Prompt, Verdict
+
+T = TypeVar("T")
+PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
+
+
+def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -> T:
+    """Use an environment and close it."""
+
+    async def whole() -> T:
+        environment = Environment(config)
+        try:
+            return await use(environment)
+        finally:
+            await environment.close()
+            await environment.close()  # nothing is left to do
+
+    return asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:
+    """The verdict on each response, asked one after the other."""
+
+    async def use(environment: Environment) -> list[Verdict]:
+        return [await environment.score(prompt, text, 5, False) for text in texts]
+
+    return run(config, use)

@@ -1,0 +1,96 @@
+"""A case of the fuzz: one good run, something changed in it, and what must come of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+ROWS = [
+    {
+        "prompt": f"{n}+1=",
+        "answer": str(n + 1),
+        "response": str(n + 1),
+        "chosen": str(n + 1),
+        "rejected": str(n + 2),
+    }
+    for n in range(20)
+]
+
+Expect = Literal["refuse", "pass", "either"]
+"""What the check must do: refuse with one line, pass, or one of the two."""
+
+
+SECTIONS = {
+    "sft": "demonstrations",
+    "preference": "preferences",
+    "reward-model": "preferences",
+}
+"""{command: the section of its recipe with the data}; others have `prompts`."""
+
+
+@dataclass
+class Case:
+    """Changes of a good recipe, its files and its environment."""
+
+    what: str = ""
+    """The change in a few words."""
+    expect: Expect = "either"
+    command: str = "train"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """{dotted key: value} in the recipe; `{folder}` in a text is the case's folder."""
+    text: bytes | None = None
+    """The recipe file itself, instead of `settings`."""
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    spoil: Callable[[Path], None] | None = None
+    """Changes files in the case's folder: `model/`, `data.jsonl`."""
+    own_model: bool = False
+    """Whether `spoil` needs a copy of the model in the case's folder."""
+    verifier: bool = False
+    """Whether the check must start the verifier's process, which takes a tenth of a second."""
+
+    def set(self, key: str, value: Any, expect: Expect) -> Case:
+        """Change a setting; returns the case."""
+        self.settings[key] = value
+        self.expect = expect
+        shown = repr(value)
+        self.what += f"{key} = {shown if len(shown) < 60 else shown[:57] + '...'}"
+        return self
+
+
+def good_tree(case: Case, folder: Path, model: Path) -> dict[str, Any]:
+    """The recipe of `case` as nested dicts."""
+    tree: dict[str, Any] = {"folder": str(folder / "run"), "model": {"path": str(model)}}
+    source = str(folder / "data.jsonl")
+    if case.command in SECTIONS:
+        tree[SECTIONS[case.command]] = {"source": source}
+    else:
+        prompts = {"source": source, "max_prompt_tokens": 8}
+        tree |= {
+            "prompts": dict(prompts),
+            "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
+        }
+        if case.command == "eval":
+            tree["evaluation"] = {"prompts": dict(prompts)}
+    for key, value in case.settings.items():
+        *parents, last = key.split(".")
+        place = tree
+        for parent in parents:
+            inner = place.get(parent)
+            place[parent] = inner if isinstance(inner, dict) else {}
+            place = place[parent]
+        place[last] = value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+    return tree
+
+
+def write_rows(folder: Path) -> None:
+    """The good data file."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+Maker = Callable[[random.Random, Case], Case]
+"""A function of (random numbers, good case) -> changed case."""

@@ -1,0 +1,219 @@
+"""A newcomer's first hour, by README and docs alone: data of their own in every format, a reward of
+their own in every shape, two ranks, Ctrl-C and resume, evaluation, report, Python. What is wrong is
+answered in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.commands import (
+    ROOT,
+    Done,
+    command,
+    finish,
+    megarl,
+    records,
+    start,
+    tiny_run,
+    write_recipe,
+)
+from support.tiny import write_model
+
+from megarl import cli
+from megarl.errors import UserError
+
+STEPS = 10_000
+"""More than a test waits for: Ctrl-C ends the first run."""
+ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+REWARDS = {
+    "plain": (
+        "def score(prompt, response):\n"
+        "    return {'reward': len(response) % 3 - 1.0, 'characters': len(response)}\n"
+    ),
+    "async": "async def score(prompt, response):\n    return (len(response) % 3) / 2\n",
+    "raising": "def score(prompt, response):\n    raise KeyError('no such thing')\n",
+    "slow": "import time\ndef score(prompt, response):\n    time.sleep(600)\n",
+    "wrong arity": "def score(prompt):\n    return 1.0\n",
+    "no function": "def scores(prompt, response):\n    return 1.0\n",
+    "no Python": "def score(prompt, response)\n",
+}
+
+
+def write_data(folder: Path) -> None:
+    """The same problems as JSON lines, as CSV, and as parquet with chat messages."""
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in ROWS]
+    (folder / "own.jsonl").write_text("\n".join(lines) + "\n")
+    cells = [f"{prompt},{answer}" for prompt, answer in ROWS]
+    (folder / "own.csv").write_text("\n".join(["question,solution", *cells]) + "\n")
+    chats = [
+        {"messages": [{"role": "user", "content": prompt}], "answer": answer}
+        for prompt, answer in ROWS
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), folder / "chat.parquet")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data in every format, rewards in every shape, and recipe.yaml."""
+    folder = tmp_path_factory.mktemp("hour")
+    model = write_model(folder / "model")
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    write_data(folder)
+    for name, text in REWARDS.items():
+        (folder / f"{name.replace(' ', '_')}.py").write_text(text)
+    tree = tiny_run(folder, model, 3)
+    tree["prompts"] = {
+        "source": str(folder / "chat.parquet"),
+        "prompt_column": "messages",
+        "template": "chat",
+        "max_prompt_tokens": 8,
+    }
+    tree["environment"] |= {"verifier": f"{folder}/async.py:score", "time_limit_s": 5.0}
+    tree["evaluation"]["prompts"] = {"source": str(folder / "own.jsonl"), "max_prompt_tokens": 8}
+    write_recipe(folder / "recipe.yaml", tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(place: Path) -> Done:
+    """A run on two ranks, from a CSV file with columns of its own and a plain reward, that Ctrl-C
+    ends after some steps. It asks for no checkpoints.
+    """
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
+    tree |= {"folder": str(place / "stopped"), "steps": STEPS, "resume": "auto"}
+    tree["environment"]["verifier"] = f"{place}/plain.py:score"
+    tree["prompts"] = {
+        "source": str(place / "own.csv"),
+        "prompt_column": "question",
+        "answer_column": "solution",
+        "max_prompt_tokens": 8,
+    }
+    tree["training"] |= {"zero_stage": 1, "checkpoint": {"every": 0}}
+    write_recipe(place / "stopped.yaml", tree)
+    process, mark = start(command("train", str(place / "stopped.yaml"), ranks=2))
+    metrics, deadline = place / "stopped" / "metrics.jsonl", time.monotonic() + 400
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") >= 3:
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes of the command
+    return finish(process, mark, 60)
+
+
+def newest(folder: Path) -> int:
+    return max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+def test_ctrl_c_saves_the_last_finished_step(place: Path, interrupted: Done) -> None:
+    folder = place / "stopped"
+    assert interrupted.survivors == [] and interrupted.code != 0
+    assert interrupted.err.count("Ctrl-C: the run saves a checkpoint") == 1
+    rows = records(folder / "metrics.jsonl")
+    done = rows[-1]["step"]
+    assert newest(folder) == done, interrupted.err[-3000:]
+    assert all(row["environment/characters"] > 0 for row in rows), "the reward's own metric"
+    assert f"the checkpoint of step {done} is saved" in interrupted.err
+    assert (folder / "report.html").stat().st_size > 0  # written as the run goes
+
+
+def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
+    """`resume: auto`, and the checkpoint is converted from two ranks under ZeRO 1."""
+    folder = place / "stopped"
+    done = newest(folder)
+    more = ["--steps", str(done + 1), "--training.zero_stage", "0"]
+    again = megarl("train", str(place / "stopped.yaml"), *more)
+    assert again.code == 0, again.err[-4000:]
+    assert "converting" in again.err
+    assert [row["step"] for row in records(folder / "metrics.jsonl")] == list(range(1, done + 2))
+    assert json.loads(again.out)["steps"] == done + 1 == newest(folder)
+    finished = megarl("train", str(place / "stopped.yaml"), *more)
+    assert finished.code == 0 and "the run is finished" in finished.err
+    (folder / "report.html").unlink()
+    report = megarl("report", str(folder))
+    assert report.code == 0 and report.out.strip() == str(folder / "report.html")
+    assert (folder / "report.html").stat().st_size > 0
+
+
+@pytest.fixture(scope="module")
+def from_python(place: Path) -> subprocess.CompletedProcess[str]:
+    """The example of docs/api.md: chat data, an asynchronous reward, training and evaluation."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    example = re.findall(r"```python example\n(.*?)```", text, re.DOTALL)
+    assert len(example) == 1
+    return subprocess.run(
+        [sys.executable, "-c", example[0]],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def test_the_python_example_runs(
+    place: Path, from_python: subprocess.CompletedProcess[str]
+) -> None:
+    assert from_python.returncode == 0, from_python.stderr[-4000:]
+    steps, rewards, scores = from_python.stdout.splitlines()
+    assert steps.split()[0] == "3" and len(json.loads(rewards)) == 3
+    greedy, passed = map(float, scores.split())
+    assert 0 <= greedy <= 1 and 0 <= passed <= 1
+    rows = records(place / "run" / "eval" / "000001" / "generations.jsonl")
+    assert len(rows) == 5 * len(ROWS)  # one greedy response and four samples to each problem
+
+
+def test_every_prompt_was_rendered_and_every_reward_counted(
+    place: Path, from_python: subprocess.CompletedProcess[str]
+) -> None:
+    groups = records(place / "run" / "transcripts.jsonl")
+    assert {group["prompt"] for group in groups} <= {prompt for prompt, _ in ROWS}
+    judged = [one for group in groups for one in group["rollouts"]]
+    assert all(one["reward"] == len(one["response"]) % 3 / 2 for one in judged)
+
+
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no function": ({"environment": "no_function.py:score"}, ["no_function.py", "score"]),
+    "no Python": ({"environment": "no_Python.py:score"}, ["no_Python.py"]),
+    "wrong arity": ({"environment": "wrong_arity.py:score"}, ["wrong_arity.py", "score"]),
+    "no file": ({"environment": "none.py:score"}, ["none.py"]),
+    "no checkpoint": ({"resume": True}, ["resume is true", "no checkpoint", "auto"]),
+    "no column": ({"column": "text"}, ["text", "prompt_column"]),
+    "no model": ({"model": "nothing"}, ["model.path", "nothing"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_answered_in_one_line(place: Path, tmp_path: Path, name: str) -> None:
+    tree = yaml.safe_load((place / "recipe.yaml").read_text()) | {"folder": str(tmp_path / "run")}
+    changes, says = WRONG[name]
+    for key, value in changes.items():
+        if key == "environment":
+            tree["environment"]["verifier"] = f"{place}/{value}"
+        elif key == "column":
+            tree["prompts"]["prompt_column"] = value
+        elif key == "model":
+            tree["model"]["path"] = str(place / value)
+        else:
+            tree[key] = value
+    with pytest.raises(UserError) as error:
+        cli.dispatch("train", [write_recipe(tmp_path / "recipe.yaml", tree), "--check"])
+    said = str(error.value)
+    assert "\n" not in said and all(part in said for part in says), said
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,196 @@
+"""`megarl preference` and `megarl reward-model` as a user runs them: under a layout and resumed under
+another one, with a cached reference; the reward model is one that transformers reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Done, megarl, records, tiny_run, write_recipe
+from support.tiny import write_classifier, write_model
+
+from megarl.data.tokenizer import load_tokenizer
+
+TWO_RANKS = {"layout": {"data": 1, "sequence": 2}, "zero_stage": 1}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_model(folder / "model", biases=True)
+    draw = random.Random(0)
+    for name, count in (("train", 40), ("held_out", 9)):
+        sums = [(draw.randrange(50), draw.randrange(50)) for _ in range(count)]
+        rows = [
+            {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
+            for a, b in sums
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+def run(
+    command: str, place: Path, name: str, steps: int, ranks: int = 1, **changes: Any
+) -> tuple[Done, dict[str, Any]]:
+    """A run on the place's preferences; returns how it ended, and what it printed."""
+    tree: dict[str, Any] = {
+        "folder": str(place / name),
+        "steps": steps,
+        "resume": "auto",
+        "samples_per_step": 8,
+        "model": {"path": str(place / "model")},
+        "preferences": {"source": str(place / "train.jsonl")},
+        "evaluation": {"preferences": {"source": str(place / "held_out.jsonl"), "shuffle": False}},
+        "training": {
+            "micro_batch_tokens": 32,
+            "optimizer": {"learning_rate": 1e-3},
+            **(TWO_RANKS if ranks == 2 else {}),
+        },
+    }
+    done = megarl(command, write_recipe(place / f"{name}.yaml", tree | changes), ranks=ranks)
+    assert done.code == 0, done.err[-4000:]
+    return done, json.loads(done.out)
+
+
+def assert_alike(place: Path, one: str, other: str) -> None:
+    pairs = zip(
+        records(place / one / "metrics.jsonl"),
+        records(place / other / "metrics.jsonl"),
+        strict=True,
+    )
+    for a, b in pairs:
+        for name in ("loss", "accuracy", "grad_norm", "reward/chosen", "reward/rejected"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), (a["step"], name)
+
+
+def test_preferences_are_learnt_under_any_layout(place: Path) -> None:
+    cache = {"reference": {"cache": str(place / "cache")}}
+    done, found = run("preference", place, "alone", 6, **cache)
+    assert done.err.count("the reference's log-probs of") == 2
+    assert found["loss_last"] < found["loss_first"]
+    files = sorted((place / "cache").iterdir())
+    done, _ = run("preference", place, "moved", 3, ranks=2, **cache)
+    assert "the reference's log-probs of" not in done.err, "they are in the cache"
+    done, again = run("preference", place, "moved", 6, **cache)
+    assert "converting" in done.err
+    assert_alike(place, "alone", "moved")
+    for name in ("eval/accuracy", "eval/loss"):
+        assert again[name] == pytest.approx(found[name], rel=1e-4)
+    loss = {"loss": {"method": "kto"}}
+    run("preference", place, "kto", 1, **cache, **loss)
+    assert set(files) < set((place / "cache").iterdir()), "other pairs, other scores"
+
+
+def test_a_reward_model_is_one_of_transformers(place: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run("reward-model", place, "judge", 3, ranks=2)
+    _, found = run("reward-model", place, "judge", 5)
+    folder = place / "judge" / "checkpoints" / "step_000005" / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.num_labels == 1 and not (folder / "generation_config.json").exists()
+    rows = [json.loads(line) for line in (place / "held_out.jsonl").read_text().splitlines()]
+    texts = [row["prompt"] + row[side] for row in rows for side in ("chosen", "rejected")]
+    lists = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+    longest = max(map(len, lists))
+    ids = torch.tensor([one + [model.config.pad_token_id] * (longest - len(one)) for one in lists])
+    with torch.no_grad():
+        scores = model(input_ids=ids, attention_mask=(ids != 0).long()).logits.view(-1, 2)
+    assert scores[:, 0].mean().item() == pytest.approx(found["eval/reward/chosen"], abs=1e-5)
+    assert scores[:, 1].mean().item() == pytest.approx(found["eval/reward/rejected"], abs=1e-5)
+    changes = {"model": {"path": str(folder)}}
+    _, further = run("reward-model", place, "further", 1, **changes)
+    first = records(place / "further" / "evaluations.jsonl")[0]
+    assert first["eval/loss"] == pytest.approx(found["eval/loss"], abs=1e-6), "its score is used"
+    assert further["steps"] == 1
+    done = megarl("sft", sft_of(place, folder))
+    assert done.code == 2 and "is a sequence classifier, such as a reward model" in done.err
+
+
+def test_a_model_without_score_or_with_another_tokenizer_is_no_reward_model(place: Path) -> None:
+    tree = tiny_run(place, place / "model", 1)
+    tree["rollout"]["dynamic_sampling"] = {"enabled": False}
+    for name, folder, said in (
+        ("model", "model", r"has no score\.weight: it is no sequence classifier"),
+        ("other", "stranger", "has another tokenizer than model.path"),
+    ):
+        if folder == "stranger":
+            write_classifier(place / folder)
+            tokenizer = json.loads((place / folder / "tokenizer.json").read_text())
+            words = tokenizer["model"]["vocab"]
+            words["0"], words["1"] = words["1"], words["0"]
+            (place / folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        tree["reward_models"] = {name: {"model": {"path": str(place / folder)}}}
+        done = megarl("train", write_recipe(place / "judged.yaml", tree), "--check")
+        assert done.code == 2 and re.search(said, done.err), done.err
+
+
+def sft_of(place: Path, model: Path) -> str:
+    """A recipe of fine-tuning that begins with `model`."""
+    tree = {
+        "folder": str(place / "sft"),
+        "model": {"path": str(model)},
+        "demonstrations": {
+            "source": str(place / "train.jsonl"),
+            "response_column": "chosen",
+        },
+    }
+    return write_recipe(place / "sft.yaml", tree)
+
+
+def test_samples_become_data_sets(place: Path) -> None:
+    """Best of three by verifier and reward model, and pairs; both commands read what is written."""
+    tree = tiny_run(place, place / "model", 1)
+    tree["folder"] = str(place / "sampled")
+    tree["prompts"]["limit"] = 12
+    tree["rollout"]["dynamic_sampling"] = {"enabled": False}
+    write_classifier(place / "score", seed=3)
+    tree["reward_models"] = {"judge": {"model": {"path": str(place / "score")}, "weight": 2.0}}
+    tree["sample"] = {"samples": 3, "keep": "pairs"}
+    done = megarl("sample", write_recipe(place / "sampled.yaml", tree))
+    assert done.code == 0, done.err[-4000:]
+    found = json.loads(done.out)
+    rows, all_rows = records(Path(found["data"])), Path(found["data"]).parent / "records.jsonl"
+    assert len(records(all_rows)) == 36 and 0 < len(rows) <= 12 and found["rows"] == len(rows)
+    provenance = json.loads((all_rows.parent / "provenance.json").read_text())
+    assert provenance["sha256"] == hashlib.sha256(Path(found["data"]).read_bytes()).hexdigest()
+    assert provenance["recipe"]["sample"]["samples"] == 3
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(place / "score")
+    tokenizer = load_tokenizer(str(place / "model"), trust_remote_code=False)
+
+    def reward(one: dict[str, Any]) -> float:
+        import torch
+
+        end = [tokenizer.eos_token_id] if one["finish"] == "stop" else []
+        ids = [*tokenizer(one["prompt"]).input_ids, *tokenizer(one["response"]).input_ids, *end]
+        with torch.no_grad():
+            score = model(input_ids=torch.tensor([ids])).logits.item()
+        return len(one["response"]) % 3 / 2 + 2.0 * score
+
+    expected = {}
+    for one in records(all_rows):
+        expected.setdefault(one["prompt"], []).append((reward(one), one))
+    assert {one["finish"] for group in expected.values() for _, one in group} == {"stop", "length"}
+    for row in rows:
+        group = expected.pop(row["prompt"])
+        ended = [pair for pair in group if pair[1]["finish"] == "stop" and pair[1]["response"]]
+        most, best = max(ended, key=lambda pair: pair[0])
+        least, worst = min(group, key=lambda pair: pair[0])
+        assert (row["chosen"], row["rejected"]) == (best["response"], worst["response"])
+        assert row["margin"] == pytest.approx(most - least, abs=1e-4)
+    for group in expected.values():  # prompts without a pair
+        tops = [value for value, one in group if one["finish"] == "stop" and one["response"]]
+        assert not tops or max(tops) <= min(value for value, _ in group) + 1e-6
+    source = {"preferences": {"source": found["data"], "margin_column": "margin"}}
+    run("reward-model", place, "of_samples", 1, **source)

@@ -1,0 +1,218 @@
+"""Standard output has results only, `run.log` has what libraries and children say, and a signal
+ends a loop in order, a second one at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megarl import console, signals
+from megarl.errors import UserError
+
+NOISE = """
+import os, subprocess, sys
+print("printed by a library")
+os.write(1, b"written in C\\n")
+print("a warning", file=sys.stderr)
+subprocess.run([sys.executable, "-c", "print('by a child'); import os; os.write(2, b'its error\\\\n')"])
+"""
+LINES = ("printed by a library", "written in C", "a warning", "by a child", "its error")
+
+
+def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    head = "from megarl import console, signals\nfrom pathlib import Path\nimport sys\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + code, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def indented(code: str) -> str:
+    return "".join(f"    {line}\n" for line in code.strip().splitlines())
+
+
+@pytest.fixture(scope="module")
+def noisy(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A command that is noisy before and after it has a run folder, and fails in the end."""
+    folder = tmp_path_factory.mktemp("noisy")
+    code = f"""
+with console.diverted():
+{indented(NOISE)}
+    console.open_log(Path(sys.argv[1]))
+    console.say("a line of ours")
+    with console.phase("a phase"):
+        pass
+    console.result('{{"x": 1}}')
+{indented(NOISE)}
+    raise RuntimeError("two\\nlines")
+"""
+    return folder, run(code, folder)
+
+
+def test_standard_output_has_the_result_only(noisy: tuple) -> None:
+    assert noisy[1].stdout == '{"x": 1}\n'
+
+
+def test_standard_error_has_our_lines_only_and_one_for_an_error(noisy: tuple) -> None:
+    ours, phase, error, *rest = noisy[1].stderr.splitlines()
+    assert ours == "a line of ours" and phase.startswith("a phase: 0.0 s  [")
+    assert error.startswith("megarl: error: RuntimeError: two lines (the traceback")
+    assert str(noisy[0] / "run.log") in error
+    assert rest[0].startswith("Traceback")  # of the code here, which does not catch `Reported`
+
+
+def test_the_log_has_everything_in_its_order(noisy: tuple) -> None:
+    log = (noisy[0] / "run.log").read_text()
+    order = [*LINES, "a line of ours", *LINES, "Traceback", "RuntimeError: two"]
+    at = 0
+    for line in order:
+        at = log.index(line, at) + 1
+    assert "a phase" in log
+
+
+def test_an_error_before_there_is_a_log_shows_what_was_kept(tmp_path: Path) -> None:
+    done = run("with console.diverted():\n    print('kept')\n    1 / 0\n", tmp_path)
+    assert done.stdout == ""
+    assert "kept\n" in done.stderr and "megarl: error: ZeroDivisionError" in done.stderr
+
+
+def test_a_mistake_is_in_the_log_too(tmp_path: Path) -> None:
+    code = "from megarl.errors import UserError\nwith console.diverted():\n"
+    code += "    console.open_log(Path(sys.argv[1]))\n    raise UserError('what to set')\n"
+    run(code, tmp_path)
+    assert "megarl: error: what to set\n" in (tmp_path / "run.log").read_text()
+
+
+def test_without_a_log_noise_is_dropped(tmp_path: Path) -> None:
+    done = run(f"with console.diverted():\n{indented(NOISE)}", tmp_path)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_run_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    give_back = console.hold(tmp_path)
+    with pytest.raises(UserError, match="in use by another run"):
+        console.hold(tmp_path)
+    give_back()
+    console.hold(tmp_path)()
+
+
+@pytest.fixture
+def handlers() -> object:
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    # Another test of this process may have left a `signals.guard`, which would end the process.
+    wakeup = signal.set_wakeup_fd(-1)
+    yield
+    signal.set_wakeup_fd(wakeup)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_sets_a_flag(handlers: object, capsys: pytest.CaptureFixture) -> None:
+    def loop() -> None:
+        with signals.graceful() as stop:
+            assert not stop
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # the launcher's, at the same time
+            assert stop
+            stop.end(3, is_main=True)
+
+    with pytest.raises(signals.Ended) as ended:
+        loop()
+    assert ended.value.number == signal.SIGINT
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("megarl: Ctrl-C: the run saves a checkpoint")
+    assert "step 3 is saved" in said[1]
+
+
+def test_a_second_signal_ends_at_once(handlers: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_WITHIN_S", 0.0)
+
+    def loop() -> None:
+        with signals.graceful():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("the loop went on")
+
+    with pytest.raises(signals.Ended):
+        loop()
+
+
+def test_what_is_not_saved_in_time_is_said(
+    handlers: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, heard = [], threading.Event()
+    monkeypatch.setattr(signals, "SAVE_WITHIN_S", 0.0)
+    monkeypatch.setattr(
+        signals, "say", lambda text: (said.append(text), len(said) == 2 and heard.set())
+    )
+    with signals.graceful():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(30)
+    assert "no checkpoint of this moment" in said[1]
+
+
+def test_a_compilation_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock file of a build that has been there for long is named, once."""
+    from megarl.trainer import compilation
+
+    said, heard = [], threading.Event()
+    monkeypatch.setattr(compilation, "say", lambda text: (said.append(text), heard.set()))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    with compilation.announced(tmp_path, after_s=0.1):
+        lock.touch()
+        os.utime(lock, (0, 0))
+        assert heard.wait(30)
+    assert said == ["compiling DeepSpeed's deepspeed_shm_comm: about a minute, once"]
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_operators_are_built_and_found_with_the_same_programs(
+    activated: bool, tmp_path: Path
+) -> None:
+    """Another ninja on PATH would build them again."""
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    beside = str(Path(sys.executable).parent)
+    path = os.pathsep.join([*([beside] if activated else []), str(tmp_path), os.environ["PATH"]])
+    code = (
+        "from megarl.cluster.process_env import prepare_environment\n"
+        "import os, shutil\n"
+        "os.environ.pop('TORCH_EXTENSIONS_DIR', None)\n"
+        "prepare_environment(1)\n"
+        "print(shutil.which('ninja'), os.environ.get('TORCH_EXTENSIONS_DIR'))\n"
+    )
+    found = run(code, tmp_path, PATH=path).stdout.split()
+    assert found == [f"{beside}/ninja", str(Path(sys.prefix) / "torch_extensions")]
+
+
+def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
+    from megarl.checks.preflight import check_folder
+
+    for name in ("recipe.yaml", "run.log", "evaluations.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    metrics.touch()
+    (checkpoints / ".writing_000001").mkdir(parents=True)
+    check_folder(str(tmp_path), resume=False)  # ended before its first step
+    metrics.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        check_folder(str(tmp_path), resume=False)
+    check_folder(str(tmp_path), resume=True)
+    (checkpoints / "step_000001").mkdir()
+    with pytest.raises(ValueError, match="set resume to true"):
+        check_folder(str(tmp_path), resume=False)

@@ -1,0 +1,35 @@
+"""Models that load, but with which the run would not be what its recipe says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from megarl.checks.engine_checks import check_engine_model
+from megarl.checks.model_checks import unused_weights
+from megarl.trainer.config import ModelConfig
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
+def test_models_that_the_engine_refuses(kind: type[Qwen2Config]) -> None:
+    check_engine_model(kind())
+    name = kind.__name__.removesuffix("Config")
+    check_engine_model(kind(architectures=[f"{name}ForCausalLM"]))
+    with pytest.raises(ValueError, match=rf"architectures \['{name}ForSeq.*; set model\.path to"):
+        check_engine_model(kind(architectures=[f"{name}ForSequenceClassification"]))
+    with pytest.raises(ValueError, match=r"hidden_act 'gelu', but vLLM has only 'silu'"):
+        check_engine_model(kind(hidden_act="gelu"))
+
+
+def test_the_activation_of_another_family_is_its_own() -> None:
+    check_engine_model(GemmaConfig(architectures=["GemmaForCausalLM"]))
+
+
+def test_weights_that_are_not_used_are_a_warning(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(tmp_path), from_scratch=True)
+    assert not unused_weights(config)
+    (tmp_path / "model.safetensors").touch()
+    assert "are not used" in unused_weights(config)
+    assert not unused_weights(ModelConfig(path=str(tmp_path)))

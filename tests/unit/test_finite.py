@@ -1,0 +1,82 @@
+"""Values that are not finite are blamed on what they come from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.checks.algorithm_checks import algorithm_warning
+from megarl.errors import UserError
+from megarl.loops.evaluate import refuse_broken
+from megarl.objectives.config import AlgorithmConfig, CorrectionConfig
+from megarl.parallel.mesh import Axis
+from megarl.trainer.finite import first_broken
+from megarl.weight_sync.probe import Probe
+
+ALONE = Axis("world", 1, 0, (0,), None)
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "norm", "name"),
+    [
+        (1.0, 1.0, 0, ""),
+        (1.0, NAN, 0, "third"),
+        (-INF, NAN, 0, "second"),
+        (1e30, 1.0, 0, ""),
+        (1e30, 1.0, 2, "second"),
+        (None, INF, 2, "third"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_broken_tensor_is_named(
+    second: float | None, third: float, norm: int, name: str, dtype: torch.dtype
+) -> None:
+    """Values are looked at, or their Euclidean norm in float32; a rank may have no part."""
+
+    def tensor(value: float) -> torch.Tensor:
+        return torch.tensor([0.5, value, -0.5], dtype=dtype)
+
+    parts = [
+        ("first", tensor(3.0)),
+        ("second", None if second is None else tensor(second)),
+        ("third", tensor(third)),
+        ("empty", torch.zeros(0)),
+    ]
+    assert first_broken(parts, ALONE, torch.device("cpu"), norm=norm) == name
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "said"),
+    [
+        ([-1.0, NAN], [-1.0, NAN], "the trainer's log-probs of the probe text are not finite"),
+        ([-1.0, -2.0], [-1.0, INF], "engine 0's log-probs of the probe text are not finite"),
+        ([-1.0, -2.0], [-1.0, -2.5], "are not those published"),
+    ],
+)
+def test_the_probe_blames_who_computes_nan(
+    trainer: list[float], engine: list[float], said: str
+) -> None:
+    probe = Probe.random(dtypes=("float32",), vocab_size=9, max_tokens=4, seed=0, tolerance=0.0)
+    with pytest.raises(RuntimeError, match=said):
+        probe.compare(trainer, [engine], version=3, layouts="")
+
+
+def test_a_model_that_computes_nan_is_not_evaluated() -> None:
+    refuse_broken([[-1.0, -2.0]], "m")
+    with pytest.raises(UserError, match=r"model.path 'm' gives log-probs that are not finite"):
+        refuse_broken([[-1.0], [NAN]], "m")
+
+
+def test_gspo_with_the_clip_of_a_token_is_warned_about() -> None:
+    assert "hardly ever clip" in algorithm_warning(AlgorithmConfig(loss="gspo"))
+    assert not algorithm_warning(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4))
+    assert not algorithm_warning(AlgorithmConfig())
+
+
+@pytest.mark.parametrize(("kind", "high"), [("tis", 2.0), ("icepop", 5.0)])
+def test_each_correction_has_its_published_bound(kind: str, high: float) -> None:
+    assert CorrectionConfig(kind=kind).upper == high  # pyright: ignore[reportArgumentType]
+    assert CorrectionConfig(kind=kind, high=3.0).upper == 3.0  # pyright: ignore[reportArgumentType]

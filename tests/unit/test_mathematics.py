@@ -1,0 +1,234 @@
+"""The verifier `math`: what it reads, what percent means, and that nothing holds it up."""
+
+from __future__ import annotations
+
+import asyncio
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.environments.arithmetic import evaluate
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.mathematics import depth, plain_number, without_doubled
+from megarl.environments.verifiers import Verifier, load_verifier
+from megarl.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def math() -> Verifier:
+    return load_verifier(EnvironmentConfig(verifier="math"))
+
+
+def ask(math: Verifier, answer: str, response: str) -> float:
+    return asyncio.run(math(Prompt(4, "", [], answer), response))  # type: ignore[arg-type]
+
+
+WRITTEN = {
+    "1234": ["#### 1\\,234", "\\boxed{1\\,234}", "The answer is $1\\,234$.", "#### 1\u202f234"],
+    "5000": [
+        "#### 5e3",
+        "\\boxed{5\\times 10^{3}}",
+        "\\boxed{5 \\cdot 10^3}",
+        "The answer is 5e3.",
+    ],
+    "5": [
+        "#### **5**",
+        "**#### 5**",
+        "\\boxed {5}",
+        "\\boxed 5",
+        "$\\boxed {5}$.",
+        "\\fbox{5}",
+        "#### `5`",
+    ],
+    "1/2": ["#### \u00bd", "\\boxed{\u00bd}", "The answer is \u00bd.", "#### **\u00bd**"],
+    "1.5": ["#### 1\u00bd", "\\boxed{1 \u00bd}", "\\boxed{\\frac{3}{2}}"],
+    "x^2": ["\\boxed{x\u00b2}", "\\boxed{x^{2}}"],
+    "1 + \\frac{1}{1 + \\frac{1}{2}}": ["\\boxed{\\frac{5}{3}}", "\\boxed{5/3}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"), [(key, text) for key, texts in WRITTEN.items() for text in texts]
+)
+def test_an_answer_is_right_however_it_is_written(
+    answer: str, response: str, math: Verifier
+) -> None:
+    assert ask(math, answer, response) == 1.0
+    assert ask(math, "7", response) == 0.0
+
+
+PERCENT = ["50%", "50\\%", "50 percent", "50 \\%", "$50\\%$", "50\\text{ percent}", "**50%**"]
+
+
+@pytest.mark.parametrize("written", PERCENT)
+def test_percent_is_a_unit(written: str, math: Verifier) -> None:
+    """50% is 50 and is not 0.5, on either side and in every place."""
+    for form in ("#### {}", "\\boxed{{{}}}", "So it is {}."):
+        assert ask(math, "50", form.format(written)) == 1.0, form
+        assert ask(math, "50%", form.format(written)) == 1.0, form
+        assert ask(math, "0.5", form.format(written)) == 0.0, form
+    assert ask(math, written, "#### 50") == ask(math, written, "It is 50.") == 1.0
+    assert ask(math, written, "#### 0.5") == ask(math, written, "It is 0.5.") == 0.0
+
+
+def continued(levels: int) -> str:
+    return f"1+\\frac{{1}}{{{continued(levels - 1)}}}" if levels else "1"
+
+
+NESTED = {
+    "parentheses": ("(" * 50 + "{}" + ")" * 50, True),
+    "braces": ("{{" * 50 + "{}" + "}}" * 50, True),
+    "both kinds": ("({{" * 25 + "{}" + "}})" * 25, False),
+    "sums": ("(1+" * 50 + "{}" + ")" * 50, False),
+    "towers": ("2^{{" * 50 + "{}" + "}}" * 50, False),
+    "bars": ("|" * 40 + "{}" + "|" * 40, False),
+    "powers": ("{}" + "^x" * 40, False),
+    "factorials": ("{}" + "!" * 40, False),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_nesting_never_reaches_the_exponential_parser(
+    kind: str, math: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too deep is wrong without being parsed; doubled brackets mean nothing."""
+    import math_verify
+
+    whole = math_verify.parse
+
+    def parse(text: str, **options: Any) -> Any:
+        assert depth(text) <= 7, text
+        return whole(text, **options)
+
+    monkeypatch.setattr(math_verify, "parse", parse)
+    form, is_right = NESTED[kind]
+    for dress in ("\\boxed{{{}}}", "#### {}"):
+        assert ask(math, "x+1", dress.format(form.format("x+1"))) == float(is_right)
+    ask(math, "x+1", f"It is ${form.format('x+1')}$.")
+
+
+def test_numbers_are_computed_at_any_depth(math: Verifier) -> None:
+    value, text = Fraction(1), continued(40)
+    for _ in range(40):
+        value = 1 + 1 / value
+    answer = f"{value.numerator}/{value.denominator}"
+    assert ask(math, answer, f"\\boxed{{{text}}}") == 1.0
+    assert ask(math, "5", f"\\boxed{{{text}}}") == 0.0
+
+
+REWRITTEN = {
+    "east": (["east", "East", "\\text{east}"], ["seat", "\\text{seat}"]),
+    "no": (["no", "No."], ["on"]),
+    "the cat sat": (["The cat sat"], ["sat the cat"]),
+    "xy": (["yx"], ["x"]),
+    "45": (["45\u00b0", "45^\\circ", "45^{\\circ}"], ["46\u00b0"]),
+    "45\u00b0": (["45", "45^\\circ"], ["46"]),
+    "2.5": (["2 1/2", "2\\frac{1}{2}"], ["-2 1/2", "1 1/2"]),
+    "-5/2": (["-2 1/2"], ["2 1/2"]),
+    "5": (
+        ["5 cm^2", "5 m^2", "5 m^{2}", "5 cm\u00b2", "5 km/h", "5 m/s^2", "5\u20ac", "\u20ac5"],
+        ["6 m^2", "5x^2", "5 x^2", "5 k^2", "6\u20ac"],
+    ),
+    "5 cm^2": (["5"], ["6", "5 cm^2 + 1"]),
+    "-3": (["\u20133", "\u22123"], ["3", "1\u20134"]),
+    "D": (["D", "D. 5", "(D) 5"], ["E. 5", "E"]),
+    "1011_2": (["1011_{2}"], ["1011_3", "1011", "1010_2"]),
+    "120": (["5!", "\\binom{10}{3}"], ["6!"]),
+    "2^{10}x": (["1024x"], ["1023x"]),
+    "2\\pi": (["2pi", "2 pi", "2\\text{ pi}"], ["pi", "3.14", "2p", "pi^2"]),
+    "\\frac{\\pi}{2}": (["pi/2", "\\frac{pi}{2}"], ["pi/3"]),
+    "\\sin x": (["sin x", "sin(x)", "\\operatorname{sin} x"], ["cos x", "sin y", "sine"]),
+    "\\log 2": (["log 2", "log(2)"], ["log 3", "2"]),
+    "\\sqrt{3}": (["sqrt(3)", "sqrt 3"], ["sqrt 5", "3"]),
+    "spin": (["spin", "Spin."], ["pins", "sin"]),
+}
+
+
+@pytest.mark.parametrize("answer", REWRITTEN)
+def test_words_units_and_bases(answer: str, math: Verifier) -> None:
+    rights, wrongs = REWRITTEN[answer]
+    assert [text for text in rights if ask(math, answer, f"\\boxed{{{text}}}") != 1.0] == []
+    assert [text for text in wrongs if ask(math, answer, f"\\boxed{{{text}}}") != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9^{9^{9^{9}}}", "10^{10^{10}}", "9^9^9", "(10^9)!", "100000000!", "\\binom{10^8}{10^7}",
+     "\\sqrt{10^{10^{10}}}", "x^{x+9^{9^{9^{9}}}}", "\\left(10^9\\right)!"],
+)  # fmt: skip
+def test_huge_numbers_are_never_computed(
+    text: str, math: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import math_verify
+
+    def parse(given: str, **options: Any) -> Any:
+        assert text not in given
+        return []
+
+    assert ask(math, text, f"\\boxed{{{text}}}") == 1.0
+    monkeypatch.setattr(math_verify, "parse", parse)
+    assert ask(math, "5", f"\\boxed{{{text}}}") == 0.0
+    assert ask(math, text, "#### 5") == 0.0
+
+
+expressions = st.recursive(
+    st.integers(0, 20).map(str),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map("".join),
+        inner.map("({})".format),
+        inner.map("-({})".format),
+        inner.map("({})^2".format),
+    ),
+    max_leaves=8,
+)
+
+
+@given(expressions)
+def test_arithmetic_is_that_of_python(text: str) -> None:
+    python = text.replace("^", "**")
+    for digits in range(20, -1, -1):
+        python = python.replace(f"{digits}", f"F{chr(97 + digits)}")
+    names = {f"F{chr(97 + digits)}": Fraction(digits) for digits in range(21)}
+    try:
+        expected = eval(python, names)
+    except ZeroDivisionError:
+        expected = None
+    assert evaluate(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1 2", "2(3)", "1\\frac{1}{2}", "\\frac12", "1/0", "(1", "1)", "(1}", "1+", "2^0.5", "9^{9^{9}}", "2^2^2", "1,234", "9" * 2000, "(" * 200 + "1" + ")" * 200]
+)  # fmt: skip
+def test_what_is_not_plain_arithmetic_is_left_alone(text: str) -> None:
+    assert evaluate(text) is None
+
+
+@given(st.text("{}()[]x", max_size=30))
+def test_doubled_brackets_are_taken_out_and_no_others(text: str) -> None:
+    found = without_doubled(text)
+    assert found.replace("(", "").replace(")", "").replace("{", "").replace("}", "") == "".join(
+        sign for sign in text if sign in "[]x"
+    )
+    assert depth(found) <= depth(text)
+    assert without_doubled("((x)(y))") == "((x)(y))" and without_doubled("(({{x}}))") == "({x})"
+
+
+@pytest.mark.parametrize(("text", "value"), [("5e3", 5000), ("1.5E-2", Fraction(3, 200)), ("e3", None)])  # fmt: skip
+def test_exponents_of_plain_numbers(text: str, value: Fraction | None) -> None:
+    assert plain_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("1234", "1,234", True), ("1,234", "1234", True), ("1234567", "$1,234,567", False),
+        ("$1,234", "$1234", True), ("1234.5", "1,234.5", True), ("123", "12,3", False),
+        ("1,2", "12", False), ("1,234 apples", "1234 apples", False),
+    ],
+)  # fmt: skip
+def test_exact_match_reads_thousands_commas(answer: str, response: str, right: bool) -> None:
+    verify = load_verifier(EnvironmentConfig())
+    assert ask(verify, answer, response) == float(right)

@@ -1,0 +1,41 @@
+"""Ports for servers that start later."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+
+from megarl.parallel import ports
+
+
+def test_the_kernel_gives_the_port_to_nobody_else() -> None:
+    with socket.socket() as unnamed:
+        unnamed.bind(("", 0))
+        first = int(ports.KERNELS.read_text().split()[0])
+        drawn = {ports.free_port() for _ in range(20)}
+    assert all(ports.FIRST <= port < first for port in drawn), drawn
+    assert len(drawn) > 15  # two processes that ask at once get two ports
+
+
+def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", ports.free_port())) as server:
+        taken = server.getsockname()[1]
+        free = ports.free_port()
+        answers = iter([taken, taken, free])
+
+        def draw(_self: random.Random, _first: int, _below: int) -> int:
+            return next(answers)
+
+        monkeypatch.setattr(random.Random, "randrange", draw)
+        assert ports.free_port() == free
+
+
+def test_without_a_range_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(*_: object, **__: object) -> str:
+        return "1024 65535"
+
+    monkeypatch.setattr(type(ports.KERNELS), "read_text", whole)
+    with socket.create_server(("", ports.free_port())):
+        pass

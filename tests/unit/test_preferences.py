@@ -1,0 +1,251 @@
+"""Preferences: what becomes of the rows of a data set, and which rows are refused with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny import write_tokenizer
+from transformers import AutoTokenizer
+
+from megarl.config import PreferenceConfig, RewardModelConfig, from_tree
+from megarl.data.config import PreferencesConfig
+from megarl.data.preferences import PreferenceList, load_preferences
+from megarl.loops.pairs import batch_of, merged
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}<eos>#"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
+OTHER = {"prompt": "2+2=", "chosen": "4", "rejected": "3"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load(
+    tokenizer: Any, place: Path, rows: list[Any], *, single: bool = False, **settings: Any
+) -> PreferenceList:
+    file = place / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.chat_template = CHAT if settings.get("template") == "chat" else None
+    config = PreferencesConfig(source=str(file), **settings)
+    return load_preferences(config, tokenizer, seed=1, single=single)
+
+
+def texts(tokenizer: Any, rows: PreferenceList, index: int) -> tuple[str, ...]:
+    one = rows.row(index)
+    return tuple(tokenizer.decode(ids) for ids in (one.prompt_ids, *one.responses))
+
+
+def test_texts(tokenizer: Any, tmp_path: Path) -> None:
+    rows = load(tokenizer, tmp_path, [PAIR, OTHER], shuffle=False)
+    assert len(rows) == 2
+    assert texts(tokenizer, rows, 0) == ("1+2=", "3<eos>", "4<eos>")
+    assert [rows.at(n).index for n in range(4)] == [0, 1, 0, 1]
+    assert not rows.at(0).is_single and rows.at(0).is_desirable and rows.at(0).margin == 0.0
+    assert rows.warning == ""
+
+
+USER, TURN = [{"role": "user", "content": "1+2"}], {"role": "assistant", "content": "3"}
+WORSE = {"role": "assistant", "content": "4"}
+CHATS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "1+2", "chosen": "3", "rejected": "4"},
+    "turns": {"prompt": USER, "chosen": [TURN], "rejected": [WORSE]},
+    "conversations": {"chosen": [*USER, TURN], "rejected": [*USER, WORSE]},
+    # As in HuggingFaceH4/ultrafeedback_binarized, whose prompt is the text of the first turn.
+    "UltraFeedback": {
+        "prompt": "1+2",
+        "prompt_id": "f0e37e",
+        "chosen": [*USER, TURN],
+        "rejected": [*USER, WORSE],
+        "messages": [*USER, TURN],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    },
+    "JSON in a text": {"prompt": "1+2", "chosen": json.dumps([TURN]), "rejected": "4"},
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    rows = load(tokenizer, tmp_path, [CHATS[name]], template="chat")
+    assert texts(tokenizer, rows, 0) == ("1+2=", "3<eos>", "4<eos>"), "nothing behind <eos>"
+
+
+def test_earlier_turns_are_the_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    before = [*USER, TURN, {"role": "user", "content": "+1"}]
+    row = {"chosen": [*before, WORSE], "rejected": [*before, TURN]}
+    rows = load(tokenizer, tmp_path, [row], template="chat")
+    assert texts(tokenizer, rows, 0) == ("1+2=3<eos>#+1=", "4<eos>", "3<eos>")
+
+
+def test_rendered_prompts_get_no_second_template(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
+    rows = load(tokenizer, tmp_path, [row], template="rendered")
+    assert texts(tokenizer, rows, 0) == ("1+2=", "3<eos>", "4<eos>")
+
+
+def test_margins(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [PAIR | {"by": 0.5}, OTHER | {"by": "2"}]  # a CSV file's numbers are texts
+    found = load(tokenizer, tmp_path, rows, margin_column="by")
+    assert [found.row(n).margin for n in range(2)] == [0.5, 2.0]
+
+
+def test_pairs_become_single_responses(tokenizer: Any, tmp_path: Path) -> None:
+    """The chosen, then the rejected one; each beside a response to another prompt."""
+    third = {"prompt": "1+2=", "chosen": "03", "rejected": "5"}
+    rows = load(tokenizer, tmp_path, [PAIR, third, OTHER], single=True)
+    assert len(rows) == 6 and all(rows.row(n).is_single for n in range(6))
+    assert [rows.row(n).is_desirable for n in range(6)] == [True, False] * 3
+    assert [texts(tokenizer, rows, n) for n in range(6)] == [
+        ("1+2=", "3<eos>", "4<eos>"),  # row 1 has the same prompt, so it is row 2's
+        ("1+2=", "4<eos>", "3<eos>"),
+        ("1+2=", "03<eos>", "4<eos>"),
+        ("1+2=", "5<eos>", "3<eos>"),
+        ("2+2=", "4<eos>", "3<eos>"),
+        ("2+2=", "3<eos>", "4<eos>"),
+    ]
+
+
+def test_single_responses(tokenizer: Any, tmp_path: Path) -> None:
+    labels: list[Any] = [True, "false", 1, "0"]
+    rows = [{"prompt": f"{n}=", "text": str(n), "good": label} for n, label in enumerate(labels)]
+    found = load(
+        tokenizer, tmp_path, rows, single=True, response_column="text", label_column="good"
+    )
+    assert [found.row(n).is_desirable for n in range(4)] == [True, False, True, False]
+    assert texts(tokenizer, found, 3) == ("3=", "3<eos>", "0<eos>")
+
+
+def test_the_fingerprint_covers_everything(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [PAIR | {"by": 1}, OTHER | {"by": 1}]
+    changed = [
+        load(tokenizer, tmp_path, rows),
+        load(tokenizer, tmp_path, rows, shuffle=False),
+        load(tokenizer, tmp_path, rows, single=True),
+        load(tokenizer, tmp_path, rows, margin_column="by"),
+        load(tokenizer, tmp_path, rows[::-1]),
+        load(tokenizer, tmp_path, [PAIR | {"chosen": "03"}, OTHER]),
+        load(tokenizer, tmp_path, [PAIR | {"rejected": "5"}, OTHER]),
+    ]
+    assert len({one.fingerprint for one in changed}) == len(changed)
+    digests = [one.digest for one in changed]
+    assert digests[0] == digests[1] == digests[3], "token ids alone decide"
+    assert len(set(digests)) == len(changed) - 2
+
+
+def test_a_batch(tokenizer: Any, tmp_path: Path) -> None:
+    rows = load(tokenizer, tmp_path, [PAIR, OTHER | {"chosen": "04"}])
+    batch = batch_of([rows.row(1), rows.row(0)], np.array([[1.0, 2.0], [3.0, 4.0]]))
+    assert batch.reference.tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert batch.samples.ids.tolist() == [0, 1, 2, 3]
+    assert batch.num_tokens.tolist() == [[3, 2], [2, 2]]
+    assert batch.side(1).ids.tolist() == [1, 3]
+    assert batch.margins.tolist() == [0.0, 0.0] and batch.is_desirable.tolist() == [True, True]
+    judged = load(tokenizer, tmp_path, [PAIR | {"by": 0.5}, OTHER | {"by": 2}], margin_column="by")
+    assert batch_of([judged.row(1), judged.row(0)], None).margins.tolist() == [2.0, 0.5]
+    single = load(tokenizer, tmp_path, [PAIR, OTHER], single=True)
+    rows = batch_of([single.row(n) for n in (1, 2, 3)], None)
+    assert rows.is_desirable.tolist() == [False, True, False] and not rows.reference.any()
+    whole = merged([batch, batch])
+    assert whole is not None and whole.samples.ids.tolist() == list(range(8))
+    assert whole.reference.tolist() == 2 * batch.reference.tolist() and merged([]) is None
+    assert batch.samples.mask.tolist()[:7] == [False] * 4 + [True] * 3
+
+
+WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "no rejected side": ([{"prompt": "1", "chosen": "2"}], {}, r"no column 'rejected'.*rejected_c"),
+    "null": ([PAIR | {"chosen": None}], {}, "column 'chosen' is null"),
+    "equal sides": ([PAIR, PAIR | {"rejected": "3"}], {}, r"row 1.*are equal"),
+    "empty side": ([PAIR | {"rejected": " "}], {}, r"response \(column 'rejected'\) is empty"),
+    "no prompt": ([{"chosen": "1", "rejected": "2"}], {}, "no column 'prompt'"),
+    "empty prompt": ([PAIR | {"prompt": ""}], {}, "the prompt"),
+    "a list": ([PAIR | {"chosen": [TURN]}], {}, "template to 'chat'"),
+    "a number of turns": ([PAIR | {"chosen": {"a": 1}}], {}, "response"),
+    "too long": ([PAIR], {"max_tokens": 5}, r"6 tokens, but preferences\.max_tokens is 5"),
+    "margin": ([PAIR | {"by": "much"}], {"margin_column": "by"}, "the margin .* is 'much'"),
+    "infinite margin": ([PAIR | {"by": 1e999}], {"margin_column": "by"}, "not a finite number"),
+    "label": (
+        [{"prompt": "1", "r": "2", "label": "yes"}],
+        {"response_column": "r", "single": True},
+        "label .* is 'yes', not true or false",
+    ),
+    "one label": (
+        [{"prompt": "1", "r": "2", "label": True}, {"prompt": "2", "r": "2", "label": 1}],
+        {"response_column": "r", "single": True},
+        "all responses are desirable",
+    ),
+    "one prompt": ([PAIR, PAIR | {"chosen": "5"}], {"single": True}, "all rows have the same prom"),
+    "other prompts": (
+        [{"chosen": [*USER, TURN], "rejected": [{"role": "user", "content": "2"}, WORSE]}],
+        {"template": "chat"},
+        "differ before their last turn",
+    ),
+    "ends with the user": (
+        [{"chosen": [*USER, TURN, *USER], "rejected": [*USER, TURN, *USER]}],
+        {"template": "chat"},
+        "ends with a turn of 'user'",
+    ),
+    "a reply alone": ([{"chosen": [TURN], "rejected": [WORSE]}], {"template": "chat"}, "no column"),
+    "no user": (
+        [{"chosen": [{"role": "system", "content": "x"}, TURN], "rejected": [USER[0], WORSE]}],
+        {"template": "chat"},
+        "system message only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_row_is_named(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    rows, settings, said = WRONG[name]
+    with pytest.raises(ValueError, match=said):
+        load(tokenizer, tmp_path, rows, **settings)
+
+
+RECIPES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no data": (PreferenceConfig, {"preferences": {}}, r"preferences\.source is empty"),
+    "single responses": (
+        PreferenceConfig,
+        {"preferences": {"source": "x", "response_column": "r"}},
+        "'dpo' needs pairs",
+    ),
+    "single responses for rewards": (
+        RewardModelConfig,
+        {"preferences": {"source": "x", "response_column": "r"}},
+        "learns from pairs",
+    ),
+    "margins": (
+        PreferenceConfig,
+        {"preferences": {"source": "x", "margin_column": "m"}},
+        "only megarl reward-model uses",
+    ),
+    "a reference without use": (
+        PreferenceConfig,
+        {"loss": {"method": "simpo"}, "reference": {"cache": "x"}},
+        "'simpo' uses no reference",
+    ),
+    "a reference without path": (
+        PreferenceConfig,
+        {"reference": {"model": {"tokenizer": "x"}}},
+        "settings but no path",
+    ),
+    "mini-batches": (RewardModelConfig, {"training": {"num_mini_batches": 2}}, "set it to 1"),
+    "unknown method": (PreferenceConfig, {"loss": {"method": "ppo"}}, r"loss\.method"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_wrong_recipe_is_refused(name: str) -> None:
+    kind, changes, said = RECIPES[name]
+    tree = {"folder": "x", "model": {"path": "x"}, "preferences": {"source": "x"}} | changes
+    with pytest.raises(ValueError, match=said):
+        from_tree(kind, tree, where="recipe")

@@ -1,0 +1,74 @@
+"""RAY_ADDRESS is looked at before Ray is, which would wait for minutes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from megarl.checks.preflight import check_run
+from megarl.cluster import ray_cluster
+from megarl.cluster.ray_address import ray_address
+from megarl.cluster.ray_cluster import Cluster
+from megarl.config import RunConfig
+from megarl.data.config import PromptsConfig
+from megarl.errors import UserError
+from megarl.parallel.ports import free_port
+from megarl.trainer.config import ModelConfig
+
+RECIPE = RunConfig(
+    folder="run", model=ModelConfig(path="model"), prompts=PromptsConfig(source="prompts.jsonl")
+)
+
+
+@pytest.mark.parametrize("text", ["", "auto", "127.0.0.1", "[::ffff:127.0.0.1]"])
+def test_a_cluster_that_answers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = f":{server.getsockname()[1]}" if "1" in text else ""
+        monkeypatch.setenv("RAY_ADDRESS", text + port)
+        assert ray_address() == text + port
+
+
+@pytest.mark.parametrize("text", ["ray://127.0.0.1:10001", "local", "head", "head:0", ":1"])
+def test_an_address_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", text)
+    with pytest.raises(ValueError, match=f"^RAY_ADDRESS is {text}, which is not the host:port"):
+        ray_address()
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda: Cluster(namespace="test", token="t"), UserError),
+        (lambda: check_run(RECIPE, num_ranks=1, on_cpu=True), ValueError),
+    ],
+    ids=["start", "check"],
+)
+def test_a_cluster_that_is_gone(
+    use: Callable[[], object], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(error, match=r"nothing answers there \(Connection refused\); unset RAY_ADD"):
+        use()
+
+
+def test_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["The current node timed out during startup. GCS overloaded.", ""]
+    said: list[str] = []
+
+    def init(**options: object) -> None:
+        assert options == {"address": "local", "num_cpus": 4}
+        if problem := answers.pop(0):
+            raise Exception(problem)  # noqa: TRY002 - what Ray raises
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: said.append("shutdown"))
+    ray_cluster.start_ray(num_cpus=4)
+    assert answers == [] and said == ["shutdown"]
+    answers += ["timed out during startup"] * 3
+    with pytest.raises(Exception, match="timed out"):
+        ray_cluster.start_ray(num_cpus=4)
+    answers[:] = ["another problem", ""]
+    with pytest.raises(Exception, match="another"):
+        ray_cluster.start_ray(num_cpus=4)

@@ -1,0 +1,203 @@
+"""Recipes: what YAML and the command line may say, and one line for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import recipe_file
+from megarl.config import RunConfig, SftConfig, dump, load, read
+from megarl.schema import Range, ranges_of
+
+GOOD = "folder: runs/x\nmodel: {path: m}\nprompts: {source: a.jsonl}\n"
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+WRONG: dict[str, tuple[str | bytes, list[str]]] = {
+    "a key twice": (
+        GOOD + "rollout: {group_size: 4}\nsteps: 3\nrollout: {group_size: 8}\n",
+        ["line 6", "'rollout'", "line 4", "join the two"],
+    ),
+    "a nested key twice": (
+        GOOD + "rollout:\n  group_size: 4\n  group_size: 4\n",
+        ["line 6", "line 5"],
+    ),
+    "aliases that stand for gigabytes": (GOOD + BOMB, ["values with its aliases written out"]),
+    "a list that contains itself": (GOOD + "a: &a [*a]\n", ["nested deeper"]),
+    "nesting": (GOOD + "a: " + "[" * 5000 + "]" * 5000, ["nested deeper"]),
+    "a key that is a number": (GOOD + "1: 2\n", ["line 4", "not a text"]),
+    "a key that is a list": (GOOD + "? [1, 2]\n: 3\n", ["line 4", "not a text"]),
+    "a date that Python has not": (GOOD + "steps: 2024-13-45\n", ["steps", "'2024-13-45'"]),
+    "binary": (GOOD + "steps: !!binary YQ==\n", ["line 4", "binary"]),
+    "a truth value that is none": (GOOD + 'resume: !!bool "x"\n', ["line 4", "cannot be read"]),
+    "a Python object": (GOOD + "steps: !!python/name:os.system\n", ["line 4", "tag"]),
+    "5,000 digits": (GOOD + f"steps: {'9' * 5000}\n", ["line 4", "digits"]),
+    "half a surrogate pair": (GOOD + 'seed: "\\ud800"\n', ["line 4", "not Unicode text"]),
+    "NUL": (GOOD + 'seed: "a\\0b"\n', ["line 4", "NUL"]),
+    "no YAML": (GOOD + "a: [1\n", ["line 5", "is not YAML"]),
+    "a control character": (GOOD + "a: \x01\n", ["is not YAML"]),
+    "no text": (b"PAR1\xff\xfe\x00", ["recipe.yaml", "is no text", ".yaml file"]),
+    "no mapping": ("[1, 2]\n", ["not a mapping of settings"]),
+    "larger than a recipe": ("#" * 2_000_000, ["2,000,000 bytes"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_one_line(name: str, tmp_path: Path) -> None:
+    text, says = WRONG[name]
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError) as caught:
+        read(RunConfig, path)
+    said = str(caught.value)
+    assert "\n" not in said and str(path) in said and len(said) < 1000
+    for part in says:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("010", 10),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("1_000", 1000),
+        ("2024-01-01", "2024-01-01"),
+        ("12:30", "12:30"),
+        (".5", 0.5),
+        ("-3", -3),
+        ("true", True),
+        ("~", None),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    found = recipe_file.parse(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["1e5", "0o17", "010", "1_0", "2024-01-01", "true", "~", "a: b"])
+def test_a_text_that_looks_like_a_number_is_written_as_a_text(text: str) -> None:
+    assert recipe_file.parse(recipe_file.dump({"a": text})) == {"a": text}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(recipe_file.dump(recipe_file.parse(GOOD) | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"evaluation": {"prompts": {"max_prompt_tokens": 0}}},
+            "evaluation.prompts.max_prompt_tokens is 0",
+        ),
+        (
+            {"evaluation": {"prompts": {"system": "a"}}},
+            "evaluation.prompts.system is set but evaluation.prompts.template is 'none'",
+        ),
+        ({"prompts": {"source": "a", "limit": 0}}, "prompts.limit is 0"),
+        ({"reference": {"layout": {"tensor": 0}}}, "reference.layout.tensor is 0"),
+        ({"reference": {"ranks": [1, -1]}}, "reference.ranks is -1"),
+        (
+            {"algorithm": {"aggregation": "constant", "constant_tokens": -5}},
+            "algorithm.constant_tokens is -5",
+        ),
+        ({"rollout": {"temperature": 2.5}}, "rollout.temperature is 2.5"),
+        ({"rollout": {"temperature": 1e-30}}, "rollout.temperature is 1e-30"),
+        ({"rollout": {"groups_per_step": 10**7}}, "rollout.groups_per_step is 10000000"),
+        ({"training": {"num_threads": 10**6}}, "training.num_threads is 1000000"),
+        ({"environment": {"correct": math.nan}}, "environment.correct is nan"),
+        ({"environment": {"wrong": -1e308}}, "environment.wrong is -1e+308"),
+        ({"environment": {"time_limit_s": math.inf}}, "environment.time_limit_s is inf"),
+        ({"seed": 2**31}, "seed is 2147483648"),
+        (
+            {"rollout": {"engine": {"max_num_sequences": 9000, "max_batched_tokens": 512}}},
+            "rollout.engine.max_batched_tokens is 512",
+        ),
+    ],
+)
+def test_an_error_names_the_setting(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(RunConfig, write(tmp_path, **changes))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--resume", "true"], "resume", True),
+        (["--resume", "False"], "resume", False),
+        (["--resume=TRUE"], "resume", True),
+        (["--training.micro-batch-tokens", "64"], "training.micro_batch_tokens", 64),
+        (["--training.optimizer.learning_rate=1e-4"], "training.optimizer.learning_rate", 1e-4),
+        (["--environment.wrong", "-1"], "environment.wrong", -1.0),
+        (["--prompts.limit", "None"], "prompts.limit", None),
+        (["--prompts.limit", "null"], "prompts.limit", None),
+        (["--prompts.answer_after", "1e5"], "prompts.answer_after", "1e5"),
+        (["--folder", "2024"], "folder", "2024"),
+        (["--reference.zero_stage", "3", *(kl := ["--algorithm.kl.coefficient", "1"])], "reference.zero_stage", 3),
+        (["--reference.ranks", "1", "2", *kl], "reference.ranks", (1, 2)),
+        (["--reference.ranks", "[1, 2]", *kl], "reference.ranks", (1, 2)),
+    ],
+)  # fmt: skip
+def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_path: Path) -> None:
+    found: Any = load(RunConfig, write(tmp_path), words)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--training.optimizer.learning_rat", "1"], "'--training.optimizer.learning_rate'"),
+        (["--steps", "many"], "steps: input should be a valid integer"),
+        (["--steps"], "--steps has 0 values"),
+        (["--steps", "1", "2"], "--steps has 2 values"),
+        (["--rollout", "1"], "--rollout is a section"),
+        (["--folder.x", "1"], "folder is no section"),
+        (["steps", "1"], "'steps' is no setting"),
+        (["--steps", "9" * 5000], "--steps"),
+        (["--resume", "perhaps"], "resume: input should be true, false or 'auto'"),
+        (["--training.zero_stage", "7"], "training.zero_stage"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(RunConfig, write(tmp_path), words)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def numbers(kind: Any, place: str = "") -> list[str]:
+    """Every numeric setting of a configuration class that declares no finite range."""
+    missing, ranges = [], ranges_of(kind)
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            missing += numbers(hint, f"{place}{name}.")
+        elif {hint, *typing.get_args(hint)} & {int, float}:
+            allowed = ranges[name]
+            if not isinstance(allowed, Range) or not math.isfinite(allowed.high - allowed.low):
+                missing.append(f"{place}{name}")
+    return missing
+
+
+@pytest.mark.parametrize("kind", [RunConfig, SftConfig])
+def test_every_number_has_a_finite_range(kind: Any) -> None:
+    assert numbers(kind) == []
+
+
+def test_the_resolved_recipe_reads_back(tmp_path: Path) -> None:
+    config = read(RunConfig, write(tmp_path, evaluation={"prompts": {"answer_after": "1e5"}}))
+    (tmp_path / "resolved.yaml").write_text(dump(config))
+    assert read(RunConfig, tmp_path / "resolved.yaml") == config

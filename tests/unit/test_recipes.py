@@ -1,0 +1,212 @@
+"""Every recipe of an algorithm passes the checks, and the Python interface reads and runs recipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import tiny_run, write_recipe
+from support.tiny import write_classifier, write_model
+
+import megarl
+from megarl import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
+from megarl.checks.evaluation import check_eval
+from megarl.checks.preflight import check_run, check_train
+from megarl.checks.sampling import check_sample
+from megarl.checks.supervised import check_preference, check_reward_model, check_sft
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {
+    "grpo": {"advantage": "grpo", "loss": "ppo_clip"},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant"},
+    "rloo": {"advantage": "rloo"},
+    "ppo": {"advantage": "gae"},
+    "gspo": {"loss": "gspo"},
+    "reinforce_plus_plus": {"advantage": "reinforce_plus_plus"},
+    "kl": {},
+    "cosine": {},
+    "checkpointing": {},
+    "wandb": {},
+}
+"""{recipe: what it must be an example of}"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    write_recipe(folder / "recipe.yaml", tiny_run(folder, write_model(folder / "model"), 3))
+    return folder
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_recipe_passes_the_checks(name: str, place: Path) -> None:
+    """With the quick start's model and data replaced by small ones."""
+    found = config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
+    for key, value in EXAMPLES[name].items():
+        assert getattr(found.algorithm, key) == value
+    data = str(place / "prompts.jsonl")
+    prompts = replace(found.prompts, source=data)
+    held_out = replace(found.evaluation.prompts, source=data)
+    observe = replace(found.observe, wandb_project="")  # the package is not installed
+    small = replace(
+        found,
+        folder=str(place / name),
+        model=replace(found.model, path=str(place / "model")),
+        prompts=prompts,
+        evaluation=replace(found.evaluation, prompts=held_out),
+        observe=observe,
+    )
+    assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None
+
+
+def test_recipes_are_examples_of_what_they_are_named_after() -> None:
+    def read(name: str) -> Any:
+        return config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
+
+    assert read("kl").algorithm.kl.coefficient > 0
+    assert read("cosine").training.schedule.kind == "cosine"
+    assert read("checkpointing").training.checkpoint.every > 0
+    assert read("checkpointing").resume == "auto"
+    assert read("wandb").observe.wandb_project
+    assert read("gspo").algorithm.clip_high < 0.01
+    assert read("dr_grpo").algorithm.constant_tokens == read("dr_grpo").rollout.max_new_tokens
+    assert read("reinforce_plus_plus").rollout.group_size == 1
+
+
+PREFERENCES: dict[str, Any] = {
+    "dpo": (PreferenceConfig, check_preference),
+    "reward_model": (RewardModelConfig, check_reward_model),
+    "best_of_n": (SftConfig, check_sft),
+}
+"""{recipe of docs/preferences.md: (its configuration, its check)}"""
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_a_recipe_on_a_data_set_passes_the_checks(name: str, place: Path) -> None:
+    kind, check = PREFERENCES[name]
+    found = config.read(kind, ROOT / "launch" / "recipes" / f"{name}.yaml")
+    rows = [{"prompt": f"{n}=", "chosen": "1", "rejected": "2", "response": "1"} for n in range(5)]
+    data = place / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = "demonstrations" if kind is SftConfig else "preferences"
+    changes = {section: replace(getattr(found, section), source=str(data))}
+    if kind is not SftConfig:
+        held_out = replace(found.evaluation.preferences, source=str(data))
+        changes["evaluation"] = replace(found.evaluation, preferences=held_out)
+    model = replace(found.model, path=str(place / "model"))
+    small = replace(found, folder=str(place / name), model=model, **changes)
+    assert len(check(small).rows) == 5
+
+
+def test_rewards_by_a_model_pass_the_checks(place: Path) -> None:
+    recipes = ROOT / "launch" / "recipes"
+    judge = write_classifier(place / "judge")
+    data = str(place / "prompts.jsonl")
+    for name, check in (("ppo_reward_model", check_train), ("sample", check_sample)):
+        found = config.read(RunConfig, recipes / f"{name}.yaml")
+        judged = {
+            key: replace(one, model=replace(one.model, path=str(judge)))
+            for key, one in found.reward_models.items()
+        }
+        held_out = found.evaluation.prompts
+        if held_out.source:
+            held_out = replace(held_out, source=data)
+        small = replace(
+            found,
+            folder=str(place / name),
+            model=replace(found.model, path=str(place / "model")),
+            reward_models=judged,
+            prompts=replace(found.prompts, source=data),
+            evaluation=replace(found.evaluation, prompts=held_out),
+        )
+        assert bool(judged) == (name == "ppo_reward_model")
+        assert check(small) is not None
+
+
+def test_importing_megarl_is_light() -> None:
+    heavy = "[m for m in ('torch', 'ray', 'numpy', 'yaml', 'pydantic') if m in sys.modules]"
+    code = f"import sys, megarl; print({heavy}); from megarl import train, RunConfig; {heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert set(megarl.__all__) == {name for name in megarl.__all__ if getattr(megarl, name)}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = megarl.nothing
+
+
+def test_a_recipe_is_read_with_changes(place: Path) -> None:
+    found = megarl.load_recipe(
+        RunConfig, place / "recipe.yaml", steps=7, training__optimizer__learning_rate=1e-5
+    )
+    assert (found.steps, found.training.optimizer.learning_rate) == (7, 1e-5)
+    plain = config.read(RunConfig, place / "recipe.yaml")
+    assert replace(found, steps=plain.steps, training=plain.training) == plain
+    with pytest.raises(ValueError, match=r"training\.optimiser: unknown key"):
+        megarl.load_recipe(RunConfig, place / "recipe.yaml", training__optimiser=1)
+    with pytest.raises(ValueError, match="steps"):
+        megarl.load_recipe(RunConfig, place / "recipe.yaml", steps="many")
+
+
+def test_a_mistake_is_raised_with_the_commands_line(place: Path) -> None:
+    wrong = megarl.load_recipe(RunConfig, place / "recipe.yaml", model__path=str(place / "none"))
+    with pytest.raises(ValueError, match=r"model\.path.*none"):
+        megarl.train(wrong)
+    with pytest.raises(ValueError, match="needs a SftConfig, found RunConfig"):
+        megarl.sft(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_results_of_a_folder(tmp_path: Path) -> None:
+    rows = [{"step": 1, "accuracy": 0.0}, {"step": 2, "accuracy": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = megarl.open_run(tmp_path)
+    assert found.metrics == rows and found.evaluations == [] and found.model is None
+    assert found.summary["steps"] == 2
+    for step in (2, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06d}" / "model").mkdir(parents=True)
+    assert found.model == tmp_path / "checkpoints" / "step_000010" / "model"
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
+        megarl.open_run(tmp_path / "none")
+    assert SftConfig is config.SftConfig
+
+
+def test_evaluation_checks_every_model_and_data_set(place: Path) -> None:
+    again = write_model(place / "again", seed=1)
+    more = place / "more.csv"
+    more.write_text("prompt,answer\n1+1=,2\n")
+    changes = {
+        "evaluation__models": [str(place / "model"), str(again)],
+        "evaluation__sources": [str(more)],
+    }
+    found = check_eval(megarl.load_recipe(RunConfig, place / "recipe.yaml", **changes))
+    assert [case.config.model.path for case in found.cases] == [str(place / "model"), str(again)]
+    source = str(place / "prompts.jsonl")
+    for case in found.cases:
+        assert {name: len(rows) for name, rows in case.sets.items()} == {source: 20, str(more): 1}
+    assert str(found) == f"2 models, 20 problems of {source}, 1 problems of {more}"
+    for wrong, says in (
+        ({"evaluation__models": [str(place / "none")]}, "none"),
+        ({"evaluation__sources": [str(place / "none.csv")]}, r"none\.csv"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            check_eval(megarl.load_recipe(RunConfig, place / "recipe.yaml", **wrong))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"early_stop__metric": "eval/acuracy"}, "did you mean 'eval/accuracy'"),
+        ({"early_stop__metric": "no/such"}, r"set one of reward/mean.*'environment/<name>'"),
+        ({"early_stop__metric": "kl"}, r"algorithm\.kl\.coefficient is 0"),
+        ({"early_stop__metric": "eval_sampled/accuracy"}, r"evaluation\.sampled_too is off"),
+        ({"early_stop__metric": "eval/environment/turns"}, r"evaluation\.every"),
+        ({"early_stop__metric": "eval/accuracy"}, r"early_stop\.metric.*evaluation\.every"),
+        ({"early_stop__metric": "critic/loss"}, r"algorithm\.advantage is not 'gae'"),
+    ],
+)
+def test_an_early_stop_that_cannot_be(place: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        megarl.load_recipe(RunConfig, place / "recipe.yaml", early_stop__at_least=0.5, **changes)
