@@ -157,11 +157,16 @@ def test_a_reference_that_is_no_mathematics_is_said() -> None:
         ask(EnvironmentConfig(verifier="math"), "", "5")
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none"}))
 def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
     right, wrong = verdicts(EnvironmentConfig(verifier=name, wrong=-1.0), "7", "8")
     assert right == Verdict(reward=1.0, correct=True)
     assert wrong == Verdict(reward=-1.0, correct=False)
+
+
+def test_without_a_verifier_every_response_is_wrong() -> None:
+    for verdict in verdicts(EnvironmentConfig(verifier="none"), "7", "8"):
+        assert verdict == Verdict(reward=0.0, correct=False)
 
 
 def test_verifiers_of_ones_own(own: str) -> None:
@@ -183,7 +188,7 @@ def test_verifiers_of_ones_own(own: str) -> None:
 
 
 BAD = {
-    "mathz": "is 'mathz'; set it to one of exact_match, math, or to path/to/file.py:function",
+    "mathz": "is 'mathz'; set it to one of exact_match, math, none, or to path/to/file.py:function",
     "none.py:judge": "there is no file none.py",
     "{own}:nothing": "has no function 'nothing'; set one of: judge, judge_later, neighbour",
     "{own}:LIMIT": "'LIMIT' of .* is int, not a function; set one of: judge",

@@ -20,7 +20,15 @@ import pytest
 import yaml
 
 from megarl.cluster.launch import end, started_processes
-from megarl.config import RunConfig, SftConfig, dump, from_tree, read
+from megarl.config import (
+    PreferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    SftConfig,
+    dump,
+    from_tree,
+    read,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
@@ -35,8 +43,18 @@ ONE_NODE = {
 HOST = os.uname().nodename
 
 
-def kind_of(recipe: Path) -> type[RunConfig] | type[SftConfig]:
-    return SftConfig if "demonstrations" in yaml.safe_load(recipe.read_text()) else RunConfig
+Kind = type[RunConfig] | type[SftConfig] | type[PreferenceConfig] | type[RewardModelConfig]
+KINDS: dict[str, Kind] = {
+    "quickstart_sft": SftConfig,
+    "best_of_n": SftConfig,
+    "dpo": PreferenceConfig,
+    "reward_model": RewardModelConfig,
+}
+"""Recipes of other commands than `megarl train`."""
+
+
+def kind_of(recipe: Path) -> Kind:
+    return KINDS.get(recipe.stem, RunConfig)
 
 
 def launch(
@@ -85,7 +103,12 @@ def known(kind: Any, tree: dict[str, Any], place: str = "") -> list[str]:
     bad = [f"{place}{key}" for key in tree if key not in fields]
     for key, value in tree.items():
         if isinstance(value, dict) and key in fields:
-            bad += known(types[key], value, f"{place}{key}.")
+            if dataclasses.is_dataclass(types[key]):
+                bad += known(types[key], value, f"{place}{key}.")
+                continue
+            of_names = typing.get_args(types[key])[1]
+            for name, entry in value.items():
+                bad += known(of_names, entry, f"{place}{key}.{name}.")
     return bad
 
 
