@@ -6,7 +6,8 @@ runs/x/checkpoints/step_000010/
     state/        model, optimizer: DeepSpeed's files, one set a rank
     roles/critic/ the same for every further role that is trained, such as a critic
     random/       random states, one file a rank
-    model/        the weights as a Hugging Face model, with its tokenizer
+    model/        the weights as a Hugging Face model, with its tokenizer; adapters are added in
+    adapter/      with LoRA, the adapters in PEFT's format
     digests.json  XXH3-128 of every file above
 """
 
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.export import WeightExport
 from megarl.checkpoints.manifest import digest_files, sync, write_manifest
 from megarl.checkpoints.progress import (
@@ -40,7 +42,6 @@ from megarl.errors import UserError
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
-from megarl.parallel.tensor import whole_shapes
 
 if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
@@ -157,6 +158,7 @@ class Checkpoints:
             return []
         folder, model = aside / "model", self.engine.module.model
         written = self._weights.write(folder, self.engine.owned(), self.mesh.world)
+        adapters = self.engine.whole_adapters()  # collective
         if self.mesh.world.rank == 0:
             model.config.save_pretrained(folder)
             if model.generation_config is not None:
@@ -167,6 +169,10 @@ class Checkpoints:
                 for path in folder.rglob("*")
                 if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
             ]
+            if adapters:
+                written += write_adapter(
+                    aside / "adapter", adapters, self.engine.config.lora, base=model.name_or_path
+                )
             written.append(write_progress(aside, self._progress(step, next_ordinal)))
         return written
 
@@ -175,10 +181,10 @@ class Checkpoints:
         """Which rank writes which weights; the same for every checkpoint of the run."""
         assert self.engine is not None
         module, mesh = self.engine.module, self.mesh
-        shapes = whole_shapes(module.model, module.shards)
+        shapes = module.shapes()
         stage = self.engine.config.zero_stage
         owned = training_owned(shapes, module.shards, mesh.layout, stage)
-        dtype = next(iter(self.engine.owned().values())).dtype
+        dtype = next(module.model.parameters()).dtype
         return WeightExport(owned, shapes, dtype)
 
     def _commit(self, aside: Path, final: Path, digests: dict[str, str]) -> None:
@@ -257,7 +263,7 @@ class Checkpoints:
             next_ordinal,
             self.seed,
             layout,
-            fingerprint(whole_shapes(self.engine.module.model, self.engine.module.shards)),
+            fingerprint(self.engine.module.shapes()),
             self.data,
             self.roles,
         )

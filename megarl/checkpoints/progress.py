@@ -46,13 +46,18 @@ def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
-    """Text with layout, tensor backend, ZeRO stage, precision and optimizer. A run can only resume
-    a checkpoint with the same text.
+    """Text with layout, tensor backend, ZeRO stage, precision, optimizer and adapters. A run can
+    resume a checkpoint with the same text, or one that `convertible` allows.
     """
     backend = " by autotp" if layout.tensor > 1 and training.tensor_backend == "autotp" else ""
     kind = training.optimizer.kind
     optimizer = "" if kind == "torch" else f", optimizer {kind}"
-    return f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}{optimizer}"
+    lora = training.lora
+    targets = " ".join(lora.targets) or "all layers"
+    adapters = f", LoRA of rank {lora.rank}, alpha {lora.alpha:g}, {targets}" if lora.is_on else ""
+    return (
+        f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}{optimizer}{adapters}"
+    )
 
 
 def write_progress(folder: Path, progress: Progress) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl import console
 from megarl.checkpoints.progress import choose, fingerprint, newest_first, written_under
+from megarl.checks.adapter_checks import check_adapter_publishing, check_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
 from megarl.checks.folder_checks import check_folder, check_observe, check_writable
@@ -115,6 +116,8 @@ def check_run(
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu, started=started)
     check_weights(config.model)
+    check_adapters(config.training.lora, config.model)
+    check_adapter_publishing(config)
     if on_cpu:
         check_cache_memory(config, hf, longest)
     if prompts is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
+from megarl.checks.adapter_checks import check_adapters
 from megarl.checks.folder_checks import check_folder, check_observe, check_writable
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
@@ -101,6 +102,7 @@ def check_supervised(
     warn(unused_weights(config.model))
     check_cut(config.training, config.model, hf)
     check_weights(config.model, head)
+    check_adapters(config.training.lora, config.model)
     rows = held_out = None
     if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
         rows = load(getattr(config, section), tokenizer, seed=config.seed, setting=section)

@@ -141,6 +141,13 @@ class EngineGroup:
         """
         return Answers([handle.update.remote(version, timeout_s) for handle in self.handles])
 
+    def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Answers:
+        """Have every engine start to load the adapters in `files` (PEFT's format) as weights of
+        `version`; returns at once with the `Answers`.
+        """
+        shared = ray.put(files)
+        return Answers([handle.load_adapter.remote(version, shared) for handle in self.handles])
+
     def sleep(self, *, timeout_s: float) -> None:
         """Have every engine free its GPU memory; generation pauses."""
         self._ask(self._call("sleep"), timeout_s, "going to sleep")

@@ -96,7 +96,17 @@ def start_generation(
             object_store_bytes=object_store_bytes(config.rollout),
         )
     )
-    engines = start_engines(cluster, config, inputs.stop_token_ids, on_cpu=on_cpu, ranks=ranks)
+    lora = config.training.lora
+    adapts = lora.is_on and lora.publish == "adapter"
+    engines = start_engines(
+        cluster,
+        config,
+        inputs.stop_token_ids,
+        on_cpu=on_cpu,
+        ranks=ranks,
+        load=adapts,
+        adapter_rank=lora.rank if adapts else 0,
+    )
     progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
     step, ordinal = (progress.step, progress.next_ordinal) if progress is not None else (0, 0)
     start_service(config, cluster, engines, inputs, first_step=step, first_ordinal=ordinal)
@@ -123,9 +133,11 @@ def start_engines(
     on_cpu: bool,
     ranks: Sequence[RankPlace] = (),
     load: bool = False,
+    adapter_rank: int = 0,
 ) -> EngineGroup:
     """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
     `ranks`. With `load` they read the model's weights from disk instead of waiting for version 0.
+    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -139,6 +151,7 @@ def start_engines(
         seats,
         timeout_s=engine.start_timeout_s,
         load=load,
+        adapter_rank=adapter_rank,
         sleeps=shares and not on_cpu,
         model=config.model.path,
         config=engine,

@@ -12,7 +12,8 @@ from megarl.console import phase
 from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
-from megarl.parallel.mesh import Axis, all_ranks
+from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
+from megarl.trainer.config import RoleConfig
 from megarl.trainer.context import RunContext, RunInputs, role_training, trained_roles
 from megarl.trainer.critic import Critic
 from megarl.trainer.heads import HeadName
@@ -21,7 +22,10 @@ from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
 from megarl.trainer.transfer import BatchTransfer
+from megarl.weight_sync.adapter_publisher import AdapterPublisher
 from megarl.weight_sync.families import parameter_table
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.publication import Publication
 from megarl.weight_sync.publisher import Publisher
 
 
@@ -46,7 +50,7 @@ class Parts:
     learner: PolicyGradient
     generation: Generation
     rollouts: RolloutClient
-    publisher: Publisher
+    publisher: Publication
     checkpoints: Checkpoints
     observer: Observer | None
     """Writes metrics; None except on rank 0."""
@@ -86,7 +90,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         # The ranks of other roles wait for the policy's, which wait for rollouts.
         everyone = all_ranks(timeout_s=step_deadline_s(config, num_held_out))
     if not mesh.is_member:
-        reference, critic, rewards = make_roles(context, config, inputs, everyone)
+        reference, critic, rewards = make_roles(context, config, inputs, everyone, None)
         checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
         context.resume(checkpoints)
         return ServingParts(config, reference, critic, rewards, everyone, checkpoints)
@@ -97,7 +101,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     with phase("model and optimizer"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
         learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
-        reference, critic, rewards = make_roles(context, config, inputs, everyone)
+        reference, critic, rewards = make_roles(context, config, inputs, everyone, policy)
     checkpoints = make_checkpoints(context, config, inputs, policy, critic, everyone)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
@@ -106,20 +110,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     with phase("engines, beside the model"):
         generation.wait()
         generation.join(stack)
-    publisher = Publisher(
-        config.weight_sync,
-        table=parameter_table(inputs.hf.to_dict()),
-        policy=policy,
-        engines=generation.engines,
-        num_engines=config.rollout.num_engines,
-        engine_tensor=config.rollout.engine.tensor,
-        mesh=mesh,
-        dtype=config.rollout.engine.dtype,
-        precision=config.training.precision,
-        vocabulary=len(inputs.tokenizer),
-        max_tokens=longest_request(config),
-        seed=config.seed,
-    )
+    publisher = make_publisher(config, inputs, policy, generation, mesh)
     stack.callback(publisher.close)
     return Parts(
         config=config,
@@ -137,6 +128,50 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         observer=observer,
         report=LiveReport(context.folder),
         num_held_out=num_held_out,
+    )
+
+
+def make_publisher(
+    config: RunConfig,
+    inputs: RunInputs,
+    policy: Role,
+    generation: Generation,
+    mesh: ProcessMesh,
+) -> Publication:
+    """What sends the policy's weights, or only its adapters, to the engines. All ranks of the
+    policy call it together.
+    """
+    engine, lora = config.rollout.engine, config.training.lora
+    if lora.is_on and lora.publish == "adapter":
+        probe = Probe.random(
+            dtypes=(engine.dtype, config.training.precision),
+            vocab_size=len(inputs.tokenizer),
+            max_tokens=longest_request(config),
+            seed=config.seed,
+            tolerance=config.weight_sync.probe_tolerance,
+        )
+        return AdapterPublisher(
+            config.weight_sync,
+            policy=policy,
+            engines=generation.engines,
+            mesh=mesh,
+            probe=probe,
+            layouts=f"adapters of rank {lora.rank}, training {mesh.layout}",
+            lora=lora,
+        )
+    return Publisher(
+        config.weight_sync,
+        table=parameter_table(inputs.hf.to_dict()),
+        policy=policy,
+        engines=generation.engines,
+        num_engines=config.rollout.num_engines,
+        engine_tensor=engine.tensor,
+        mesh=mesh,
+        dtype=engine.dtype,
+        precision=config.training.precision,
+        vocabulary=len(inputs.tokenizer),
+        max_tokens=longest_request(config),
+        seed=config.seed,
     )
 
 
@@ -194,14 +229,36 @@ def make_transfer(
     )
 
 
+def base_as_reference(config: RunConfig) -> bool:
+    """Whether the policy without its adapters is the reference, so that no second model is
+    loaded.
+    """
+    role = config.reference
+    return config.training.lora.is_on and role == RoleConfig()
+
+
 def make_roles(
-    context: RunContext, config: RunConfig, inputs: RunInputs, everyone: Axis
+    context: RunContext,
+    config: RunConfig,
+    inputs: RunInputs,
+    everyone: Axis,
+    policy: Role | None,
 ) -> tuple[Scorer | None, Critic | None, RewardModels]:
     """The reference and the critic, each None if the algorithm does not use it, and the reward
-    models. All ranks of the job call it together.
+    models. All ranks of the job call it together; `policy` is None on ranks without a part of it.
     """
     reference = critic = None
-    if "reference" in config.other_roles:
+    if "reference" in config.other_roles and base_as_reference(config):
+        transfer = BatchTransfer(
+            policy,
+            policy=context.mesh,
+            mesh=context.mesh,
+            everyone=everyone,
+            device=context.device,
+            micro_batch_tokens=config.training.micro_batch_tokens,
+        )
+        reference = Scorer(transfer, without_adapters=True)
+    elif "reference" in config.other_roles:
         reference = Scorer(make_transfer(context, config, inputs, "reference", everyone))
     if "critic" in config.other_roles:
         transfer = make_transfer(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,12 @@ from megarl.types import Segment, TokenArrays
 
 BACKEND = "megarl"
 """Name under which megarl's weight transfer is registered in vLLM."""
+
+ADAPTER = "policy"
+"""Name of the policy's LoRA adapters in vLLM."""
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM 0.32 can keep room; an adapter may have a lower one."""
 
 WORKER_EXTENSION = "megarl.weight_sync.receiver.WeightSyncWorker"
 """Import path of the class that extends vLLM's workers; importing its module registers `BACKEND`.
@@ -47,16 +55,20 @@ class Engine:
         sleeps: bool = False,
         sampling: Sampling = PLAIN,
         tokenizer: str = "",
+        adapter_rank: int = 0,
     ) -> None:
         """`load`: read the model's weights from disk; otherwise they are random until version 0 is
         published. `sleeps`: the engine can free its GPU memory for a colocated trainer and allocate
         it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder or hub
-        name of the tokenizer, needed for stop texts.
+        name of the tokenizer, needed for stop texts. `adapter_rank`: rank of the LoRA adapters that
+        `load_adapter` will bring; 0 for none.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version, self.sampling = -1, sampling
         self._requests, self._asleep = 0, False
+        self._lora: Any = None
+        """vLLM's request for the published adapters; None until there are some."""
         self._on_cpu = "VLLM_CPU_KVCACHE_SPACE" in environment
         self._arguments: dict[str, Any] = {
             "model": model,
@@ -81,6 +93,9 @@ class Engine:
             "enable_sleep_mode": sleeps,
             "disable_log_stats": True,
         }
+        if adapter_rank:
+            rank = min(rank for rank in VLLM_RANKS if rank >= adapter_rank)
+            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if self._on_cpu:
             # Half a prompt in one step would need a seeded generator to go back, which CPU
             # generators cannot.
@@ -163,7 +178,12 @@ class Engine:
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
         )
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
-        async for final in self._llm.generate(prompt, sampling, self._name("score")):  # pyright: ignore[reportArgumentType]
+        async for final in self._llm.generate(
+            prompt,  # pyright: ignore[reportArgumentType]
+            sampling,
+            self._name("score"),
+            lora_request=self._lora,
+        ):
             pass
         assert final is not None and final.prompt_logprobs is not None
         given: Any = final.prompt_logprobs[1:]
@@ -205,6 +225,24 @@ class Engine:
         await self._llm.resume_generation()
         return owned
 
+    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
+        """Load the LoRA adapters in `files` (name: content, in PEFT's format) as weights of
+        `version`, in the place of earlier ones, while requests are running; they continue as
+        after `update`. Returns {"version": version}.
+        """
+        from vllm.lora.request import LoRARequest
+
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        with tempfile.TemporaryDirectory(prefix="megarl_adapter_") as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            await self._llm.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+            self._lora = LoRARequest(ADAPTER, 1, folder)  # of later requests: it is loaded
+        await self._llm.update_weight_version(str(version))
+        self.version = version
+        await self._llm.resume_generation()
+        return {"version": version}
+
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
         """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
         instead of raising, since vLLM does not expect a single rank to fail.
@@ -240,7 +278,12 @@ class Engine:
 
     async def _run(self, prompt: dict[str, Any], sampling: Any) -> Any:
         final = None
-        async for final in self._llm.generate(prompt, sampling, self._name("sample")):  # type: ignore[arg-type]
+        async for final in self._llm.generate(
+            prompt,  # pyright: ignore[reportArgumentType]
+            sampling,
+            self._name("sample"),
+            lora_request=self._lora,
+        ):
             pass
         assert final is not None
         return final.outputs[0]

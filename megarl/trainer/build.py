@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import (
@@ -15,6 +16,7 @@ from megarl.trainer.loading import (
     open_weights,
     use_generation_config,
 )
+from megarl.trainer.lora import adapter_weights
 from megarl.trainer.model import RoleModel
 from megarl.trainer.partition import Partitioner
 from megarl.trainer.zero import deepspeed_config
@@ -65,6 +67,10 @@ def fill_network(
     """
     dtype = DTYPES[training.precision]
     weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
+    if network.adapters is not None:
+        whole = whole_shapes(network.model, network.shards)
+        shapes = {name: whole[name] for name in network.adapters.parameters}
+        weights = adapter_weights(weights, shapes, training.lora, seed=seed)
     if training.zero_stage == 3:
         replicas = mesh.gradient
         part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)

@@ -119,6 +119,40 @@ class ScheduleConfig:
 
 
 @config
+class LoraConfig:
+    """LoRA (arXiv:2106.09685): the model's weights are frozen, and low-rank adapters of its linear
+    layers are trained instead. A score head is trained whole.
+    """
+
+    rank: Annotated[int, Range(0, 4096)] = 0
+    """Rank of every adapter; 0 trains the model's own weights."""
+    alpha: Annotated[float, Range(1e-6, 1e6)] = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Last names of the layers to adapt, such as `q_proj`; empty: all linear layers of the
+    transformer blocks."""
+    adapter: PathText = ""
+    """Folder of an adapter in PEFT's format to start from; empty starts new ones, which change
+    nothing at first."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get after each step: the whole weights, with the adapters added on the way; or
+    only the adapters, which vLLM applies to the weights that it has read from `model.path`."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    def __post_init__(self) -> None:
+        for name, default in (("targets", ()), ("adapter", ""), ("publish", "merged")):
+            require(
+                self.is_on or getattr(self, name) == default,
+                f"LoraConfig.{name} is set, but LoraConfig.rank is 0, with which there are no"
+                " adapters; set rank, for example to 16",
+            )
+
+
+@config
 class CriticOptimizerConfig(OptimizerConfig):
     """Settings of AdamW for the critic, whose learning rate is usually ten times the policy's."""
 
@@ -204,6 +238,7 @@ class TrainingConfig:
     """The run ends after this many steps in a row that trained on no token, because dynamic
     sampling has rejected every group. Once the weights have been updated, only steps count in which
     most responses were wrong."""
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -227,4 +262,9 @@ class TrainingConfig:
         require(
             not self.offload_optimizer or self.zero_stage > 0,
             "training.offload_optimizer needs ZeRO; set training.zero_stage to 1, 2 or 3",
+        )
+        require(
+            not self.lora.is_on or self.tensor_backend == "plan",
+            "training.lora does not work with training.tensor_backend autotp, whose layers it does"
+            " not know; set training.tensor_backend to plan",
         )

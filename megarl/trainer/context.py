@@ -37,7 +37,7 @@ from megarl.parallel.collectives import barrier, broadcast_object, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.schema import shortened
-from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
+from megarl.trainer.config import CriticConfig, LoraConfig, ModelConfig, TrainingConfig
 from megarl.weight_sync.families import parameter_table
 
 if TYPE_CHECKING:
@@ -260,7 +260,11 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
     """
     role, training = config.other_roles[name], config.training
     if isinstance(role, CriticConfig):
-        training = replace(training, optimizer=role.optimizer, schedule=role.schedule)
+        # Its value head is new, and the backbone's states were not made for values: it is trained
+        # whole.
+        training = replace(
+            training, optimizer=role.optimizer, schedule=role.schedule, lora=LoraConfig()
+        )
     if role.zero_stage is not None:
         training = replace(training, zero_stage=role.zero_stage)
     return training

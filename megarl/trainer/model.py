@@ -20,10 +20,12 @@ from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.attention import Attend
 from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.heads import HeadName, LogProbHead, use_score_head
+from megarl.trainer.lora import Adapters, add_adapters, is_adapter
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
@@ -88,6 +90,14 @@ class RoleModel(nn.Module):
         remaining = dict(model.named_parameters())
         self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
         use_linear(model)
+        self.adapters: Adapters | None = None
+        if training.lora.is_on:
+            self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{Hugging Face name: whole shape} of the model's weights, without adapters."""
+        whole = whole_shapes(self.model, self.shards)
+        return {name: shape for name, shape in whole.items() if not is_adapter(name)}
 
     def _use_logprob_head(self, training: TrainingConfig) -> None:
         """Replace the model's output head by a `LogProbHead` with the same weight."""

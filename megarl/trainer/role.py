@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,11 +20,12 @@ from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
-from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.parallel.tensor import Shard
 from megarl.trainer.build import build_network
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
+from megarl.trainer.lora import is_adapter
 from megarl.trainer.packing import pack_mini_batch, pack_shared
 from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
@@ -55,6 +57,8 @@ class Role:
         makes a frozen role without an optimizer. `training` sets precision, ZeRO stage and
         optimizer. Raises `UserError` on every rank if a weight is not finite.
         """
+        if optimizer_steps is None:  # nothing is trained, and so no adapter
+            training = replace(training, lora=LoraConfig())
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
         self.head: HeadName = head
         drop_stale_locks()  # DeepSpeed compiles at first use, and would wait for them
@@ -86,21 +90,24 @@ class Role:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """{Hugging Face name: whole shape} of all weights."""
-        return whole_shapes(self.engine.module.model, self.engine.module.shards)
+        return self.engine.module.shapes()
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: tensor-parallel shard}; weights without an entry are replicated."""
-        return self.engine.module.shards
+        """{parameter name: tensor-parallel shard}, without adapters; weights without an entry are
+        replicated.
+        """
+        shards = self.engine.module.shards
+        return {name: shard for name, shard in shards.items() if not is_adapter(name)}
 
     @property
     def zero_stage(self) -> int:
         """DeepSpeed's ZeRO stage."""
         return self.training.zero_stage
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """{name: flat tensor} of the part of every weight that this rank owns; see
-        `TrainEngine.owned`.
+    def owned(self) -> Mapping[str, torch.Tensor]:
+        """{name: flat tensor} of the part of every weight that this rank owns, with adapters added
+        to the weights; see `TrainEngine.owned`. All ranks of the mesh call it together.
         """
         return self.engine.owned()
 
@@ -167,6 +174,17 @@ class Role:
         found[0, place], found[1, place], found[2, place] = *mine, 1.0
         whole = all_reduce(found, sequence)
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
+
+    def whole_adapters(self) -> dict[str, torch.Tensor]:
+        """{parameter name: whole tensor} of the adapters, on every rank. All ranks call it
+        together.
+        """
+        return self.engine.whole_adapters()
+
+    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
+        """A context manager in which the model computes without its adapters."""
+        adapters = self.engine.module.adapters
+        return contextlib.nullcontext() if adapters is None else adapters.off()
 
     def destroy(self) -> None:
         """Release DeepSpeed's hooks and the memory of the model."""

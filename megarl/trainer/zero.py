@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import ScheduleConfig, TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.heads import SCORE
+from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS
 
@@ -91,6 +92,8 @@ def _gradient(parameter: Any) -> torch.Tensor | None:
     """This rank's part of a gradient after the last backward pass of a step, summed over the ranks;
     None if this rank has none.
     """
+    if not parameter.requires_grad:
+        return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3
         return safe_get_local_grad(parameter)
     mapping = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2
@@ -283,17 +286,58 @@ class TrainEngine:
                     shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data,
                 )
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """{name: flat tensor} of the part of every weight that this rank owns, without a copy: its
-        tensor-parallel shard, and under ZeRO 3 its slice of that shard. Nothing is gathered.
+    def owned(self) -> Mapping[str, torch.Tensor]:
+        """{name: flat tensor} of the part of every weight that this rank owns: its tensor-parallel
+        shard, and under ZeRO 3 its slice of that shard. All ranks call it together.
 
-        `megarl.parallel.reshard.owned.training_owned` describes which part that is.
+        Without adapters nothing is copied or gathered. With adapters, an adapted weight is W +
+        (alpha / rank) B A, computed each time it is asked for; under ZeRO 3 this call gathers all A
+        and B. `megarl.parallel.reshard.owned.training_owned` describes which part a rank owns.
         """
-        found = {}
+        found, adapters = {}, self.module.adapters
         for name, parameter in self.module.model.named_parameters():
-            slice_ = getattr(parameter, "ds_tensor", None)
-            found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
-        return found
+            if not is_adapter(name):
+                slice_ = getattr(parameter, "ds_tensor", None)
+                found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
+        if adapters is None:
+            return found
+        stage = self.config.zero_stage
+        return MergedWeights(
+            found,
+            self.local_adapters(),
+            adapters,
+            slice_number=self.mesh.gradient.rank if stage == 3 else None,
+        )
+
+    def local_adapters(self) -> dict[str, torch.Tensor]:
+        """{name: copy of this rank's tensor-parallel shard} of the adapters' parameters. All ranks
+        call it together.
+        """
+        assert self.module.adapters is not None
+        model = self.module.model
+        names = self.module.adapters.parameters
+        parameters: Any = [model.get_parameter(name) for name in names]
+        is_split = any(hasattr(parameter, "ds_status") for parameter in parameters)
+        with deepspeed.zero.GatheredParameters(parameters, enabled=is_split):
+            return {
+                name: parameter.detach().clone()
+                for name, parameter in zip(names, parameters, strict=True)
+            }
+
+    def whole_adapters(self) -> dict[str, torch.Tensor]:
+        """{name: whole tensor} of the adapters' parameters and of a score head, on every rank;
+        empty without adapters. All ranks call it together.
+        """
+        if self.module.adapters is None:
+            return {}
+        shards, axis = self.module.shards, self.mesh.tensor
+        found = {
+            name: shards[name].gather(part, axis) if name in shards else part
+            for name, part in self.local_adapters().items()
+        }
+        return (
+            found if self.module.head == "logprobs" else found | {SCORE: self.full_score_weight()}
+        )
 
     def offload(self) -> None:
         """Move optimizer state, master weights and gradients to CPU memory. The weights stay on the
@@ -326,7 +370,11 @@ class TrainEngine:
         """
         self._files.begin()
         self._engine.save_checkpoint(
-            folder, tag="state", client_state={"steps_done": self.steps_done}, save_latest=False
+            folder,
+            tag="state",
+            client_state={"steps_done": self.steps_done},
+            save_latest=False,
+            exclude_frozen_parameters=self.module.adapters is not None,
         )
         if self._files.problem:
             raise OSError(self._files.problem)
@@ -336,7 +384,9 @@ class TrainEngine:
         """Restore what `save` wrote. The caller has checked the digests of the files. Raises
         `ValueError` if the checkpoint has no state for this layout.
         """
-        path, client = self._engine.load_checkpoint(folder, tag="state")
+        path, client = self._engine.load_checkpoint(
+            folder, tag="state", load_module_strict=self.module.adapters is None
+        )
         if path is None:
             raise ValueError(
                 f"checkpoint {folder} has no state for this layout; resume with the number of ranks"

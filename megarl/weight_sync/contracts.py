@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ class SendsWeights(Protocol):
         """{parameter name: how tensor-parallel ranks split it}; unsplit ones are left out."""
         ...
 
-    def owned(self) -> dict[str, torch.Tensor]:
+    def owned(self) -> Mapping[str, torch.Tensor]:
         """{parameter name: this rank's part as a flat tensor}; under ZeRO 3 its slice."""
         ...
 
@@ -45,8 +45,10 @@ class Update(Protocol):
         """Raise `EngineLost` or `RuntimeError` if an engine has failed so far; never waits."""
         ...
 
-    def result(self, *, timeout_s: float) -> list[list[dict[str, Any]]]:
-        """Status of every engine rank, [engine][rank]; see `WeightSyncWorker` in receiver.py."""
+    def result(self, *, timeout_s: float) -> list[Any]:
+        """What every engine answers, by engine; of `Engines.update` the status of its ranks, see
+        `WeightSyncWorker` in receiver.py.
+        """
         ...
 
     def settle(self, *, timeout_s: float) -> list[int]:
@@ -66,6 +68,12 @@ class Engines(Protocol):
 
     def update(self, version: int, *, timeout_s: float) -> Update:
         """Have every engine receive `version`; returns at once."""
+        ...
+
+    def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
+        """Have every engine load the adapters in `files` as `version`; returns at once. The result
+        is a list of {"version": version}, by engine.
+        """
         ...
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:

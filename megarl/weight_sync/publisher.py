@@ -9,20 +9,20 @@ arrived), and the log-probs of a fixed text, the probe (the engines compute with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megarl.console import say
 from megarl.errors import EngineLost
-from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects, on_first
+from megarl.parallel.collectives import all_reduce, gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.weight_sync.checksums import carry
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
 from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.publication import Publication
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 from megarl.weight_sync.transports.base import Aborted, Watch
 from megarl.weight_sync.transports.registry import SENDERS
@@ -34,8 +34,8 @@ SETTLE_S = 8.0
 """Seconds that engines get to abandon a version after it was aborted."""
 
 
-class Publisher:
-    """Publishes weight versions; every trainer rank has one, only rank 0's calls the engines."""
+class Publisher(Publication):
+    """Publishes whole weights."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class Publisher:
             ValueError: the parameter table does not describe the policy's model.
         """
         refuse_other_model(table, policy.shapes)
-        self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         transport = SENDERS[config.transport]
         layout = mesh.layout
         spec = RouteSpec(
@@ -90,60 +89,22 @@ class Publisher:
             table=table_fingerprint(table),
             local=transport.LOCAL,
         )
-        self.route = Route.of(spec, table)
-        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
-        self._sender = transport(self.route, mesh.world, config.folder)
-        self._connected = False
-        self._unsettled: list[int] = []
-        """Engines that had not abandoned the last failed version within `SETTLE_S`."""
-        self._probe = Probe.random(
+        probe = Probe.random(
             dtypes=(dtype, precision),
             vocab_size=vocabulary,
             max_tokens=max_tokens,
             seed=seed,
             tolerance=config.probe_tolerance,
         )
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Send weight version `version` to every engine. All trainer ranks call it together;
-        returns metrics.
-
-        Engines lost during the transfer are replaced and the version is sent again, up to
-        `weight_sync.replacements` times.
-
-        Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
-        than were sent, or scores the probe differently from the trainer.
-        """
-        started_at, replaced = time.monotonic(), 0
-        while True:
-            failure, lost, metrics = self._attempt(version)
-            if not lost or replaced == self.config.replacements:
-                break
-            replaced += 1
-            failure = self._replace(lost, failure)
-            if failure:
-                break
-        failure = failure or self._check_probe(version, metrics)
-        failure = failure or self._on_main(
-            "admitting replaced engines", lambda engines: engines.admit()
+        super().__init__(
+            config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=str(spec)
         )
-        if failure:
-            raise RuntimeError(failure)
-        metrics |= {
-            "time/publish_s": time.monotonic() - started_at,
-            "publish/replaced": float(replaced),
-        }
-        return broadcast_object(metrics, self.mesh.world)
-
-    def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
-        """Run `work` on rank 0. Returns on every rank its error message, empty on success."""
-
-        def with_engines() -> None:
-            assert self.engines is not None
-            work(self.engines)
-
-        failure = on_first(with_engines, self.mesh.world)
-        return f"{doing} failed: {failure}" if failure else ""
+        self.route = Route.of(spec, table)
+        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
+        self._sender = transport(self.route, mesh.world, config.folder)
+        self._connected = False
+        self._unsettled: list[int] = []
+        """Engines that had not abandoned the last failed version within `SETTLE_S`."""
 
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
         """Send a version once: (error message or "", engines lost, metrics).
@@ -284,16 +245,6 @@ class Publisher:
             )
         return f"{'; '.join(parts)}: {lost}"
 
-    def _replace(self, lost: Sequence[int], failure: str) -> str:
-        """Start new engines for the lost ones. Returns on all ranks an error message or ""."""
-
-        def replace(engines: Engines) -> None:
-            say(f"megarl: {failure}; replacing lost engines")
-            self._connected = False
-            engines.replace(lost)
-
-        return self._on_main(f"{failure}; and replacing it", replace)
-
     def _compare(
         self, version: int, sent: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]
     ) -> None:
@@ -323,23 +274,8 @@ class Publisher:
                         f" {len(expected)} tensors differ from the trainer's; {self.route.spec})"
                     )
 
-    def _check_probe(self, version: int, metrics: dict[str, float]) -> str:
-        """Compare the probe's log-probs, if this version is to be probed.
-
-        Adds the largest difference to `metrics`. Returns on all ranks an error message or "".
-        """
-        every = self.config.probe_every
-        if not every or version % every:
-            return ""
-        own = self.policy.logprobs(self._probe.samples).float().tolist()
-
-        def score(engines: Engines) -> None:
-            scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
-            metrics["probe/max_abs"] = self._probe.compare(
-                own, scores, version=version, layouts=str(self.route.spec)
-            )
-
-        return self._on_main(f"the probe of version {version}", score)
+    def _forget(self) -> None:
+        self._connected = False
 
     def close(self) -> None:
         """Release the transport's memory, files and connections."""

@@ -12,6 +12,8 @@ import pytest
 from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
 from support.tiny import write_classifier, write_model
 
+from megarl.checkpoints.adapter_files import CONFIG, TENSORS
+
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
 CLOSE = {
     "loss": 1e-4,
@@ -144,3 +146,24 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     for one, other in zip(found[1], found[4], strict=True):
         assert abs(one["loss"] - other["loss"]) < 1e-5 * one["loss"]
         assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-4 * one["grad_norm"]
+
+
+def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -> None:
+    """LoRA on one rank, merged into the weights that are sent, and on two with tensor and ZeRO 3,
+    applied by vLLM. The reference is the model without adapters.
+    """
+    lora: dict[str, Any] = {"rank": 4, "alpha": 16.0}
+    merged = run(place, "merged", 1, lora=lora)
+    other: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3}
+    apart = run(place, "apart", 2, lora=lora | {"publish": "adapter"}, **other)
+    assert_alike(merged, apart)
+    assert merged[-1]["kl"] > 1e-4
+    assert apart[-1]["publish/bytes"] < 0.5 * merged[-1]["publish/bytes"]
+    for name in ("merged", "apart"):
+        saved = place / name / "checkpoints" / "step_000003"
+        assert {path.name for path in (saved / "adapter").iterdir()} == {CONFIG, TENSORS}
+        # The frozen weights are not written a second time.
+        frozen = (saved / "model" / "model.safetensors").stat().st_size
+        state = sum(path.stat().st_size for path in (saved / "state").rglob("*.pt"))
+        assert state < frozen
+    assert_resumes(place, "apart", 2, lora=lora | {"publish": "adapter"}, **other)

@@ -1,0 +1,119 @@
+"""What publishing a weight version has in common, whatever travels: attempts, engines that are lost
+and replaced, and the probe.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from megarl.console import say
+from megarl.parallel.collectives import broadcast_object, on_first
+from megarl.parallel.mesh import ProcessMesh
+from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weight_sync.contracts import Engines, SendsWeights
+from megarl.weight_sync.probe import Probe
+
+
+class Publication(ABC):
+    """Publishes weight versions; every trainer rank has one, only rank 0's calls the engines.
+
+    A subclass sends a version in `_attempt`.
+    """
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        *,
+        policy: SendsWeights,
+        engines: Engines | None,
+        mesh: ProcessMesh,
+        probe: Probe,
+        layouts: str,
+    ) -> None:
+        """`layouts`: those of trainer and engines, for messages."""
+        self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
+        self._probe, self._layouts = probe, layouts
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Send weight version `version` to every engine. All trainer ranks call it together;
+        returns metrics.
+
+        Engines lost during the transfer are replaced and the version is sent again, up to
+        `weight_sync.replacements` times.
+
+        Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
+        than were sent, or scores the probe differently from the trainer.
+        """
+        started_at, replaced = time.monotonic(), 0
+        while True:
+            failure, lost, metrics = self._attempt(version)
+            if not lost or replaced == self.config.replacements:
+                break
+            replaced += 1
+            failure = self._replace(lost, failure)
+            if failure:
+                break
+        failure = failure or self._check_probe(version, metrics)
+        failure = failure or self._on_main(
+            "admitting replaced engines", lambda engines: engines.admit()
+        )
+        if failure:
+            raise RuntimeError(failure)
+        metrics |= {
+            "time/publish_s": time.monotonic() - started_at,
+            "publish/replaced": float(replaced),
+        }
+        return broadcast_object(metrics, self.mesh.world)
+
+    def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
+        """Run `work` on rank 0. Returns on every rank its error message, empty on success."""
+
+        def with_engines() -> None:
+            assert self.engines is not None
+            work(self.engines)
+
+        failure = on_first(with_engines, self.mesh.world)
+        return f"{doing} failed: {failure}" if failure else ""
+
+    @abstractmethod
+    def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
+        """Send a version once: (error message or "", engines lost, metrics).
+
+        Message and engines are the same on all ranks; only rank 0 has metrics.
+        """
+
+    def _forget(self) -> None:  # noqa: B027 - there may be nothing to forget
+        """Called on rank 0 before lost engines are replaced: new ones know nothing."""
+
+    def _replace(self, lost: Sequence[int], failure: str) -> str:
+        """Start new engines for the lost ones. Returns on all ranks an error message or ""."""
+
+        def replace(engines: Engines) -> None:
+            say(f"megarl: {failure}; replacing lost engines")
+            self._forget()
+            engines.replace(lost)
+
+        return self._on_main(f"{failure}; and replacing it", replace)
+
+    def _check_probe(self, version: int, metrics: dict[str, float]) -> str:
+        """Compare the probe's log-probs, if this version is to be probed.
+
+        Adds the largest difference to `metrics`. Returns on all ranks an error message or "".
+        """
+        every = self.config.probe_every
+        if not every or version % every:
+            return ""
+        own = self.policy.logprobs(self._probe.samples).float().tolist()
+
+        def score(engines: Engines) -> None:
+            scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
+            metrics["probe/max_abs"] = self._probe.compare(
+                own, scores, version=version, layouts=self._layouts
+            )
+
+        return self._on_main(f"the probe of version {version}", score)
+
+    def close(self) -> None:  # noqa: B027 - there may be nothing to close
+        """Release what the publication has opened."""

@@ -1,0 +1,196 @@
+"""LoRA under parallel layouts: every layout trains the adapters as one rank does, and what is
+published, exported and resumed is the model with its adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import training_cases
+from support.ranks import run_ranks
+from support.tiny import VOCABULARY
+from support.training_cases import Case, assert_equal, write
+
+from megarl.trainer.config import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megarl.types import Samples
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+SOME = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
+PLACES = [((1, 1, 1), 1), ((2, 1, 2), 3), ((1, 1, 4), 2), ((1, 2, 2), 3), ((4, 1, 1), 3)]
+"""Layouts and ZeRO stages; in the fourth, neighbours share a KV head."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("model"))
+
+
+def documents() -> Samples:
+    """Four sequences of uneven lengths, trained on from the third token on."""
+    draw = np.random.default_rng(5)
+    parts = []
+    for number, length in enumerate((9, 17, 5, 12)):
+        tokens = draw.integers(1, VOCABULARY, length)
+        parts.append(Samples.one(number, tokens, mask=np.arange(length) > 1))
+    return Samples.concatenate(parts)
+
+
+def cases(model: str, places: list[Any], lora: LoraConfig) -> list[Case]:
+    return [
+        {"layout": layout, "stage": stage, "model": model, "training": {"lora": lora}}
+        for layout, stage in places
+    ]
+
+
+def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list[Any]]:
+    """On every rank: the results of training, and of `use`."""
+    trained = training_cases.run_cases(cases(model, places, LORA) + cases(model, places[:1], SOME))
+    return trained, use(model, places, folder)
+
+
+def use(model: str, places: list[Any], folder: str) -> list[Any]:
+    """For each place: differences between what a rank computes, exports and resumes."""
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    device, found = mesh_module.initialise(timeout_s=60), []
+    for number, (layout, stage) in enumerate(places):
+        with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
+            target = Path(folder) / f"{mesh.world.size}_{number}"
+            found.append(use_one(model, mesh, device, stage, target))
+    mesh_module.finalise()
+    return found
+
+
+def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
+    from megarl.checkpoints.adapter_files import write_adapter
+    from megarl.checkpoints.export import WeightExport
+    from megarl.parallel.collectives import barrier
+    from megarl.parallel.reshard.owned import training_owned
+    from megarl.trainer.finite import StepGuard
+    from megarl.trainer.role import Role
+    from megarl.trainer.step import optimizer_step
+
+    samples = documents()
+    training = TrainingConfig(
+        zero_stage=stage,
+        lora=LORA,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+    )
+    common: dict[str, Any] = dict(
+        model=ModelConfig(path=model), training=training, mesh=mesh, device=device, seed=3
+    )
+
+    guarded: dict[int, StepGuard] = {}
+
+    def learn(role: Role) -> None:
+        mine = samples.select(range(mesh.data.rank, len(samples), mesh.data.size))
+        micro = role.pack(mine, [list(range(len(mine)))])
+        guard = guarded.setdefault(id(role), StepGuard(role, allowed=0))
+        optimizer_step(role, micro, lambda one: -role.engine(one, 1.0)[0].sum(), guard)
+
+    frozen = Role("reference", **common)
+    before = frozen.logprobs(samples)
+    frozen.destroy()
+    role = Role("policy", optimizer_steps=4, **common)
+    at_start = role.logprobs(samples)
+    learn(role)
+    learn(role)
+    trained = role.logprobs(samples)
+    with role.adapters_off():
+        off = role.logprobs(samples)
+    adapters, module = role.engine.whole_adapters(), role.engine.module
+    owned = training_owned(role.shapes, role.shards, mesh.layout, stage)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    barrier(mesh.world)
+    export = WeightExport(owned, role.shapes, torch.float32)
+    export.write(folder / "model", role.engine.owned(), mesh.world)
+    if mesh.world.rank == 0:
+        write_adapter(folder / "adapter", adapters, LORA, base=model)
+        module.model.config.save_pretrained(folder / "model")
+    role.engine.save(str(folder / "state"))
+    learn(role)
+    third = role.logprobs(samples)
+    role.destroy()
+    again = Role("policy", optimizer_steps=4, **common)
+    again.engine.load(str(folder / "state"))
+    resumed = again.logprobs(samples)
+    learn(again)
+    fourth = again.logprobs(samples)
+    again.destroy()
+    starts = replace(training, lora=replace(LORA, adapter=str(folder / "adapter")))
+    other = Role("policy", optimizer_steps=4, **common | {"training": starts})
+    started = other.logprobs(samples)
+    other.destroy()
+    return {
+        "same": {
+            "a new adapter changes nothing": (before, at_start),
+            "without adapters": (before, off),
+            "resumed": (trained, resumed),
+            "trained on": (third, fourth),
+            "started from the adapter's files": (trained, started),
+        },
+        "learned": float((trained - before).abs().max()),
+        "trained": trained,
+        "folder": str(folder),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_layout_trains_adapters_as_one_rank(model: str, size: int, tmp_path: Path) -> None:
+    places = [place for place in PLACES if torch.tensor(place[0]).prod() == size]
+    if size == 2:
+        places = [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 2, 1), 3)]
+    alone = run_ranks(1, __file__, "run_all", model, PLACES[:1], str(tmp_path), timeout_s=600)[0]
+    found = run_ranks(size, __file__, "run_all", model, places, str(tmp_path), timeout_s=600)
+    both = cases(model, places, LORA) + cases(model, places[:1], SOME)
+    oracle = [alone[0][0]] * len(places) + [alone[0][1]]
+    assert_equal(oracle, both, [results[0] for results in found])
+    for results in found:
+        for place, result in zip(places, results[1], strict=True):
+            check_use(model, place, result)
+            expected = alone[1][0]["trained"]
+            torch.testing.assert_close(result["trained"], expected, rtol=0, atol=2e-5)
+
+
+def check_use(model: str, place: Any, result: dict[str, Any]) -> None:
+    """The results of `use_one` agree with each other, and with PEFT and transformers."""
+    for what, (one, other) in result["same"].items():
+        assert torch.equal(one, other), (place, what, float((one - other).abs().max()))
+    assert result["learned"] > 1e-2
+    folder = Path(result["folder"])
+    for network in (merged_by_transformers(folder), adapted_by_peft(model, folder)):
+        own = sample_logprobs(network)
+        torch.testing.assert_close(own, result["trained"], rtol=0, atol=2e-5)
+
+
+def merged_by_transformers(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def adapted_by_peft(model: str, folder: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, str(folder / "adapter"))
+
+
+@torch.no_grad()
+def sample_logprobs(network: Any) -> torch.Tensor:
+    """Log-probs of the trained tokens of `documents`, by a model of transformers or PEFT."""
+    samples, found = documents(), []
+    for begin, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        tokens = torch.from_numpy(samples.token_ids[begin:end]).long()
+        logits = network(input_ids=tokens[None]).logits[0]
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        found.append(logprobs[torch.from_numpy(samples.mask[begin:end])[1:]])
+    return torch.cat(found)

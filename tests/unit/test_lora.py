@@ -1,0 +1,172 @@
+"""Adapters without ranks: their formula, their files, and what is said of adapters that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support.tiny import write_model
+
+from megarl.checkpoints.adapter_files import CONFIG, PREFIX, TENSORS, read_adapter, write_adapter
+from megarl.checks.adapter_checks import check_adapters
+from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.trainer.loading import empty_model
+from megarl.trainer.lora import A, Adapters, B, MergedWeights, NewAdapters, chosen_layers
+
+LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
+
+
+@given(st.integers(1, 7), st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
+def test_slices_of_a_merged_weight_are_those_of_the_whole(
+    num_outputs: int, num_inputs: int, rank: int, slices: int
+) -> None:
+    """Also where the last slice is padded, or has nothing."""
+    draw = torch.Generator().manual_seed(num_outputs * 100 + num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=draw)
+    a = torch.randn(rank, num_inputs, generator=draw)
+    b = torch.randn(num_outputs, rank, generator=draw)
+    local, adapters = {"x" + A: a, "x" + B: b}, Adapters(("x",), 1.5)
+    whole = (weight.double() + 1.5 * b.double() @ a.double()).view(-1)
+    found = MergedWeights({"x.weight": weight.view(-1)}, local, adapters, slice_number=None)
+    assert list(found) == ["x.weight"]
+    torch.testing.assert_close(found["x.weight"].double(), whole, rtol=1e-5, atol=1e-5)
+
+    size = -(-weight.numel() // slices)
+    padded = torch.cat([weight.view(-1), torch.zeros(size * slices - weight.numel())])
+    parts = [
+        MergedWeights({"x.weight": part}, local, adapters, slice_number=number)["x.weight"]
+        for number, part in enumerate(padded.split(size))
+    ]
+    joined = torch.cat(parts)
+    torch.testing.assert_close(joined[: len(whole)].double(), whole, rtol=1e-5, atol=1e-5)
+    assert not joined[len(whole) :].any()
+
+
+def test_new_adapters_are_drawn_by_name_and_change_nothing() -> None:
+    shapes = {"x" + A: (2, 9), "x" + B: (5, 2), "y" + A: (2, 9)}
+    one, other = NewAdapters(None, shapes, 1), NewAdapters(None, shapes, 2)
+    first = one.flat("x" + A)
+    assert first.abs().max() <= 9**-0.5 and first.std() > 0.05
+    assert not one.flat("x" + B).any()
+    assert torch.equal(first, NewAdapters(None, shapes, 1).flat("x" + A))
+    assert not torch.equal(first, one.flat("y" + A)) and not torch.equal(first, other.flat("x" + A))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+def shapes_of(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    whole, found = empty_model(ModelConfig(path=model)), {}
+    for name in chosen_layers(whole, lora):
+        rows, columns = whole.get_parameter(f"{name}.weight").shape
+        found |= {name + A: (lora.rank, columns), name + B: (rows, lora.rank)}
+    return found
+
+
+@pytest.fixture
+def adapter(model: str, tmp_path: Path) -> LoraConfig:
+    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model, LORA).items()}
+    write_adapter(tmp_path / "adapter", tensors, LORA, base=model)
+    return replace(LORA, adapter=str(tmp_path / "adapter"))
+
+
+def test_all_linear_layers_but_the_head_are_adapted(model: str) -> None:
+    names = chosen_layers(empty_model(ModelConfig(path=model)), LoraConfig(rank=1))
+    assert len(names) == 2 * 7 and not any("lm_head" in name for name in names)
+    assert len(shapes_of(model, LORA)) == 2 * 2 * 2
+
+
+def test_what_is_written_is_read(model: str, adapter: LoraConfig) -> None:
+    found = read_adapter(adapter, shapes_of(model, LORA))
+    stored = load_file(str(Path(adapter.adapter) / TENSORS))
+    assert found.keys() == shapes_of(model, LORA).keys()
+    assert all(torch.equal(stored[PREFIX + name], tensor) for name, tensor in found.items())
+    check_adapters(adapter, ModelConfig(path=model))
+
+
+def settings(folder: str, **changes: Any) -> None:
+    path = Path(folder) / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 4}, "has r 4 where this run has 2; set training.lora.rank to 4"),
+        ({"lora_alpha": 8}, "set training.lora.alpha to 8"),
+        ({"use_dora": True}, "has use_dora True where this run has False; set another adapter"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3' where this run has 'LORA'"),
+        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(
+    model: str, adapter: LoraConfig, change: dict[str, Any], message: str
+) -> None:
+    settings(adapter.adapter, **change)
+    with pytest.raises(ValueError, match=message):
+        check_adapters(adapter, ModelConfig(path=model))
+
+
+def test_an_adapter_of_another_model_or_of_other_layers_is_refused(
+    model: str, adapter: LoraConfig, tmp_path: Path
+) -> None:
+    wide = str(write_model(tmp_path / "wide", hidden_size=128, intermediate_size=64))
+    with pytest.raises(ValueError, match=r"made for another base model: .*set model\.path to"):
+        check_adapters(adapter, ModelConfig(path=wide))
+    with pytest.raises(ValueError, match=r"set training\.lora\.targets to \['down_proj', 'q_proj'"):
+        check_adapters(replace(adapter, targets=("q_proj",)), ModelConfig(path=model))
+    (Path(adapter.adapter) / CONFIG).write_text("[1")
+    with pytest.raises(ValueError, match="fetch the adapter again"):
+        check_adapters(adapter, ModelConfig(path=model))
+    (Path(adapter.adapter) / TENSORS).unlink()
+    with pytest.raises(ValueError, match=f"has no {TENSORS}"):
+        check_adapters(adapter, ModelConfig(path=model))
+
+
+def test_an_adapter_by_peft_is_read(model: str, tmp_path: Path) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    theirs = PeftConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    network = get_peft_model(AutoModelForCausalLM.from_pretrained(model), theirs)
+    network.save_pretrained(str(tmp_path))
+    found = read_adapter(replace(LORA, adapter=str(tmp_path)), shapes_of(model, LORA))
+    written = load_file(str(tmp_path / TENSORS))
+    assert len(found) == len(written) == 8
+    assert all(torch.equal(written[PREFIX + name], tensor) for name, tensor in found.items())
+
+
+def test_what_cannot_work_is_refused(model: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"names c_attn, which the model has not; .* q_proj, k_proj"
+    ):
+        check_adapters(replace(LORA, targets=("c_attn",)), ModelConfig(path=model))
+    with pytest.raises(ValueError, match=re.escape("set model.from_scratch to false")):
+        check_adapters(LORA, ModelConfig(path=model, from_scratch=True))
+    with pytest.raises(ValueError, match=r"LoraConfig.targets is set, but LoraConfig.rank is 0"):
+        LoraConfig(targets=("q_proj",))
+    with pytest.raises(ValueError, match=r"set training\.tensor_backend to plan"):
+        TrainingConfig(lora=LORA, tensor_backend="autotp")
+
+
+def test_damaged_tensors_are_refused(model: str, adapter: LoraConfig) -> None:
+    path = Path(adapter.adapter) / TENSORS
+    tensors = load_file(str(path))
+    first = next(iter(tensors))
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, str(path))
+    with pytest.raises(ValueError, match="1 tensors are missing"):
+        check_adapters(adapter, ModelConfig(path=model))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="truncated or not safetensors"):
+        check_adapters(adapter, ModelConfig(path=model))
