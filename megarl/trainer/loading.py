@@ -231,8 +231,9 @@ def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
     """
     for name, value in vars(empty).items():
         setattr(made, name, value)
-    for hook in (empty._backward_hooks or {}).values():
-        made.register_hook(hook)
+    if made.requires_grad:  # a frozen parameter has no gradient to hook into
+        for hook in (empty._backward_hooks or {}).values():
+            made.register_hook(hook)
     return made
 
 

@@ -17,12 +17,17 @@ from support.tiny import VOCABULARY
 from support.training_cases import Case, assert_equal, write
 
 from megarl.trainer.config import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megarl.trainer.lora import A, B, is_adapter
 from megarl.types import Samples
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
-PLACES = [((1, 1, 1), 1), ((2, 1, 2), 3), ((1, 1, 4), 2), ((1, 2, 2), 3), ((4, 1, 1), 3)]
-"""Layouts and ZeRO stages; in the fourth, neighbours share a KV head."""
+PLACES = {
+    1: [((1, 1, 1), 1)],
+    2: [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 2, 1), 3)],
+    4: [((2, 1, 2), 3), ((1, 1, 4), 2), ((1, 2, 2), 3), ((4, 1, 1), 3)],
+}
+"""{number of ranks: layouts and ZeRO stages}. With tensor 4 neighbours share a KV head."""
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +53,26 @@ def cases(model: str, places: list[Any], lora: LoraConfig) -> list[Case]:
 
 
 def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list[Any]]:
-    """On every rank: the results of training, and of `use`."""
-    trained = training_cases.run_cases(cases(model, places, LORA) + cases(model, places[:1], SOME))
-    return trained, use(model, places, folder)
-
-
-def use(model: str, places: list[Any], folder: str) -> list[Any]:
-    """For each place: differences between what a rank computes, exports and resumes."""
+    """On every rank: for each case the results of training, and for each place those of
+    `use_one`.
+    """
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import SequenceConfig
 
-    device, found = mesh_module.initialise(timeout_s=60), []
+    torch.set_num_threads(1)
+    device = mesh_module.initialise(timeout_s=60)
+    trained, used = [], []
+    for case in cases(model, places, LORA) + cases(model, places[:1], SOME):
+        with ProcessMesh(Layout(*case["layout"]), timeout_s=60) as mesh:
+            trained.append(training_cases.three_steps(case, mesh, device, SequenceConfig()))
     for number, (layout, stage) in enumerate(places):
         with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
             target = Path(folder) / f"{mesh.world.size}_{number}"
-            found.append(use_one(model, mesh, device, stage, target))
+            used.append(use_one(model, mesh, device, stage, target))
     mesh_module.finalise()
-    return found
+    return trained, used
 
 
 def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
@@ -142,21 +149,57 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_layout_trains_adapters_as_one_rank(model: str, size: int, tmp_path: Path) -> None:
-    places = [place for place in PLACES if torch.tensor(place[0]).prod() == size]
-    if size == 2:
-        places = [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 2, 1), 3)]
-    alone = run_ranks(1, __file__, "run_all", model, PLACES[:1], str(tmp_path), timeout_s=600)[0]
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    """One rank's results: of both sets of adapters, and of `use_one`."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return run_ranks(1, __file__, "run_all", model, PLACES[1], folder)[0]
+
+
+def test_adapters_are_used_exported_and_resumed(
+    model: str, alone: tuple[list[Any], list[Any]]
+) -> None:
+    check_use(model, PLACES[1][0], alone[1][0])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_layout_trains_adapters_as_one_rank(
+    model: str, alone: tuple[list[Any], list[Any]], size: int, tmp_path: Path
+) -> None:
+    places = PLACES[size]
     found = run_ranks(size, __file__, "run_all", model, places, str(tmp_path), timeout_s=600)
     both = cases(model, places, LORA) + cases(model, places[:1], SOME)
     oracle = [alone[0][0]] * len(places) + [alone[0][1]]
-    assert_equal(oracle, both, [results[0] for results in found])
+    assert_equal(
+        [merged(one, case) for one, case in zip(oracle, both, strict=True)],
+        both,
+        [
+            [merged(one, case) for one, case in zip(results[0], both, strict=True)]
+            for results in found
+        ],
+    )
+    for one, other in zip(oracle, found[0][0], strict=True):
+        for name in filter(is_adapter, one[3]):
+            # AdamW divides gradients of all sizes by their size, those that are only rounding, too.
+            gap = (one[3][name] - other[3][name]).norm() / one[3][name].norm()
+            assert gap < 1e-4, (name, gap)
     for results in found:
         for place, result in zip(places, results[1], strict=True):
             check_use(model, place, result)
             expected = alone[1][0]["trained"]
             torch.testing.assert_close(result["trained"], expected, rtol=0, atol=2e-5)
+
+
+def merged(result: Any, case: Case) -> Any:
+    """A result of training with the weights that its adapters make: W + alpha / rank B A. What is
+    compared is then as large as where whole weights are trained.
+    """
+    lora, weights = case["training"]["lora"], result[3]
+    whole = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+    for name in [name.removesuffix(A) for name in weights if name.endswith(A)]:
+        change = weights[name + B] @ weights[name + A]
+        whole[f"{name}.weight"] = whole[f"{name}.weight"] + lora.alpha / lora.rank * change
+    return *result[:3], whole
 
 
 def check_use(model: str, place: Any, result: dict[str, Any]) -> None:
