@@ -31,7 +31,7 @@ def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
     return -min(beyond, config.buffer_tokens) / config.buffer_tokens if beyond > 0 else 0.0
 
 
-def server_token(config: EnvironmentConfig) -> Token | None:
+def client_token(config: EnvironmentConfig) -> Token | None:
     """The token for the recipe's reward servers, from this process's environment variables; None if
     the recipe names none. Raises `ValueError` if the variable is not set.
     """
@@ -56,7 +56,7 @@ class Environment:
         variable is not set. Errors inside the file are found by `start`.
         """
         self._config = config
-        self._judge = Judge(config, codec, token or server_token(config))
+        self._judge = Judge(config, codec, token or client_token(config))
         self.has_start = bool(config.session)
 
     async def start(self, *, within_s: float | None = None) -> None:
