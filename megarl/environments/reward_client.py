@@ -97,6 +97,16 @@ class _Refused(Exception):
         self.again, self.timed_out, self.after_s = again, timed_out, after_s
 
 
+@dataclass
+class _Delivery:
+    """A batch on its way to the server."""
+
+    until: float
+    """When the last of its responses fails, in seconds of `time.monotonic`."""
+    words: str = ""
+    """What happened to its last request, if that failed."""
+
+
 class _TooLarge(Exception):
     """Raised for a request of several samples that the server finds too large."""
 
@@ -166,36 +176,36 @@ class RewardClient:
 
     async def _lane(self) -> None:
         """Send batches, one after another."""
-        config = self._config
+        config, loop = self._config, asyncio.get_running_loop()
         while True:
             batch = await self._queue.take(config.batch_size, config.linger_ms / 1e3, REQUEST_BYTES)
             self._under_way |= set(batch)
             now = time.monotonic()
             opened = self.breaker.open_since
-            timers = []
+            delivery, timers = _Delivery(now + self._limit_s), []
             for one in batch:
                 since = now if opened is None else max(one.since, opened)
-                timers.append(self._timer(one, since + self._limit_s))
+                left = since + self._limit_s - now
+                timers.append(loop.call_later(left, self._too_late, one, delivery))
             try:
-                await self._deliver(batch, now + self._limit_s)
+                await self._deliver(batch, delivery)
             except Exception as error:  # a mistake of ours must not leave anybody waiting
                 self._fail(batch, f"{type(error).__name__}: {error}")
             finally:
                 for timer in timers:
                     timer.cancel()
+            for one in batch:  # whose timers were about to say so
+                self._too_late(one, delivery)
             self._under_way -= set(batch)
 
-    def _timer(self, waiting: Waiting[bytes], at: float) -> asyncio.TimerHandle:
-        """Have `waiting` fail at the time `at`."""
-        loop = asyncio.get_running_loop()
-        return loop.call_at(loop.time() + at - time.monotonic(), self._too_late, waiting)
-
-    def _too_late(self, waiting: Waiting[bytes]) -> None:
+    def _too_late(self, waiting: Waiting[bytes], delivery: _Delivery) -> None:
+        """Have `waiting` fail as a time-out, unless it has an outcome."""
         said = f"no score within environment.time_limit_s = {self._limit_s:g} s from {self.url}"
-        state = "; its circuit breaker is open" if self.breaker.open_since is not None else ""
-        self._answer(
-            waiting, Outcome(failure="timeout", detail=f"{said}{state}: {self._last_words}")
-        )
+        if self.breaker.open_since is not None:
+            said += ", whose circuit breaker is open"
+        words = delivery.words or (self._last_words if self.breaker.open_since is not None else "")
+        said += f": it {words}" if words else ""
+        self._answer(waiting, Outcome(failure="timeout", detail=said[:DETAIL_CHARACTERS]))
 
     def _fail(self, batch: Sequence[Waiting[bytes]], said: str, *, timed_out: bool = False) -> None:
         detail = f"the reward server {self.url} {said}"[:DETAIL_CHARACTERS]
@@ -212,24 +222,30 @@ class RewardClient:
         waiting.answer(replace(outcome, warning=self._warning))
         self._warning = ""
 
-    async def _deliver(self, batch: Sequence[Waiting[bytes]], until: float) -> None:
-        """Send a batch until it is answered, its attempts are used up, or its time is."""
-        config, attempt = self._config, 0
+    async def _deliver(self, batch: Sequence[Waiting[bytes]], delivery: _Delivery) -> None:
+        """Send a batch until it is answered, its attempts are used up, or its time is. A probe of a
+        server whose breaker is open is none of its attempts.
+        """
+        config, attempt, until = self._config, 0, delivery.until
         while wanted := [one for one in batch if not one.result.done()]:
             now = time.monotonic()
             if now >= until:
-                return  # the timers are about to say so
+                return
+            probes = self.breaker.open_since is not None
             if not self.breaker.may_send(now):
                 await asyncio.sleep(min(max(self.breaker.wait_s(now), POLL_S), until - now))
                 continue
-            attempt += 1
+            attempt += not probes
             try:
                 outcomes = await self._attempt(wanted, min(self._attempt_s, until - now))
             except _TooLarge:
                 for half in (wanted[: len(wanted) // 2], wanted[len(wanted) // 2 :]):
-                    await self._deliver(half, until)
+                    await self._deliver(half, delivery)
                 return
             except _Refused as refused:
+                delivery.words = str(refused)
+                if probes and refused.again:
+                    continue
                 if not refused.again or attempt >= config.attempts:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     self._fail(wanted, f"{refused}{tries}", timed_out=refused.timed_out)
