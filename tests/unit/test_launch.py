@@ -24,6 +24,7 @@ from megarl.config import (
     PreferenceConfig,
     RewardModelConfig,
     RunConfig,
+    ServeRewardConfig,
     SftConfig,
     dump,
     from_tree,
@@ -43,12 +44,19 @@ ONE_NODE = {
 HOST = os.uname().nodename
 
 
-Kind = type[RunConfig] | type[SftConfig] | type[PreferenceConfig] | type[RewardModelConfig]
+Kind = (
+    type[RunConfig]
+    | type[SftConfig]
+    | type[PreferenceConfig]
+    | type[RewardModelConfig]
+    | type[ServeRewardConfig]
+)
 KINDS: dict[str, Kind] = {
     "quickstart_sft": SftConfig,
     "best_of_n": SftConfig,
     "dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
+    "serve_reward": ServeRewardConfig,
 }
 """Recipes of other commands than `megarl train`."""
 
