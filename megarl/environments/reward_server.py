@@ -192,14 +192,20 @@ async def _unless_gone(
     """The outcomes of `waiting`; None if they were cancelled, or once the client has closed the
     connection: nobody needs its samples any more.
     """
-    scored = asyncio.gather(*(one.result for one in waiting))
+    scored = asyncio.ensure_future(_all(waiting))
     gone = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait([scored, gone], return_when=asyncio.FIRST_COMPLETED)
-        return list(scored.result()) if scored.done() and not scored.cancelled() else None
+        return scored.result() if scored.done() and not scored.cancelled() else None
     finally:
         scored.cancel()
         gone.cancel()
+        for one in waiting:
+            one.result.cancel()
+
+
+async def _all(waiting: Sequence[Waiting[Sample]]) -> list[Outcome]:
+    return [await one.result for one in waiting]
 
 
 async def _gone(request: Request) -> None:
