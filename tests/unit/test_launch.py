@@ -125,8 +125,8 @@ def test_every_key_is_known_and_says_what_is_used(recipe: Path) -> None:
     kind = kind_of(recipe)
     tree = yaml.safe_load(recipe.read_text())
     assert known(kind, tree) == []
-    misspelt = tree | {"modle": {}}
-    with pytest.raises(ValueError, match="modle: unknown key; did you mean 'model'"):
+    misspelt = tree | {"foldr": ""}
+    with pytest.raises(ValueError, match="foldr: unknown key; did you mean 'folder'"):
         from_tree(kind, misspelt, where=recipe.name)
 
 
