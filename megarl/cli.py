@@ -97,6 +97,13 @@ COMMANDS = {
         check="megarl.checks.sampling:check_sample",
         run="megarl.loops.sample:main",
     ),
+    "serve-reward": Command(
+        summary="verifiers or a reward model as an HTTP server",
+        config="ServeRewardConfig",
+        check="megarl.checks.reward_server:check_serve_reward",
+        run="megarl.loops.serve_reward:main",
+        end_within_s=70.0,  # more than server.drain_s may be
+    ),
     "launch": Command(
         summary="a recipe of train on one node: Ray, engines and ranks (--help)",
         run="megarl.cluster.launch:main",
@@ -195,7 +202,7 @@ def dispatch(name: str, rest: list[str]) -> int:
             with console.phase("checks"):
                 from megarl.cluster.process_env import prepare_environment
 
-                prepare_environment(config.training.num_threads)
+                prepare_environment(getattr(config, "training", config).num_threads)
                 with quick_imports():
                     check = load(command.check)
                 inputs = check(config, ranks)

@@ -34,6 +34,7 @@ from megarl.objectives.config import AlgorithmConfig
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
+from megarl.serve_config import ServeRewardConfig
 from megarl.supervised_config import (
     PreferenceConfig,
     RewardModelConfig,
@@ -178,7 +179,7 @@ class RunConfig:
 AnyConfig = RunConfig | SupervisedConfig
 """The configuration of a command that trains."""
 
-__all__ = ["PreferenceConfig", "RewardModelConfig", "SftConfig"]
+__all__ = ["PreferenceConfig", "RewardModelConfig", "ServeRewardConfig", "SftConfig"]
 """The configurations of other modules that commands name as `megarl.config`'s."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,14 +14,12 @@ from megarl.checks.folder_checks import check_folder, check_observe, check_writa
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
 from megarl.checks.roles import check_role, policy_ranks, refuse_rejection
+from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, longest_request, with_steps
 from megarl.data.source import load_prompts
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.scoring import Environment
-from megarl.environments.verifiers import own_files
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -151,20 +148,6 @@ def check_places(config: RunConfig) -> None:
     if config.weight_sync.folder:
         check_writable(config.weight_sync.folder, setting="weight_sync.folder")
     check_observe(config.observe)
-
-
-def check_verifier(config: EnvironmentConfig) -> None:
-    """Raise `ValueError` unless the environment's verifier can be loaded in a worker process."""
-
-    async def load_once() -> None:
-        environment = Environment(config)
-        try:
-            # What is built in ends; how long a user's file takes, only the user knows.
-            await environment.start(within_s=config.load_limit_s if own_files(config) else None)
-        finally:
-            await environment.close()
-
-    asyncio.run(load_once())
 
 
 def find_checkpoint(

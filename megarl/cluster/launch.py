@@ -145,9 +145,10 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
     train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", "train"]
     train += [str(Path(options.recipe).resolve()), *options.overrides]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.ranks)}
+    hidden = {plan.hidden: ""} if plan.hidden else {}
     threads = {"OMP_NUM_THREADS": str(plan.num_threads)}
     return [
-        Command(shared | {"CUDA_VISIBLE_DEVICES": ",".join(for_engines)}, ray),
+        Command(shared | hidden | {"CUDA_VISIBLE_DEVICES": ",".join(for_engines)}, ray),
         Command({}, ready),
         Command(shared | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | visible | threads, train),
     ]

@@ -66,6 +66,9 @@ class Plan:
     """Whether the engines use the GPUs of the trainer ranks."""
     num_threads: int
     """CPU threads of each trainer rank."""
+    hidden: str = ""
+    """Name of the environment variable that Ray's processes do not get: the reward servers'
+    token."""
 
     @property
     def num_gpus(self) -> int:
@@ -183,7 +186,15 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         f"a mini-batch has {samples} samples for {resolved.data} data ranks; raise"
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
-    return Plan(config.folder, num_ranks, engines, tensor, colocated, training.num_threads)
+    return Plan(
+        config.folder,
+        num_ranks,
+        engines,
+        tensor,
+        colocated,
+        training.num_threads,
+        config.environment.remote.token_variable,
+    )
 
 
 def deal(plan: Plan, gpus: Sequence[str], found: str) -> Gpus:

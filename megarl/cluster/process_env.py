@@ -4,9 +4,11 @@ they read at import.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 RAY_SETTINGS = {
@@ -82,3 +84,16 @@ def own_cluster_token() -> str:
 def use_cluster_token(token: str) -> None:
     """Use `token`, received from rank 0, to authenticate to the Ray cluster."""
     os.environ["RAY_AUTH_TOKEN"] = token
+
+
+@contextlib.contextmanager
+def without_variable(name: str) -> Iterator[None]:
+    """Until the end of the block, the environment variable `name` is not set, so that processes
+    that are started meanwhile do not get it. An empty name changes nothing.
+    """
+    value = os.environ.pop(name, None) if name else None
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value

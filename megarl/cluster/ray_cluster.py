@@ -17,7 +17,7 @@ import ray
 from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
-from megarl.cluster.process_env import use_cluster_token
+from megarl.cluster.process_env import use_cluster_token, without_variable
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
@@ -75,10 +75,12 @@ class Cluster:
         token: str,
         address: str = "",
         object_store_bytes: int = MIN_OBJECT_STORE_BYTES,
+        hidden: str = "",
     ) -> None:
         """Start Ray on this machine with an object store of `object_store_bytes`, or join the
         cluster at `address` (or RAY_ADDRESS), authenticated by `token`. Ray spills to disk what
-        exceeds the object store. Raises `UserError` if RAY_ADDRESS names no cluster.
+        exceeds the object store. `hidden`: name of an environment variable that a Ray started here
+        does not get. Raises `UserError` if RAY_ADDRESS names no cluster.
         """
         try:
             address = address or ray_address()
@@ -107,12 +109,13 @@ class Cluster:
                     " unset RAY_ADDRESS to start Ray here, or set it to a head's host:port"
                 ) from error
         else:
-            start_ray(
-                include_dashboard=False,
-                num_cpus=max(4, os.cpu_count() or 1),
-                object_store_memory=object_store_bytes,
-                **options,
-            )
+            with without_variable(hidden):
+                start_ray(
+                    include_dashboard=False,
+                    num_cpus=max(4, os.cpu_count() or 1),
+                    object_store_memory=object_store_bytes,
+                    **options,
+                )
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self.address: str = ray.get_runtime_context().gcs_address

@@ -14,6 +14,7 @@ import ray
 from megarl.cluster.mailbox import Inbox, Mailbox, Pace
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
 from megarl.errors import EngineLost
 from megarl.rollout.engine import Engine
@@ -77,8 +78,8 @@ class RemoteEngine:
 class EnvironmentActor(Inbox):
     """Ray actor that runs the environment; the environment's worker processes are its children."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec) -> None:
-        self._environment = Environment(config, codec)
+    def __init__(self, config: EnvironmentConfig, codec: Codec, token: Token | None) -> None:
+        self._environment = Environment(config, codec, token)
 
     async def start(self) -> None:
         await self._environment.start()
@@ -107,9 +108,12 @@ class RemoteEnvironment:
     `megarl.rollout.attempts.EnvironmentHandle`.
     """
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec, pace: Pace) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, codec: Codec, pace: Pace, token: Token | None = None
+    ) -> None:
+        """`token`: of the recipe's reward servers, as `client_token` reads it."""
         actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
-        self._handle: Any = actor.remote(config, codec)
+        self._handle: Any = actor.remote(config, codec, token)
         self._mailbox, self.pace = Mailbox(self._handle, pace), pace
         self.has_start = bool(config.session)
 

@@ -24,6 +24,7 @@ from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
 from megarl.cluster.service_process import build_service
 from megarl.config import RunConfig, longest_request
 from megarl.environments.codec import Codec
+from megarl.environments.scoring import client_token
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
@@ -94,6 +95,7 @@ def start_generation(
             namespace=f"megarl-{os.getpid()}",
             token=own_cluster_token(),
             object_store_bytes=object_store_bytes(config.rollout),
+            hidden=config.environment.remote.token_variable,
         )
     )
     lora = config.training.lora
@@ -189,5 +191,6 @@ def start_service(
         Codec.of(inputs.tokenizer),
         first_step,
         first_ordinal,
+        client_token(config.environment),
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

@@ -13,6 +13,7 @@ from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
+from megarl.environments.reward_client import Token
 from megarl.objectives.config import COMPARING
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
@@ -29,12 +30,14 @@ def build_service(
     codec: Codec,
     first_step: int,
     first_ordinal: int,
+    token: Token | None,
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`, with the prompt at position `first_ordinal`.
+    `token`: of the reward servers, which only rank 0 can read.
     """
     pace = Pace()
-    environment = RemoteEnvironment(config.environment, codec, pace)
+    environment = RemoteEnvironment(config.environment, codec, pace, token)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,

@@ -3,12 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from megarl.schema import MOST_TOKENS, PathText, Range, config, require
 
 WEIGHT = Range(-1e6, 1e6)
 """Range of the weight of a reward function."""
+
+SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+"""Pattern of environment variable names that are removed from a verifier's process."""
+VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
+
+
+def is_remote(name: str) -> bool:
+    """Whether the verifier or reward function `name` is the address of a reward server."""
+    return name.lower().startswith(("http://", "https://"))
+
+
+def check_address(name: str, setting: str) -> None:
+    """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`. What may
+    be a secret is not repeated in the message.
+    """
+    try:
+        parts = urlsplit(name)
+        host, user, _ = parts.hostname, parts.username, parts.port
+    except ValueError as error:
+        raise ValueError(
+            f"{setting} is no address ({error}); set it to http://host:port/v1/score"
+        ) from None
+    require(
+        user is None and "@" not in parts.netloc and not parts.query and not parts.fragment,
+        f"{setting} holds a user, a query or a fragment, in which a secret could stand; set it to"
+        " http://host:port/path and environment.remote.token_variable to the variable that holds"
+        " the token",
+    )
+    require(
+        bool(host) and not re.search(r"[\s\x00-\x1f]", name),
+        f"{setting} is '{name}', which names no host; set it to http://host:port/v1/score",
+    )
+
+
+def check_variable(name: str, setting: str) -> None:
+    """Raise `ValueError` unless `name` is the name of an environment variable that verifiers cannot
+    see. The message does not repeat `name`, which may be a token set there by mistake.
+    """
+    require(
+        not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),
+        f"{setting} is not the name of a variable for a secret; set it to the name, in capital"
+        " letters, of an environment variable with TOKEN, KEY, SECRET or PASSWORD as a word, such"
+        " as REWARD_TOKEN (such variables are kept from verifiers), never to the token itself",
+    )
 
 
 @config
@@ -31,17 +77,89 @@ class OverlongConfig:
 
 
 @config
+class RemoteConfig:
+    """How responses travel to reward servers: the addresses in `verifier` or `rewards`."""
+
+    token_variable: str = ""
+    """Name of the environment variable that holds the bearer token for the servers; empty: none is
+    sent. All servers of a recipe get the same token."""
+    batch_size: Annotated[int, Range(1, 4096)] = 32
+    """Most responses in one request."""
+    linger_ms: Annotated[float, Range(0.0, 10_000.0)] = 5.0
+    """Milliseconds that a response waits for others to fill its request."""
+    connections: Annotated[int, Range(1, 1024)] = 8
+    """Requests to one server at the same time."""
+    attempt_limit_s: Annotated[float | None, Range(0.01, 86400.0)] = None
+    """Seconds after which an unanswered request is given up and sent again. None: half of
+    `environment.time_limit_s`."""
+    attempts: Annotated[int, Range(1, 1000)] = 8
+    """Times that a response is sent before it counts as a failure: after a connection error, a
+    time-out, or status 429 or 5xx. Other errors are not tried again."""
+    backoff_s: Annotated[float, Range(0.0, 3600.0)] = 0.2
+    """Pause in seconds before the second attempt. It doubles with each further attempt; a random
+    share of up to a half is taken off."""
+    longest_backoff_s: Annotated[float, Range(0.0, 3600.0)] = 2.0
+    """Longest pause in seconds between two attempts."""
+    breaker_failures: Annotated[int, Range(1, 10**6)] = 10
+    """After so many failed requests in a row (connection error, time-out, 429, 5xx) the circuit
+    breaker opens: nothing is sent to the server for `breaker_pause_s`, then one request as a
+    probe, whose success closes it. Responses that wait meanwhile use up their time limit, not
+    their attempts."""
+    breaker_pause_s: Annotated[float, Range(0.01, 3600.0)] = 1.0
+    """Seconds between two probes of a server whose circuit breaker is open."""
+
+    def __post_init__(self) -> None:
+        check_variable(self.token_variable, "environment.remote.token_variable")
+
+
+@config
+class RewardServerConfig:
+    """Where `megarl serve-reward` listens, and what it takes on."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for every network of the machine. On any but a loopback
+    address a token is required."""
+    port: Annotated[int, Range(0, 65535)] = 8000
+    """Port to listen on; 0 takes a free one, which the first line names."""
+    token_variable: str = "MEGARL_REWARD_TOKEN"  # noqa: S105 - a name
+    """Name of the environment variable that holds the bearer token. If the variable is set, every
+    request but `GET /health` needs the token."""
+    batch_size: Annotated[int, Range(1, 4096)] = 32
+    """Most responses that the reward model scores at once."""
+    linger_ms: Annotated[float, Range(0.0, 10_000.0)] = 5.0
+    """Milliseconds that a response waits for others to fill the reward model's batch."""
+    queue_samples: Annotated[int, Range(1, 10**7)] = 4096
+    """Responses that may wait for the verifier or the reward model; a request beyond is answered
+    with 429."""
+    max_request_mib: Annotated[int, Range(1, 4096)] = 16
+    """Largest request in MiB; a larger one is answered with 413."""
+    connections: Annotated[int, Range(1, 65536)] = 256
+    """Connections at the same time; a request beyond is answered with 503."""
+    read_limit_s: Annotated[float, Range(0.1, 3600.0)] = 30.0
+    """Seconds within which a request must have arrived whole; otherwise it is answered with 408."""
+    drain_s: Annotated[float, Range(0.0, 60.0)] = 10.0
+    """Seconds after SIGTERM within which requests under way are still answered."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.host), "server.host is empty; set it to 127.0.0.1 or 0.0.0.0")
+        check_variable(self.token_variable, "server.token_variable")
+
+
+@config
 class EnvironmentConfig:
     """The verifier or multi-turn session, its rewards, worker processes and time limits."""
 
     verifier: PathText = "exact_match"
     """`exact_match`, `math` (boxed or final expression, compared by math-verify),
-    `path/to/file.py:function` for a user's function (docs/rewards.md), or `none` where
-    `reward_models` alone give the reward."""
+    `path/to/file.py:function` for a user's function (docs/rewards.md),
+    `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
+    reward."""
     rewards: Annotated[dict[str, float], WEIGHT] = dataclasses.field(default_factory=dict)
     """Several reward functions with their weights, used instead of `verifier`; for example
-    `{math: 1.0, "style.py:brevity": 0.2}`. The reward is the weighted sum; the first function says
-    what counts as correct."""
+    `{math: 1.0, "style.py:brevity": 0.2}`, also addresses of reward servers. The reward is the
+    weighted sum; the first function says what counts as correct."""
+    remote: RemoteConfig = RemoteConfig()
+    """How responses travel to reward servers."""
     session: PathText = ""
     """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`); used
     instead of `verifier`."""
@@ -62,8 +180,9 @@ class EnvironmentConfig:
     num_workers: Annotated[int, Range(1, 1024)] = 1
     """Processes that decode responses and run the verifier or the sessions."""
     time_limit_s: Annotated[float, Range(0.01, 86400.0)] = 10.0
-    """Time limit of a verifier call or session step, in seconds. Beyond it the sample counts as a
-    failure (time-out); the run goes on."""
+    """Time limit of a verifier call or session step, in seconds; of a reward server for all
+    attempts at a response together. Beyond it the sample counts as a failure (time-out); the run
+    goes on."""
     load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 10.0
     """Time limit in seconds for loading the verifier's or session's file in the check before a run.
     A file that imports large libraries may need more."""
@@ -101,6 +220,15 @@ class EnvironmentConfig:
             not self.rewards or self.maps_no_scores,
             f"environment.correct is {self.correct:g} and environment.wrong is {self.wrong:g}, but"
             " environment.rewards adds up rewards as they are; leave both out",
+        )
+
+        names = [name for name in self.rewards or (self.verifier,) if is_remote(name)]
+        for name in names:
+            check_address(name, f"environment.{'rewards' if self.rewards else 'verifier'}")
+        require(
+            bool(names) or self.remote == RemoteConfig(),
+            "environment.remote has settings, but neither environment.verifier nor"
+            " environment.rewards names a reward server (http://host:port/v1/score); leave it out",
         )
 
     @property

@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -33,7 +32,7 @@ import numpy as np
 
 from megarl.environments import user_code
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
+from megarl.environments.config import SECRET, EnvironmentConfig
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.environments.worker import LENGTH, receive
@@ -73,10 +72,6 @@ class Outcome:
 
 class _Ended(Exception):
     """Raised if the worker process ended before it replied."""
-
-
-SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Pattern of environment variable names that are removed from a verifier's process."""
 
 
 class _Worker:

@@ -15,7 +15,9 @@ import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
-from megarl.environments.pool import Outcome, WorkerPool
+from megarl.environments.judging import Judge
+from megarl.environments.pool import Outcome
+from megarl.environments.reward_client import Token, read_token
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
@@ -29,19 +31,32 @@ def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
     return -min(beyond, config.buffer_tokens) / config.buffer_tokens if beyond > 0 else 0.0
 
 
+def client_token(config: EnvironmentConfig) -> Token | None:
+    """The token for the recipe's reward servers, from this process's environment variables; None if
+    the recipe names none. Raises `ValueError` if the variable is not set.
+    """
+    return read_token(config.remote.token_variable, "environment.remote.token_variable")
+
+
 class Environment:
     """Scores rollouts with a verifier or session class and converts scores to rewards. Implements
     `megarl.rollout.attempts.EnvironmentHandle` for token arrays in this process.
     """
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None = None) -> None:
-        """`codec` is required for sessions, and for responses given as token ids.
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        codec: Codec | None = None,
+        token: Token | None = None,
+    ) -> None:
+        """`codec` is required for sessions, and for responses given as token ids. `token` is for
+        reward servers; None: what `environment.remote.token_variable` names is read.
 
-        Raises `ValueError` if the verifier's name is unknown or its file is missing. Errors inside
-        the file are found by `start`.
+        Raises `ValueError` if the verifier's name is unknown or its file is missing, or the token's
+        variable is not set. Errors inside the file are found by `start`.
         """
         self._config = config
-        self._pool = WorkerPool(config, codec)
+        self._judge = Judge(config, codec, token or client_token(config))
         self.has_start = bool(config.session)
 
     async def start(self, *, within_s: float | None = None) -> None:
@@ -49,11 +64,11 @@ class Environment:
         takes longer than `within_s` seconds (None: two minutes, since a run's processes start
         beside it).
         """
-        await self._pool.start(within_s)
+        await self._judge.pool.start(within_s)
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
-        outcome = await self._pool.begin(key, prompt)
+        outcome = await self._judge.pool.begin(key, prompt)
         if outcome.observation is None:
             return self._verdict(outcome, 0)
         return observed(outcome.observation) if outcome.observation else None
@@ -68,7 +83,7 @@ class Environment:
             return await self.score(prompt, token_ids, num_tokens, truncated)
         if truncated and self._config.require_stop:
             return await self.cut_off(key, num_tokens)
-        outcome = await self._pool.step(key, token_ids)
+        outcome = await self._judge.pool.step(key, token_ids)
         if outcome.observation is not None:
             return observed(outcome.observation)
         return self._verdict(outcome, num_tokens)
@@ -77,12 +92,12 @@ class Environment:
         """See `megarl.rollout.attempts.EnvironmentHandle`. The rollout gets the reward of a wrong
         answer.
         """
-        await self._pool.end(key)
+        await self._judge.pool.end(key)
         return replace(self._verdict(Outcome(), num_tokens), judged=False)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
-        parts = (self._pool.decode(part.arrays.token_ids) for part in segments)
+        parts = (self._judge.pool.decode(part.arrays.token_ids) for part in segments)
         return list(await asyncio.gather(*parts))
 
     async def score(
@@ -97,7 +112,7 @@ class Environment:
         """
         if truncated and self._config.require_stop:
             return replace(self._verdict(Outcome(), num_tokens), judged=False)
-        return self._verdict(await self._pool.judge(prompt, response), num_tokens)
+        return self._verdict(await self._judge.judge(prompt, response), num_tokens)
 
     def _verdict(self, outcome: Outcome, num_tokens: int) -> Verdict:
         config = self._config
@@ -121,8 +136,8 @@ class Environment:
         )
 
     async def close(self) -> None:
-        """End the worker processes."""
-        await self._pool.close()
+        """End the worker processes and the connections to reward servers."""
+        await self._judge.close()
 
 
 def observed(token_ids: Sequence[int]) -> Segment:

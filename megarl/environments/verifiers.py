@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from megarl.environments.config import EnvironmentConfig
+from megarl.environments.config import EnvironmentConfig, is_remote
 from megarl.environments.mathematics import math
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.user_code import Sources, check_two_parameters, load, split
@@ -80,6 +81,11 @@ def named(config: EnvironmentConfig) -> dict[str, float]:
     return dict(config.rewards) or {config.verifier: 1.0}
 
 
+def local(config: EnvironmentConfig) -> dict[str, float]:
+    """Those of `named` that run in worker processes, not on a reward server."""
+    return {name: weight for name, weight in named(config).items() if not is_remote(name)}
+
+
 def setting_of(config: EnvironmentConfig) -> str:
     """The setting that names the code which scores responses, for error messages."""
     if config.session:
@@ -95,20 +101,23 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
     if config.session:
         return [split(config.session, setting)[0]]
     others = f"one of {', '.join(VERIFIERS)}, or to "
-    return [split(name, setting, others)[0] for name in named(config) if name not in VERIFIERS]
+    return [split(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
 
 
 def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> Verifier:
-    """Load the configured verifier, or the weighted sum of the configured reward functions. Raises
-    `ValueError` if a file or function cannot be loaded.
+    """Load the configured verifier, or the weighted sum of the configured reward functions. Those
+    of reward servers are left out; if there are no others, every score is 0. Raises `ValueError` if
+    a file or function cannot be loaded.
 
     `sources`: content of files to be loaded from there instead of from disk.
     """
-    setting, weights = setting_of(config), named(config)
+    setting, weights = setting_of(config), local(config)
     loaded = {name: _load_one(name, config, setting, sources) for name in weights}
+    if not loaded:
+        return no_verifier(config)
     if not config.rewards:
         return loaded[config.verifier]
-    shown = short_names(list(weights))
+    shown = short_names(list(named(config)))
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Score]:
         made: list[Any] = []
@@ -178,7 +187,8 @@ async def _ready(score: Any) -> Any:
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """{name of a reward function: how metrics call it}, no two alike: the function without its
     file; where two functions are called alike, with the file's name, and with as many of its
-    folders as tell the two apart.
+    folders as tell the two apart. A reward server is called by its host, by host and port, or with
+    its path too.
     """
     short = {name: name for name in names if ":" not in name}
     for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):
@@ -189,7 +199,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _with_parts(name: str, count: int) -> str:
-    """The function of `path/to/file.py:function`, after the last `count` parts of its path."""
+    """The function of `path/to/file.py:function`, after the last `count` parts of its path; the
+    host of an address, followed by `count` further parts of it.
+    """
+    if is_remote(name):
+        address = urlsplit(name)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        return "/".join([address.hostname or "", f"{port}", *name.split("/")[3:]][: count + 1])
     file, _, function = name.rpartition(":")
     parts = Path(file).with_suffix("").parts
     return ".".join(["/".join(parts[-count:]), function]) if count else function

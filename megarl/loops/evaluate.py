@@ -66,7 +66,11 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
     """
     config, on_cpu = case.config, mesh.local_device().type == "cpu"
     evaluation = config.evaluation
-    with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
+    with Cluster(
+        namespace=f"megarl-{os.getpid()}",
+        token=own_cluster_token(),
+        hidden=config.environment.remote.token_variable,
+    ) as cluster:
         with console.phase(f"engines of {config.model.path}"):
             stops = case.inputs.stop_token_ids
             engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)

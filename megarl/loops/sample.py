@@ -76,7 +76,11 @@ def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Re
     prompts, on_cpu = list(run.prompts), mesh.local_device().type == "cpu"
     names = [f"sample/{number}" for number in range(count)]
     groups: list[list[Record]] = []
-    with Cluster(namespace=f"megarl-{os.getpid()}", token=own_cluster_token()) as cluster:
+    with Cluster(
+        namespace=f"megarl-{os.getpid()}",
+        token=own_cluster_token(),
+        hidden=config.environment.remote.token_variable,
+    ) as cluster:
         with console.phase(f"engines of {config.model.path}"):
             stops = run.stop_token_ids
             engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)

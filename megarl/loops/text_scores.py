@@ -1,15 +1,17 @@
-"""Scores of texts by a reward model, in one process: for data sets, outside training."""
+"""Scores of texts by a reward model in one process: of data sets, or behind a reward server."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.config import RunConfig
+from megarl.data.config import TemplateName
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.tokens import prompt_tokens, response_tokens
 from megarl.errors import UserError
@@ -20,6 +22,9 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.role import Role
 from megarl.types import Samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 1024
 """Texts that are packed together."""
@@ -34,34 +39,46 @@ class Text(NamedTuple):
     """Whether an end-of-sequence token follows; not behind a response that was cut off."""
 
 
-def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) -> list[float]:
-    """The score of each text. Prompt and response are tokenised apart, as `megarl reward-model`
-    does it with its data. Raises `UserError` if a score is not finite.
+class TextScorer:
+    """A reward model in this process. All calls are from one thread, and a process has one at a
+    time.
     """
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    template = config.prompts.template
-    asked = prompt_tokens(tokenizer, [text.prompt for text in texts], template)
-    replies = response_tokens(tokenizer, [text.response for text in texts])
-    training = TrainingConfig(
-        zero_stage=config.training.zero_stage,
-        precision=config.training.precision,
-        micro_batch_tokens=config.training.micro_batch_tokens,
-    )
-    device = mesh_module.initialise(timeout_s=config.training.collective_timeout_s)
-    found: list[float] = []
-    with ProcessMesh(Layout(1, 1, 1)) as mesh:
-        role = Role(
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        template: TemplateName,
+        seed: int,
+    ) -> None:
+        """Load the model. `template`: how the prompts are read. Precision, `micro_batch_tokens` and
+        time limits are those of `training`.
+        """
+        self._tokenizer = tokenizer
+        self._template: TemplateName = template
+        device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+        self._stack = ExitStack()
+        self._stack.callback(mesh_module.finalise)
+        mesh = self._stack.enter_context(ProcessMesh(Layout(1, 1, 1)))
+        self._role = Role(
             "reward model",
             model=model,
             training=training,
             mesh=mesh,
             device=device,
-            seed=config.seed,
+            seed=seed,
             head="scalar",
         )
+
+    def scores(self, texts: Sequence[Text]) -> list[float]:
+        """The score of each text, which may be no finite number. Prompt and response are tokenised
+        apart, as `megarl reward-model` does it with its data.
+        """
+        asked = prompt_tokens(self._tokenizer, [text.prompt for text in texts], self._template)
+        replies = response_tokens(self._tokenizer, [text.response for text in texts])
+        found: list[float] = []
         for first in range(0, len(texts), AT_ONCE):
             numbers = range(first, min(first + AT_ONCE, len(texts)))
             samples = Samples.concatenate(
@@ -70,9 +87,38 @@ def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) ->
                     for n in numbers
                 ]
             )
-            found += _scores(role, samples).tolist()
-        role.destroy()
-    mesh_module.finalise()
+            found += _scores(self._role, samples).tolist()
+        return found
+
+    def close(self) -> None:
+        """Release the model."""
+        self._role.destroy()
+        self._stack.close()
+
+
+def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) -> list[float]:
+    """The score of each text by `model`, with the policy's tokenizer. Raises `UserError` if a score
+    is not finite.
+    """
+    training = TrainingConfig(
+        zero_stage=config.training.zero_stage,
+        precision=config.training.precision,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        collective_timeout_s=config.training.collective_timeout_s,
+    )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    scorer = TextScorer(
+        model,
+        training,
+        tokenizer=tokenizer,
+        template=config.prompts.template,
+        seed=config.seed,
+    )
+    found = scorer.scores(texts)
+    scorer.close()
     if not all(map(math.isfinite, found)):
         raise UserError(
             f"the reward model {model.path} scores a response with a number that is not finite; set"

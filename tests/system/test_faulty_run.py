@@ -1,16 +1,23 @@
-"""A whole run whose verifier begins to fail: it ends at that step, with what was learned before."""
+"""A whole run with a reward server beside a verifier that begins to fail: it ends at that step, with
+what was learned before.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from support.commands import megarl, records, tiny_run, write_recipe
+from support.reward_servers import Scripted, serving
 from support.tiny import write_model
 
 from megarl.checkpoints.manifest import damage
 
 VERIFIER = """
+import os
+from pathlib import Path
+
 calls = 0
 
 def score(prompt, response):
@@ -18,7 +25,9 @@ def score(prompt, response):
     calls += 1
     if calls > 32:  # two steps of 4 x 4
         raise KeyError("gold")
-    return (len(response) % 3) / 2
+    around = [Path(f"/proc/{pid}/environ").read_bytes() for pid in (os.getpid(), os.getppid())]
+    seen = sum(b"hush" in one for one in around)
+    return {"reward": (len(response) % 3) / 2, "seen": seen}
 """
 
 
@@ -27,12 +36,28 @@ def test_a_verifier_that_begins_to_fail_at_step_3(tmp_path: Path) -> None:
     del tree["evaluation"]
     tree["rollout"]["dynamic_sampling"] = {"enabled": False}
     (tmp_path / "reward.py").write_text(VERIFIER)
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    server = Scripted(score=lambda sample: float(len(sample["response"])))
+    with serving(server) as url:
+        tree["environment"] = {
+            "rewards": {f"{tmp_path}/reward.py:score": 1.0, url: 0.5},
+            "remote": {"token_variable": "REWARD_TOKEN"},
+            "require_stop": False,
+        }
+        recipe = write_recipe(tmp_path / "recipe.yaml", tree)
+        done = megarl("train", recipe, REWARD_TOKEN="hush")  # noqa: S106
     said = done.err.strip().splitlines()[-1]
     assert done.code == 2 and done.out == "", done.err[-3000:]
     assert said.startswith("megarl: error: step 3: the verifier failed for 16 of 16 responses")
     assert "KeyError: 'gold'" in said and "environment.max_failure_share" in said
-    assert len(records(tmp_path / "run" / "metrics.jsonl")) == 2
+    rows = records(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        lengths, own = row["environment/reward/127.0.0.1"], row["environment/reward/score"]
+        assert row["reward/mean"] == pytest.approx(own + 0.5 * lengths) and lengths > 0
+        assert row["environment/score/seen"] == 0, "the token, in the worker or the actor above it"
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer hush"}
+    trained = [one for samples in server.requests for one in samples if one["prompt"]["token_ids"]]
+    assert len(trained) >= 48
     (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert kept.name == "step_000002" and damage(kept) == ""
     weights = load_file(kept / "model" / "model.safetensors")

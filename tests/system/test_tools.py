@@ -305,3 +305,16 @@ def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, (tool, err[-2000:])
         assert f"python tools/bench/{tool}.py" in out and "--json" in out, tool
+
+
+def test_the_reward_service_loses_nothing() -> None:
+    """Injected failures are counted one by one, on both ends, across a restart."""
+    found = run(
+        "reward_service", "--rate", "40", "--seconds", "3", "--down", "0.3", "--fail", "0.2"
+    )
+    assert found["asked"] == 120 and found["lost"] == 0 and found["counters_agree"]
+    assert sum(found["outcomes"].values()) == 120
+    assert found["injected_failures_counted"] > 5
+    names = ("injected_uncounted", "counted_but_not_injected", "scored_but_not_in_record")
+    assert [found[name] for name in names] == [0, 0, 0]
+    assert found["status_of_wrong_and_missing_token"] == [401, 401]

@@ -24,6 +24,7 @@ from megarl.config import (
     PreferenceConfig,
     RewardModelConfig,
     RunConfig,
+    ServeRewardConfig,
     SftConfig,
     dump,
     from_tree,
@@ -43,12 +44,19 @@ ONE_NODE = {
 HOST = os.uname().nodename
 
 
-Kind = type[RunConfig] | type[SftConfig] | type[PreferenceConfig] | type[RewardModelConfig]
+Kind = (
+    type[RunConfig]
+    | type[SftConfig]
+    | type[PreferenceConfig]
+    | type[RewardModelConfig]
+    | type[ServeRewardConfig]
+)
 KINDS: dict[str, Kind] = {
     "quickstart_sft": SftConfig,
     "best_of_n": SftConfig,
     "dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
+    "serve_reward": ServeRewardConfig,
 }
 """Recipes of other commands than `megarl train`."""
 
@@ -117,8 +125,8 @@ def test_every_key_is_known_and_says_what_is_used(recipe: Path) -> None:
     kind = kind_of(recipe)
     tree = yaml.safe_load(recipe.read_text())
     assert known(kind, tree) == []
-    misspelt = tree | {"modle": {}}
-    with pytest.raises(ValueError, match="modle: unknown key; did you mean 'model'"):
+    misspelt = tree | {"foldr": ""}
+    with pytest.raises(ValueError, match="foldr: unknown key; did you mean 'folder'"):
         from_tree(kind, misspelt, where=recipe.name)
 
 

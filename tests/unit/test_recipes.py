@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from support.commands import tiny_run, write_recipe
+from support.reward_servers import Scripted, serving
 from support.tiny import write_classifier, write_model
 
 import megarl
 from megarl import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
 from megarl.checks.evaluation import check_eval
 from megarl.checks.preflight import check_run, check_train
+from megarl.checks.reward_server import check_serve_reward
 from megarl.checks.sampling import check_sample
 from megarl.checks.supervised import check_preference, check_reward_model, check_sft
+from megarl.serve_config import ServeRewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
@@ -126,6 +129,34 @@ def test_rewards_by_a_model_pass_the_checks(place: Path) -> None:
         )
         assert bool(judged) == (name == "ppo_reward_model")
         assert check(small) is not None
+
+
+def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two recipes name one address and one token, and pass the checks together."""
+    recipes = ROOT / "launch" / "recipes"
+    served = config.read(ServeRewardConfig, recipes / "serve_reward.yaml")
+    found = config.read(RunConfig, recipes / "remote_reward.yaml")
+    address = f"http://{served.server.host}:{served.server.port}/v1/score"
+    assert found.environment.verifier == address
+    assert found.environment.remote.token_variable == served.server.token_variable
+    monkeypatch.setenv(served.server.token_variable, "hush")
+    here = replace(served, folder=str(place / "serve"))
+    assert str(check_serve_reward(here)) == "exact_match, with a token"
+    app = Scripted(score=lambda sample: float(sample["response"] == sample["prompt"]["answer"]))
+    with serving(app) as url:
+        small = replace(
+            found,
+            folder=str(place / "remote"),
+            model=replace(found.model, path=str(place / "model")),
+            prompts=replace(found.prompts, source=str(place / "prompts.jsonl")),
+            evaluation=replace(
+                found.evaluation,
+                prompts=replace(found.evaluation.prompts, source=str(place / "prompts.jsonl")),
+            ),
+            environment=replace(found.environment, verifier=url),
+        )
+        assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None
+    assert {headers["authorization"] for headers in app.headers} == {"Bearer hush"}
 
 
 def test_importing_megarl_is_light() -> None:

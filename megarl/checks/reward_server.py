@@ -1,0 +1,88 @@
+"""Checks of `megarl serve-reward` before it starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+
+from megarl.checks.folder_checks import check_writable
+from megarl.checks.verifier_start import check_verifier
+from megarl.environments.config import RewardServerConfig
+from megarl.environments.reward_client import Token, read_token
+from megarl.environments.verifiers import named
+from megarl.parallel import launcher
+from megarl.schema import require
+from megarl.serve_config import ServeRewardConfig
+from megarl.trainer.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ServeInputs:
+    """What the checks of `megarl serve-reward` have loaded."""
+
+    what: str
+    """What is served."""
+    token: Token | None
+    """The token that requests need."""
+
+    def __str__(self) -> str:
+        return f"{self.what}, {'with' if self.token else 'without'} a token"
+
+
+def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> ServeInputs:
+    """Run all checks of `megarl serve-reward`, which runs as one process. Raises `ValueError` if
+    one fails.
+    """
+    if ranks is None:
+        launcher.refuse_wrong()
+    size = launcher.num_ranks() if ranks is None else ranks
+    require(size == 1, f"megarl serve-reward runs as one process, but was started as {size} ranks")
+    token = server_token(config.server)
+    check_writable(config.folder, setting="folder")
+    model = config.reward_model.model
+    if model.path:
+        check_reward_model(model)
+        return ServeInputs(f"reward model {model.path}", token)
+    check_verifier(config.environment)
+    return ServeInputs(", ".join(named(config.environment)), token)
+
+
+def check_reward_model(model: ModelConfig) -> None:
+    """Raise `ValueError` unless `model` is a sequence classifier that megarl can run."""
+    # Torch and transformers, which a server of verifiers does without.
+    from megarl.checks.model_checks import check_model
+    from megarl.trainer.attention import prove_attention
+    from megarl.trainer.loading import check_weights, empty_model
+
+    try:
+        check_model(model)
+        check_weights(model, "scalar", needs_score=True)
+        prove_attention(empty_model(model))
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "reward_model.model.path")) from None
+
+
+def server_token(server: RewardServerConfig) -> Token | None:
+    """The token that requests to the server need; None if they need none, which is allowed only on
+    a loopback address. Raises `ValueError` elsewhere.
+    """
+    name = server.token_variable
+    if name and os.environ.get(name):
+        return read_token(name, "server.token_variable")
+    require(
+        is_loopback(server.host),
+        f"server.host is {server.host}, which other machines may reach, but there is no token;"
+        f" export {name or 'MEGARL_REWARD_TOKEN'} with a long random text"
+        + ("" if name else " and set server.token_variable to its name")
+        + ", or set server.host to 127.0.0.1",
+    )
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach a server on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,406 @@
+"""The client of reward servers, against real servers on loopback: every response ends with an
+outcome, whatever the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.environments import PROMPT
+from support.reward_servers import Answer, Scripted, free_port, serving
+
+from megarl.environments.batch_queue import BatchQueue
+from megarl.environments.breaker import Breaker
+from megarl.environments.config import EnvironmentConfig, RemoteConfig
+from megarl.environments.pool import Outcome
+from megarl.environments.reward_client import RewardClient, Token
+
+T = TypeVar("T")
+QUICK = {"backoff_s": 0.01, "longest_backoff_s": 0.05, "breaker_pause_s": 0.05, "linger_ms": 20.0}
+
+
+def use(
+    url: str,
+    do: Callable[[RewardClient], Awaitable[T]],
+    *,
+    token: Token | None = None,
+    limit_s: float = 5.0,
+    **remote: Any,
+) -> T:
+    """Use a client of the server at `url`, and close it twice."""
+    config = EnvironmentConfig(
+        verifier=url, time_limit_s=limit_s, remote=RemoteConfig(**QUICK | remote)
+    )
+
+    async def whole() -> T:
+        client = RewardClient(url, config, token)
+        try:
+            return await do(client)
+        finally:
+            await client.close()
+            await client.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def ask(url: str, *texts: str, **settings: Any) -> list[Outcome]:
+    """The outcome of each response, all asked for at the same time."""
+
+    async def do(client: RewardClient) -> list[Outcome]:
+        return await asyncio.gather(*(client.score(PROMPT, text) for text in texts))
+
+    return use(url, do, **settings)
+
+
+def by_length(sample: Any) -> float:
+    return float(len(sample["response"]))
+
+
+# Batches and connections
+
+
+def test_responses_travel_in_batches_and_each_gets_its_own_score() -> None:
+    app = Scripted(score=by_length)
+    texts = ["x" * n for n in range(100)]
+    with serving(app) as url:
+        found = ask(url, *texts, batch_size=16, connections=3)
+    assert [one.score for one in found] == [float(n) for n in range(100)]
+    assert sorted(map(len, app.requests)) == [4, *[16] * 6]
+    assert app.most_under_way <= 3
+
+
+def test_a_lone_response_waits_no_longer_than_the_linger() -> None:
+    with serving(Scripted()) as url:
+
+        async def do(client: RewardClient) -> float:
+            await client.score(PROMPT, "the first opens the connection")
+            began = time.monotonic()
+            await client.score(PROMPT, "x")
+            return time.monotonic() - began
+
+        assert 0.2 <= use(url, do, linger_ms=200.0) < 1.5
+
+
+def test_what_a_server_is_sent() -> None:
+    app = Scripted()
+    with serving(app) as url:
+        ask(url, "a", token=Token("hush"))
+        ask(url, "b")
+    prompt = {"index": 0, "text": "3+4=", "answer": "7", "token_ids": [1], "fields": {}}
+    assert app.requests[0] == [{"prompt": prompt, "response": "a"}]
+    assert app.headers[0]["authorization"] == "Bearer hush"
+    assert "authorization" not in app.headers[1]
+
+
+def test_a_request_too_large_is_split() -> None:
+    def script(number: int, samples: list[Any]) -> Answer | None:
+        return Answer(413, b"too large") if len(samples) > 2 else None
+
+    app = Scripted(script, by_length)
+    with serving(app) as url:
+        found = ask(url, *["x" * n for n in range(7)], connections=1)
+        assert [one.score for one in found] == [float(n) for n in range(7)]
+        app.script = lambda number, samples: Answer(413, b"too large")
+        (alone,) = ask(url, "x")
+    assert alone.failure == "error" and "answered 413: too large; have it take" in alone.detail
+
+
+# Failures that pass
+
+
+FIRST = {
+    "500": Answer(500, b'{"error": "oops"}'),
+    "503": Answer(503),
+    "429": Answer(429, b"later", headers={"retry-after": "0"}),
+    "late": Answer(after_s=0.5),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_a_failure_that_passes_is_tried_again(case: str) -> None:
+    app = Scripted(lambda number, samples: FIRST[case] if number < 2 else None)
+
+    async def do(client: RewardClient) -> tuple[Outcome, int, int]:
+        found = await client.score(PROMPT, "x")
+        return found, client.counters.requests, client.counters.requests_failed
+
+    with serving(app) as url:
+        found, requests, failed = use(url, do, attempt_limit_s=0.2)
+    assert (found.score, found.failure, requests, failed) == (1.0, "", 3, 2)
+
+
+def test_retry_after_is_heeded() -> None:
+    app = Scripted(
+        lambda number, samples: Answer(429, headers={"retry-after": "1"}) if number == 0 else None
+    )
+    with serving(app) as url:
+        began = time.monotonic()
+        (found,) = ask(url, "x")
+    assert found.score == 1.0 and time.monotonic() - began >= 1.0
+
+
+def test_used_up_attempts_give_the_servers_own_words() -> None:
+    app = Scripted(lambda number, samples: Answer(500, b'{"error": "the judge is asleep"}'))
+    with serving(app) as url:
+        (found,) = ask(url, "x", attempts=3)
+    assert found.failure == "error" and len(app.requests) == 3
+    assert found.detail.endswith("answered 500: the judge is asleep (3 attempts)")
+    assert url in found.detail
+
+
+def test_a_server_that_never_answers_costs_the_time_limit() -> None:
+    app = Scripted(lambda number, samples: Answer(after_s=3.0))
+    with serving(app) as url:
+        began = time.monotonic()
+        found = ask(url, "x", "y", limit_s=0.5)
+        assert 0.5 <= time.monotonic() - began < 2.0
+    assert [one.failure for one in found] == ["timeout"] * 2
+    assert found[0].detail.startswith("no score within environment.time_limit_s = 0.5 s from http")
+    assert ": it did not answer within 0.2" in found[0].detail
+
+
+def test_waiting_for_a_connection_is_not_counted() -> None:
+    app = Scripted(lambda number, samples: Answer(after_s=0.3))
+    with serving(app) as url:
+        found = ask(url, *"abcdef", limit_s=0.8, batch_size=1, connections=1)
+    assert [one.failure for one in found] == [""] * 6
+
+
+# The circuit breaker
+
+
+def test_a_restarted_server_loses_nothing() -> None:
+    """Two of the three seconds without a server are more than all attempts together would last."""
+    port, app = free_port(), Scripted(score=by_length)
+
+    async def do(client: RewardClient) -> tuple[list[Outcome], RewardClient]:
+        with serving(app, port):
+            first = await asyncio.gather(*(client.score(PROMPT, "x" * n) for n in range(10)))
+        waiting = [asyncio.ensure_future(client.score(PROMPT, "x" * n)) for n in range(10)]
+        await asyncio.sleep(2.0)
+        assert client.breaker.open_since is not None
+        with serving(app, port):
+            return [*first, *await asyncio.gather(*waiting)], client
+
+    remote = {"attempts": 10, "breaker_failures": 3, "batch_size": 4}
+    found, client = use(f"http://127.0.0.1:{port}/v1/score", do, **remote)
+    assert [one.score for one in found] == [float(n) for n in range(10)] * 2
+    assert (client.breaker.openings, client.breaker.open_since) == (1, None)
+    (warning,) = [one.warning for one in found if one.warning]
+    assert "failed 3 times in a row: it cannot be reached" in warning
+    assert client.counters.samples == client.counters.scored == 20
+
+
+def test_while_the_breaker_is_open_responses_fail_within_their_limit() -> None:
+    """Also those that wait for a connection, which then all fail together."""
+    url = f"http://127.0.0.1:{free_port()}/v1/score"
+
+    async def do(client: RewardClient) -> tuple[list[Outcome], float, int]:
+        began = time.monotonic()
+        found = await asyncio.gather(*(client.score(PROMPT, str(n)) for n in range(40)))
+        return found, time.monotonic() - began, client.counters.failed["timeout"]
+
+    remote = {"connections": 2, "batch_size": 1, "breaker_failures": 2}
+    found, took, failed = use(url, do, limit_s=0.6, **remote)
+    assert failed == 40 and took < 2.5
+    assert {one.failure for one in found} == {"timeout"}
+    says = "whose circuit breaker is open: it cannot be reached"
+    assert all(says in one.detail for one in found)
+
+
+def test_an_open_breaker_sends_probes_only() -> None:
+    app = Scripted(lambda number, samples: Answer(500))
+    with serving(app) as url:
+        ask(url, *map(str, range(30)), limit_s=1.0, connections=10, batch_size=1,
+            breaker_failures=10, breaker_pause_s=0.3, attempts=1000)  # fmt: skip
+    assert 10 < len(app.requests) <= 10 + 9 + 4
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "ok", "fail", "wait"]), st.floats(0, 3))))
+def test_an_open_breaker_allows_one_probe_after_each_pause(steps: list[tuple[str, float]]) -> None:
+    breaker, now, sent = Breaker(2, 1.0), 0.0, list[float]()
+    paused_until, row = 0.0, 0
+    for kind, amount in steps:
+        if kind == "wait":
+            now += amount
+        elif kind == "send":
+            is_open, probes = breaker.open_since is not None, [at for at in sent if at >= 0]
+            if breaker.may_send(now):
+                if is_open:
+                    assert now >= paused_until and not any(at >= paused_until for at in probes)
+                sent.append(now)
+        elif sent:
+            at = sent.pop(0)
+            if kind == "ok":
+                breaker.succeeded()
+                row = 0
+                assert breaker.open_since is None
+            elif breaker.open_since is None:
+                row += 1
+                assert breaker.failed(now, sent_at=at) == (row == 2)
+                paused_until = now + 1.0
+            else:
+                assert not breaker.failed(now, sent_at=at)
+                if at >= paused_until:
+                    paused_until = now + 1.0
+
+
+# Failures that do not pass
+
+
+FINAL: dict[str, tuple[Answer, str]] = {
+    "400": (Answer(400, b"what?"), "answered 400: what?; have it read the requests"),
+    "401": (Answer(401, b"no"), "answered 401: no; set environment.remote.token_variable to the"),
+    "403": (Answer(403), "answered 403; set environment.remote.token_variable"),
+    "404": (Answer(404), "answered 404; set the address of its scoring route"),
+    "422": (Answer(422, b'{"error": "no prompt"}'), "answered 422: no prompt; have it read"),
+    "redirect": (Answer(307, headers={"location": "http://127.0.0.1:9/"}), "answered 307; set the"),
+    "no json": (Answer(body=b"<html>\n hi"), "gave an answer that is not JSON (Expecting value)"),
+    "deep": (Answer(body=b"[" * 100_000), "gave an answer that is not JSON"),
+    "no scores": (Answer(body=b'{"score": 1}'), 'is no object with a list "scores": \'{"score"'),
+    "few": (Answer(body=b'{"scores": []}'), "gave an answer that has 0 scores for 1 responses"),
+    "many": (Answer(body=b'{"scores": [1, 2]}'), "has 2 scores for 1 responses"),
+    "endless": (Answer(body=b"x" * 2_000_000), "answered more than 1,114,112 bytes"),
+    "no score": (Answer(body=b'{"scores": ["1"]}'), "the reward server answered '1', not a finite"),
+    "object": (Answer(body=b'{"scores": [{"correct": true}]}'), "without 'reward'; add that key"),
+    "failure": (Answer(body=b'{"scores": [{"failure": "x", "detail": "my words"}]}'), "my words"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[Scripted, str]]:
+    """A server whose script each test sets."""
+    app = Scripted()
+    with serving(app) as url:
+        yield app, url
+
+
+@pytest.mark.parametrize("case", FINAL)
+def test_a_failure_that_does_not_pass_is_not_tried_again(
+    case: str, shared: tuple[Scripted, str]
+) -> None:
+    answer, says = FINAL[case]
+    app, url = shared
+    app.script = lambda number, samples: answer
+    app.requests.clear()
+    (found,) = ask(url, "x")
+    assert len(app.requests) == 1 and found.score is None
+    assert says in found.detail and "\n" not in found.detail
+    assert found.failure == ("nan" if case == "no score" else "error")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e999", "null", "[]", "1" * 400])
+def test_a_score_that_is_no_finite_number_fails_alone(
+    value: str, shared: tuple[Scripted, str]
+) -> None:
+    app, url = shared
+    app.script = lambda number, samples: Answer(body=f'{{"scores": [{value}, 2]}}'.encode())
+    bad, good = ask(url, "x", "y")
+    assert (bad.failure, good.score) == ("nan", 2.0)
+
+
+def test_a_kind_of_failure_is_taken_over() -> None:
+    scores = [{"failure": kind, "detail": "d"} for kind in ("timeout", "nan", "error")]
+    body = json.dumps({"scores": scores}).encode()
+    with serving(Scripted(lambda number, samples: Answer(body=body))) as url:
+        assert [one.failure for one in ask(url, *"abc")] == ["timeout", "nan", "error"]
+
+
+def test_a_token_that_a_server_repeats_is_not_shown(shared: tuple[Scripted, str]) -> None:
+    app, url = shared
+    echoes = [
+        Answer(500, b"got Bearer hush-hush"),
+        Answer(401, b'{"error": "not hush-hush"}'),
+        Answer(body=b"you said hush-hush"),
+        Answer(body=b'{"scores": [{"failure": "error", "detail": "hush-hush"}]}'),
+    ]
+    for echo in echoes:
+        app.script = lambda number, samples, echo=echo: echo
+        (found,) = ask(url, "x", token=Token("hush-hush"), attempts=1)
+        assert "hush" not in found.detail and "(token)" in found.detail
+    assert "hush" not in repr(Token("hush-hush"))
+
+
+def test_a_row_that_is_no_json_is_said() -> None:
+    async def do(client: RewardClient) -> list[Outcome]:
+        rows = [{"image": b"raw"}, {"nothing": float("nan")}]
+        prompts = [replace(PROMPT, index=3, fields=row) for row in rows]
+        return [await client.score(prompt, "\ud800") for prompt in prompts]
+
+    app = Scripted()
+    with serving(app) as url:
+        bad, good = use(url, do)
+    assert bad.failure == "error" and "row 3 of the data cannot be sent" in bad.detail
+    assert good.score == 1.0
+    assert app.requests[0][0]["prompt"]["fields"] == {"nothing": None}
+
+
+# Cancellation and the end
+
+
+def test_a_cancelled_response_is_not_sent() -> None:
+    app = Scripted(lambda number, samples: Answer(after_s=0.4))
+
+    async def do(client: RewardClient) -> Outcome:
+        calls = [asyncio.ensure_future(client.score(PROMPT, text)) for text in "abc"]
+        await asyncio.sleep(0.2)
+        calls[1].cancel()
+        await calls[0]
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        return await calls[2]
+
+    with serving(app) as url:
+        assert use(url, do, batch_size=1, connections=1).score == 1.0
+    assert [[one["response"] for one in samples] for samples in app.requests] == [["a"], ["c"]]
+
+
+def test_closing_leaves_nobody_waiting() -> None:
+    app = Scripted(lambda number, samples: Answer(after_s=5.0))
+
+    async def do(client: RewardClient) -> list[Any]:
+        calls = [asyncio.ensure_future(client.score(PROMPT, text)) for text in "abc"]
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await client.close()
+        assert time.monotonic() - began < 2
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.score(PROMPT, "x")
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    before = threading.active_count()
+    with serving(app) as url:
+        found = use(url, do, batch_size=1, connections=1, limit_s=20.0)
+    assert [type(one) for one in found] == [asyncio.CancelledError] * 3
+    assert threading.active_count() == before
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 9), st.integers(1, 120), st.data())
+def test_batches_keep_order_size_and_bytes(
+    sizes: list[int], most: int, most_bytes: int, data: st.DataObject
+) -> None:
+    async def whole() -> None:
+        queue: BatchQueue[int] = BatchQueue()
+        made = [queue.put(number, size) for number, size in enumerate(sizes)]
+        for one in made:
+            if data.draw(st.booleans()):
+                one.result.cancel()
+        kept = [one.item for one in made if not one.result.done()]
+        found: list[int] = []
+        while len(found) < len(kept):
+            batch = await asyncio.wait_for(queue.take(most, 0.0, most_bytes), 5)
+            assert 1 <= len(batch) <= most
+            assert len(batch) == 1 or sum(one.size for one in batch) <= most_bytes
+            found += [one.item for one in batch]
+        assert found == kept and len(queue) == 0
+
+    asyncio.run(whole())

@@ -1,0 +1,545 @@
+"""The reward server behind real HTTP, alone, with an environment as its client, and as a command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import ROOT, command, finish, start, write_recipe
+from support.environments import PROMPT, run, verdicts
+from support.reward_servers import Answer, Scripted, free_port, serving
+from support.tiny import write_classifier, write_tokenizer
+
+from megarl.checks.reward_server import server_token
+from megarl.checks.verifier_trial import try_verifier
+from megarl.data.source import PromptList
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
+from megarl.environments.judging import Judge
+from megarl.environments.pool import Outcome
+from megarl.environments.reward_client import Token
+from megarl.environments.reward_server import Backend, RewardServer
+from megarl.environments.scoring import Environment
+from megarl.environments.wire import (
+    BadMessage,
+    Sample,
+    answer_body,
+    read_answer,
+    read_request,
+    request_body,
+    sample_json,
+)
+from megarl.serve_config import ServeRewardConfig
+from megarl.types import Prompt, Verdict
+
+PAGE = (ROOT / "docs" / "rewards.md").read_text()
+
+
+def block(kind: str) -> str:
+    found = re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)
+    assert found, kind
+    return found[1]
+
+
+# The wire format
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+PROMPTS = st.builds(
+    Prompt,
+    index=st.integers(0, 10**9),
+    text=st.text(),
+    token_ids=st.lists(st.integers(0, 2**31)),
+    answer=st.text(),
+    fields=st.dictionaries(st.text(), VALUES, max_size=3),
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(PROMPTS, st.text()), max_size=4))
+def test_what_is_sent_is_read(samples: list[Sample]) -> None:
+    body = request_body([sample_json(*sample) for sample in samples])
+    assert read_request(body) == samples
+
+
+OUTCOMES = st.builds(
+    Outcome,
+    score=st.floats(-1e9, 1e9),
+    correct=st.none() | st.booleans(),
+    metrics=st.dictionaries(
+        st.from_regex(r"[a-z_]{1,9}", fullmatch=True).filter(lambda n: n not in ("reward", "correct")),
+        st.floats(allow_nan=False, allow_infinity=False),
+        max_size=3,
+    ),
+) | st.builds(Outcome, failure=st.sampled_from(["error", "timeout", "nan"]), detail=st.text("ab", min_size=1))  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(st.lists(OUTCOMES, max_size=5))
+def test_what_is_answered_is_read(outcomes: list[Outcome]) -> None:
+    assert read_answer(answer_body(outcomes), len(outcomes)) == outcomes
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    for read in (read_request, lambda body: read_answer(body, 1)):
+        try:
+            read(body)
+        except BadMessage:
+            continue
+
+
+BAD_REQUESTS: dict[str, tuple[Any, str]] = {
+    "list": ([], 'no object with a list "samples"'),
+    "no list": ({"samples": 3}, 'no object with a list "samples"'),
+    "no response": ({"samples": [{"prompt": {}}]}, 'sample 0 of the request is no object with a'),
+    "no prompt": ({"samples": [{"response": ""}]}, 'sample 0 of the request has no object "prompt"'),
+    "type": (
+        {"samples": [{"response": "", "prompt": {"answer": 7}}]},
+        'sample 0 of the request: "prompt" has a "answer" that is not of type str',
+    ),
+}  # fmt: skip
+
+
+# The server alone
+
+
+async def by_answer(samples: Sequence[Sample]) -> list[Outcome]:
+    """1 for a response that is the answer; "slow" takes a second, "raise" raises."""
+    texts = [text for _, text in samples]
+    if "slow" in texts:
+        await asyncio.sleep(1.0)
+    if "raise" in texts:
+        raise KeyError("gold")
+    return [Outcome(float(prompt.answer == text)) for prompt, text in samples]
+
+
+def made(lanes: int = 1, most: int = 1, token: str = "", **settings: Any) -> RewardServer:
+    backend = Backend(by_answer, lanes, most, 0.05)
+    return RewardServer(backend, RewardServerConfig(**settings), Token(token) if token else None)
+
+
+def post(url: str, *texts: str, **more: Any) -> requests.Response:
+    body = {"samples": [{"prompt": {"answer": "7"}, "response": text} for text in texts]}
+    return requests.post(url, **{"json": body, "timeout": 10} | more)
+
+
+def test_requests_and_what_is_refused() -> None:
+    with serving(made(queue_samples=3, max_request_mib=1, read_limit_s=0.5)) as url:
+        good = post(url, "7", "8")
+        assert good.status_code == 200
+        assert [one["reward"] for one in good.json()["scores"]] == [1.0, 0.0]
+        assert post(url).json() == {"scores": []}
+        failed = post(url, "raise").json()["scores"]
+        assert failed == [{"failure": "error", "detail": "KeyError: 'gold'"}]
+        assert post(url, "7").status_code == 200, "the lane goes on"
+        for case, (tree, says) in BAD_REQUESTS.items():
+            refused = post(url, json=tree)
+            assert refused.status_code == 422 and says in refused.json()["error"], case
+        assert post(url, json=None, data=b"{").json()["error"].startswith("the request is not JSON")
+        many = post(url, *"abcd")
+        assert many.status_code == 429 and many.headers["retry-after"] == "1"
+        assert post(url, "x" * 2**20).status_code == 413
+
+        def endless() -> Any:
+            for _ in range(20):
+                yield b"x" * 2**17
+
+        assert post(url, json=None, data=endless()).status_code == 413
+
+        def late() -> Any:
+            yield b"{"
+            time.sleep(1.0)
+
+        assert post(url, json=None, data=late()).status_code == 408
+        assert requests.get(url, timeout=5).status_code == 405
+        assert requests.get(url + "/no", timeout=5).status_code == 404
+        shown = requests.get(url.replace("/v1/score", "/metrics"), timeout=5).text
+        assert 'megarl_reward_samples_total{outcome="scored"} 3.0' in shown
+        assert 'megarl_reward_samples_total{outcome="error"} 1.0' in shown
+        assert 'megarl_reward_requests_total{status="422"} 6.0' in shown
+        assert "megarl_reward_queue_samples 0.0" in shown
+
+
+def test_without_the_token_a_server_says_nothing() -> None:
+    right = {"Authorization": "Bearer a-long-token"}
+    with serving(made(token="a-long-token"), path="") as base:  # noqa: S106
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "a-long-token"},
+                        {"Authorization": "Bearer a-long-token "[:-2]}):  # fmt: skip
+            for path in ("/v1/score", "/metrics", "/no/such", "/", "/health/"):
+                for method in ("GET", "POST"):
+                    found = requests.request(method, base + path, headers=headers, timeout=5)
+                    assert (found.status_code, found.json()) == (401, {"error": "unauthorized"})
+                    assert found.headers["www-authenticate"] == "Bearer"
+            assert requests.post(base + "/health", timeout=5).status_code == 401
+        assert requests.get(base + "/health", timeout=5).json() == {"status": "ok"}
+        assert post(base + "/v1/score", "7", headers=right).status_code == 200
+        assert requests.get(base + "/metrics", headers=right, timeout=5).status_code == 200
+        assert requests.get(base + "/no", headers=right, timeout=5).status_code == 404
+
+
+def test_samples_of_several_requests_are_scored_together() -> None:
+    seen: list[int] = []
+
+    async def count(samples: Sequence[Sample]) -> list[Outcome]:
+        seen.append(len(samples))
+        return [Outcome(1.0)] * len(samples)
+
+    server = RewardServer(Backend(count, 1, 64, 0.5), RewardServerConfig(), None)
+    with serving(server) as url:
+        config = EnvironmentConfig(verifier=url, remote=RemoteConfig(batch_size=4))
+        assert all(one.correct for one in _together(config, ["x"] * 12))
+    assert seen == [12]
+
+
+def _together(config: EnvironmentConfig, texts: Sequence[str]) -> list[Verdict]:
+    async def use(environment: Environment) -> list[Verdict]:
+        return await asyncio.gather(*(environment.score(PROMPT, t, 5, False) for t in texts))
+
+    return run(config, use)
+
+
+def test_what_a_gone_client_waited_for_is_not_scored() -> None:
+    seen: list[str] = []
+
+    async def slow(samples: Sequence[Sample]) -> list[Outcome]:
+        seen.extend(text for _, text in samples)
+        await asyncio.sleep(0.6)
+        return [Outcome(1.0)] * len(samples)
+
+    with serving(RewardServer(Backend(slow, 1, 1), RewardServerConfig(), None)) as url:
+        with pytest.raises(requests.Timeout):
+            post(url, "a", "b", "c", timeout=0.2)
+        assert post(url, "d").status_code == 200
+    assert seen == ["a", "d"]
+
+
+# With an environment as the client
+
+
+OWN = """
+import os
+
+def score(prompt, response):
+    if response == "raise":
+        raise KeyError("gold")
+    if response == "hang":
+        while True: pass
+    found = [name for name, value in os.environ.items() if "hush" in value]
+    return {"reward": float(response == prompt.answer), "words": len(response.split()), "seen": len(found)}
+
+def length(prompt, response):
+    return len(response)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def test_remote_and_local_rewards_add_up(own: str) -> None:
+    """The first function says what is correct, wherever it runs."""
+    app = Scripted(score=lambda sample: {"reward": 3.0, "correct": False, "depth": 2})
+    with serving(app) as url:
+        weights = {url: 0.5, "exact_match": 1.0, f"{own}:length": 0.1}
+        (found,) = verdicts(EnvironmentConfig(rewards=weights), "7")
+        assert (found.reward, found.correct, found.failure) == (0.5 * 3 + 1.0 + 0.1, False, "")
+        assert found.metrics == {
+            "reward/127.0.0.1": 3.0,
+            "127.0.0.1/depth": 2.0,
+            "reward/exact_match": 1.0,
+            "reward/length": 1.0,
+        }
+        weights = {"exact_match": 1.0, url: 0.5}
+        assert verdicts(EnvironmentConfig(rewards=weights), "7")[0].correct
+        app.script = lambda number, samples: Answer(500, b"oops")
+        config = EnvironmentConfig(rewards=weights, remote=RemoteConfig(attempts=1), unscored=-2.0)
+        (failed,) = verdicts(config, "7")
+        assert (failed.reward, failed.failure) == (-2.0, "error")
+        assert failed.detail.startswith("127.0.0.1: the reward server http://127.0.0.1:")
+        assert failed.detail.endswith("answered 500: oops")
+
+
+def test_two_servers_have_two_names() -> None:
+    with serving(Scripted()) as one, serving(Scripted(score=lambda sample: 2.0)) as two:
+        config = EnvironmentConfig(rewards={one: 1.0, two: 1.0})
+        (found,) = verdicts(config, "7")
+    names = [f"reward/127.0.0.1/{url.split(':')[2].split('/')[0]}" for url in (one, two)]
+    assert found.reward == 3.0 and found.metrics == dict(zip(names, (1.0, 2.0), strict=True))
+
+
+def test_scores_of_a_server_are_mapped_as_a_verifiers() -> None:
+    app = Scripted(score=lambda sample: float(sample["response"]))
+    with serving(app) as url:
+        config = EnvironmentConfig(verifier=url, correct=2.0, wrong=-1.0)
+        half, right, three = verdicts(config, "0.5", "1", "3")
+    assert (half.reward, right.reward, right.correct) == (0.5, 2.0, True)
+    assert (three.reward, three.failure) == (-1.0, "error")
+    assert "the reward server answered 3, but environment.correct and" in three.detail
+
+
+def test_token_ids_are_decoded_before_they_are_sent(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    app = Scripted()
+
+    async def whole(url: str) -> None:
+        import numpy as np
+
+        environment = Environment(EnvironmentConfig(verifier=url), Codec.of(tokenizer))
+        tokens = np.asarray(tokenizer("3+4=7").input_ids, dtype=np.int32)
+        assert (await environment.score(PROMPT, tokens, 5, False)).correct
+        await environment.close()
+
+    with serving(app) as url:
+        asyncio.run(whole(url))
+    assert app.requests[0][0]["response"] == "3+4=7"
+
+
+TRIALS: dict[str, tuple[Answer, str]] = {
+    "401": (Answer(401, b"who?"), "answered 401: who?; set environment.remote.token_variable"),
+    "404": (Answer(404), "answered 404; set the address of its scoring route"),
+    "422": (Answer(422, b"no prompt"), "answered 422: no prompt; have it read the requests"),
+    "no JSON": (Answer(body=b"hello"), "gave an answer that is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", TRIALS)
+def test_the_trial_before_a_run_says_what_to_set(case: str, tmp_path: Path) -> None:
+    answer, says = TRIALS[case]
+    write_tokenizer(tmp_path)
+    rows = PromptListOf([replace(PROMPT, index=number) for number in range(5)])
+    with serving(Scripted(lambda number, samples: answer)) as url:
+        config = EnvironmentConfig(rewards={"exact_match": 1.0, url: 1.0})
+        with pytest.raises(ValueError, match=r"environment\.rewards 'exact_match, http") as told:
+            try_verifier(config, rows, Codec.of(load_tokenizer(str(tmp_path))))
+    assert says in str(told.value) and "failed for 5 of 5 rows" in str(told.value)
+
+
+class PromptListOf(PromptList):
+    """Prompts that are there already."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self._own = prompts
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def at(self, ordinal: int) -> Prompt:
+        return self._own[ordinal % len(self._own)]
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no host": ({"verifier": "http:///v1"}, "names no host; set it to http://host:port/v1/score"),
+    "port": ({"verifier": "http://a:b/v1"}, "environment.verifier is no address"),
+    "user": ({"rewards": {"http://me:hush@a/": 1.0}}, "environment.rewards holds a user, a query"),
+    "query": ({"verifier": "http://a/?key=hush"}, "holds a user, a query or a fragment"),
+    "idle": ({"remote": RemoteConfig(batch_size=3)}, "neither environment.verifier nor"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_addresses_that_are_refused(case: str) -> None:
+    settings, says = SETTINGS[case]
+    with pytest.raises(ValueError, match=says) as told:
+        EnvironmentConfig(**settings)
+    assert "hush" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["abc-123-hush", "hush_token", "PATH", "HUSH"])
+def test_a_token_in_place_of_its_variable_is_refused_and_not_shown(name: str) -> None:
+    for kind in (RemoteConfig, RewardServerConfig):
+        with pytest.raises(ValueError, match="is not the name of a variable for a secret") as told:
+            kind(token_variable=name)
+        assert name not in str(told.value)
+
+
+def test_tokens_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteConfig(token_variable="THE_TOKEN")  # noqa: S106
+    config = EnvironmentConfig(verifier="http://127.0.0.1:9/", remote=remote)
+    monkeypatch.delenv("THE_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="THE_TOKEN, but that environment variable is not set"):
+        Environment(config)
+    monkeypatch.setenv("THE_TOKEN", "with space")
+    with pytest.raises(ValueError, match="holds a space, a line break") as told:
+        Environment(config)
+    assert "with space" not in str(told.value)
+    named = RewardServerConfig(token_variable="THE_TOKEN")  # noqa: S106
+    with pytest.raises(ValueError, match=r"THE_TOKEN \(server.token_variable\) holds a space"):
+        server_token(named)
+    monkeypatch.setenv("THE_TOKEN", "hush")
+    assert server_token(named) == Token("hush")
+    monkeypatch.delenv("THE_TOKEN")
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert server_token(replace(named, host=host)) is None
+    for host in ("0.0.0.0", "::", "10.0.0.1", "my-host"):  # noqa: S104
+        with pytest.raises(ValueError, match="there is no token; export THE_TOKEN"):
+            server_token(replace(named, host=host))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"environment": EnvironmentConfig(correct=2.0)}, "environment.correct is set, but a"),
+        ({"environment": EnvironmentConfig(session="a.py:B")}, "environment.session is set"),
+        ({"folder": ""}, "folder is empty"),
+    ],
+)
+def test_recipes_of_a_server_that_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ServeRewardConfig(**{"folder": "x"} | settings)
+
+
+# The page
+
+
+def test_the_example_of_the_page(own: str) -> None:
+    """The request and the answer are those of a server of the page's own function."""
+    request, answer = json.loads(block("json request")), json.loads(block("json answer"))
+    Path(own).write_text(block("python ends_right"))
+    config = EnvironmentConfig(verifier=f"{own}:score")
+    with serving(_of_environment(config)) as url:
+        found = requests.post(url, json=request, timeout=30)
+        assert found.status_code == 200 and found.json() == answer
+    assert len(read_request(json.dumps(request).encode())) == len(answer["scores"])
+
+
+def _of_environment(config: EnvironmentConfig) -> RewardServer:
+    """A server of an environment, whose pool the server's own loop starts and ends."""
+    judge = Judge(config, None, None)
+
+    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+        return [await judge.judge(*sample) for sample in samples]
+
+    class Closing(RewardServer):
+        async def close(self) -> None:
+            await super().close()
+            await judge.close()
+
+    return Closing(Backend(score, 1, 1), RewardServerConfig(), None)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_server_in_another_language(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "server.mjs").write_text(block("js").replace("8000", str(port)))
+    process = subprocess.Popen(["node", str(tmp_path / "server.mjs")])
+    try:
+        url = f"http://127.0.0.1:{port}/v1/score"
+        remote = RemoteConfig(attempts=50)  # until it listens
+        found = verdicts(EnvironmentConfig(verifier=url, remote=remote), "is 7", "is 8")
+    finally:
+        process.kill()
+        process.wait(10)
+    assert [(one.reward, one.failure) for one in found] == [(1.0, ""), (0.0, "")]
+
+
+# The command
+
+
+def address(folder: Path, process: subprocess.Popen[str]) -> str:
+    """The address that the command says it serves at."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        log = folder / "run.log"
+        found = re.search(r"serving .* at (http://\S+),", log.read_text()) if log.exists() else None
+        if found:
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(process.communicate()[1][-3000:])
+
+
+def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
+    """What is under way is answered; verifiers see no token; a second server finds the port taken."""
+    tree: dict[str, Any] = {
+        "folder": str(tmp_path / "serve"),
+        "environment": {"verifier": f"{own}:score", "time_limit_s": 1.0},
+        "server": {"port": 0},
+    }
+    recipe = write_recipe(tmp_path / "serve.yaml", tree)
+    process, mark = start(command("serve-reward", recipe), MEGARL_REWARD_TOKEN="hush")  # noqa: S106
+    try:
+        url = address(tmp_path / "serve", process)
+        assert post(url, "7").status_code == 401
+        hold = {"headers": {"Authorization": "Bearer hush"}}
+        scores = post(url, "7", "raise", "a b", **hold).json()["scores"]
+        assert scores[0] == {"reward": 1.0, "correct": None, "words": 1.0, "seen": 0.0}
+        assert scores[1] == {"failure": "error", "detail": "KeyError: 'gold'"}
+        assert scores[2]["words"] == 2.0
+        port = url.split(":")[2].split("/")[0]
+        other = tree | {"folder": str(tmp_path / "other"), "server": {"port": int(port)}}
+        again, its = start(command("serve-reward", write_recipe(tmp_path / "again.yaml", other)))
+        done = finish(again, its, 60)
+        assert done.code == 2 and f"127.0.0.1 port {port} cannot be used" in done.err
+        with ThreadPoolExecutor(1) as thread:
+            under_way = thread.submit(post, url, "hang", **hold)
+            time.sleep(0.4)
+            process.send_signal(signal.SIGTERM)
+            (late,) = under_way.result(20).json()["scores"]
+        assert late["failure"] == "timeout" and "time_limit_s = 1 s" in late["detail"]
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        done = finish(process, mark, 30)
+    assert (done.code, done.survivors) == (143, []), done.err[-2000:]
+    with pytest.raises(requests.ConnectionError):
+        post(url, "7")
+
+
+def test_a_reward_model_is_served(tmp_path: Path) -> None:
+    """Its scores are those of transformers, and so are those of `megarl sample`."""
+    import torch
+    import transformers
+
+    folder = write_classifier(tmp_path / "judge")
+    tree = {
+        "folder": str(tmp_path / "serve"),
+        "reward_model": {"model": {"path": str(folder)}},
+        "server": {"port": 0},
+    }
+    process, mark = start(command("serve-reward", write_recipe(tmp_path / "serve.yaml", tree)))
+    try:
+        url = address(tmp_path / "serve", process)
+        texts = ["7", "12=3,", "a b c#4"]
+        prompt = {"text": "3+4="}
+        body = {"samples": [{"prompt": prompt, "response": text} for text in texts]}
+        answer = requests.post(url, json=body, timeout=60)
+        found = [score["reward"] for score in answer.json()["scores"]]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        done = finish(process, mark, 30)
+    assert done.code == 143 and done.survivors == []
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    for text, score in zip(texts, found, strict=True):
+        ids = [*tokenizer("3+4=").input_ids, *tokenizer(text).input_ids, tokenizer.eos_token_id]
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,240 @@
+"""Rewards over HTTP under load: failures and time-outs injected by the server, and one restart.
+
+A server process, which keeps a record of its own of every request, answers batches of responses; a
+share of the samples fails, a share of the requests is answered too late. Half-way the server is
+killed and started anew. Every response must end with a score or a counted failure, and the client's
+counters must agree with the server's record.
+
+    python tools/bench/reward_service.py --rate 200 --seconds 60 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import ROOT, command_line, require_positive, run_tool
+
+OPTIONS = {
+    "--rate": {"type": int, "default": 200, "help": "responses a second"},
+    "--seconds": {"type": int, "default": 60, "help": "seconds of load"},
+    "--bytes": {"type": int, "default": 2048, "help": "bytes of a response"},
+    "--batch": {"type": int, "default": 1, "help": "most responses in a request"},
+    "--fail": {"type": float, "default": 0.05, "help": "share of samples that fail"},
+    "--late": {"type": float, "default": 0.02, "help": "share of requests answered too late"},
+    "--down": {"type": float, "default": 2.0, "help": "seconds without a server, half-way"},
+    "--port": {"type": int, "default": 0, "help": "of the server; 0 takes a free one"},
+    "--serve": {"default": "", "help": argparse.SUPPRESS},
+}
+TOKEN = "MEGARL_BENCH_TOKEN"  # noqa: S105 - a name
+ATTEMPT_S, LIMIT_S = 1.0, 10.0
+"""Limits of a request and of a response, in seconds."""
+READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = command_line(__doc__, OPTIONS)
+    args = parser.parse_args(argv)
+    require_positive(parser, args, ("rate", "seconds", "bytes", "batch"))
+    return args
+
+
+# ------------------------------------------------------------------------------------- the server
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGKILL. The record is the file `args.serve`: a line for each sample
+    that was scored, written before the answer is sent.
+    """
+    import uvicorn
+
+    from megarl.environments.config import RewardServerConfig
+    from megarl.environments.pool import Outcome
+    from megarl.environments.reward_client import Token
+    from megarl.environments.reward_server import Backend, RewardServer
+    from megarl.environments.wire import Sample
+
+    draw, record = random.Random(os.getpid()), os.open(args.serve, os.O_APPEND | os.O_WRONLY)
+
+    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+        numbers = [prompt.index for prompt, _ in samples]
+        late = draw.random() < args.late
+        # Which samples fail is a property of the sample: a second attempt gives the same answer.
+        fails = [random.Random(number).random() < args.fail for number in numbers]
+        lines = [
+            {"n": number, "failed": failed, "late": late}
+            for number, failed in zip(numbers, fails, strict=True)
+        ]
+        os.write(record, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        if late:
+            await asyncio.sleep(2 * ATTEMPT_S)
+        return [
+            Outcome(failure="error", detail="injected") if failed else Outcome(1.0)
+            for failed in fails
+        ]
+
+    settings = RewardServerConfig(port=args.port)
+    server = RewardServer(Backend(score, 256, args.batch), settings, Token(os.environ[TOKEN]))
+    server.start()
+    listener = socket.create_server(("127.0.0.1", args.port))
+    config = uvicorn.Config(server.app, lifespan="off", log_level="critical", access_log=False)
+    print("ready", flush=True)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def start_server(args: argparse.Namespace, port: int, record: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, __file__, "--serve", str(record), "--port", str(port)]
+    for name in ("batch", "fail", "late"):
+        words += [f"--{name}", str(getattr(args, name))]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
+
+
+# ------------------------------------------------------------------------------------- the client
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Load, restart, and the comparison of the two records."""
+    os.environ[TOKEN] = "bench-" + os.urandom(16).hex()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = args.port or listener.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as place:
+        record = Path(place) / "record.jsonl"
+        record.touch()
+        servers = [start_server(args, port, record)]
+        try:
+            assert servers[0].stdout is not None
+            servers[0].stdout.readline()
+            found = asyncio.run(load(args, port, record, servers))
+        finally:
+            for server in servers:
+                server.kill()
+                server.wait(END_WITHIN_S)
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return compare(found, lines)
+
+
+async def load(
+    args: argparse.Namespace, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
+) -> dict[str, Any]:
+    """Send the responses at their times, restart the server half-way; the outcomes by number."""
+    from megarl.environments.config import EnvironmentConfig, RemoteConfig
+    from megarl.environments.reward_client import RewardClient, read_token
+    from megarl.types import Prompt
+
+    url = f"http://127.0.0.1:{port}/v1/score"
+    remote = RemoteConfig(
+        token_variable=TOKEN, batch_size=args.batch, connections=64, attempt_limit_s=ATTEMPT_S
+    )
+    config = EnvironmentConfig(verifier=url, time_limit_s=LIMIT_S, remote=remote)
+    client = RewardClient(url, config, read_token(TOKEN, "token"))
+    statuses = await wrong_tokens(url)
+    total, text = args.rate * args.seconds, "x" * args.bytes
+    outcomes: dict[int, Any] = {}
+    seconds: list[float] = []
+
+    async def one(number: int) -> None:
+        began = time.monotonic()
+        outcomes[number] = await client.score(Prompt(number, "", [], ""), text)
+        seconds.append(time.monotonic() - began)
+
+    async def restart() -> None:
+        await asyncio.sleep(args.seconds / 2)
+        servers[0].send_signal(signal.SIGKILL)
+        await asyncio.sleep(args.down)
+        servers.append(await asyncio.to_thread(start_server, args, port, record))
+
+    began, restarting = time.monotonic(), asyncio.ensure_future(restart())
+    tasks = []
+    for number in range(total):
+        await asyncio.sleep(max(0.0, began + number / args.rate - time.monotonic()))
+        tasks.append(asyncio.ensure_future(one(number)))
+    await asyncio.wait_for(asyncio.gather(*tasks, restarting), 10 * LIMIT_S)
+    took = time.monotonic() - began
+    await client.close()
+    return {
+        "outcomes": outcomes,
+        "asked": total,
+        "took_s": took,
+        "seconds": sorted(seconds),
+        "counters": client.counters,
+        "openings": client.breaker.openings,
+        "statuses": statuses,
+    }
+
+
+async def wrong_tokens(url: str) -> list[int]:
+    """The statuses of requests with a wrong and without a token."""
+    import aiohttp
+
+    found = []
+    async with aiohttp.ClientSession() as session:
+        for headers in ({"Authorization": "Bearer wrong"}, {}):
+            async with session.post(url, json={"samples": []}, headers=headers) as reply:
+                found.append(reply.status)
+    return found
+
+
+def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The client's counts beside the server's record."""
+    outcomes, counters, times = found["outcomes"], found["counters"], found["seconds"]
+    kinds = Counter(one.failure or "scored" for one in outcomes.values())
+    fails = {line["n"] for line in lines if line["failed"]}
+    seen = {line["n"] for line in lines}
+    ours = {n for n, one in outcomes.items() if one.failure == "error" and one.detail == "injected"}
+    ended = {n for n, one in outcomes.items() if one.failure and n not in ours}
+    return {
+        "asked": found["asked"],
+        "lost": found["asked"] - len(outcomes),
+        "outcomes": dict(kinds),
+        "counters_agree": counters.samples == found["asked"]
+        and counters.scored == kinds["scored"]
+        and all(counters.failed[kind] == kinds[kind] for kind in counters.failed),
+        "injected_failures_in_record": len(fails),
+        "injected_failures_counted": len(ours),
+        "injected_uncounted": len(fails - ours - ended),
+        "counted_but_not_injected": len(ours - fails),
+        "scored_but_not_in_record": len(
+            {n for n, one in outcomes.items() if not one.failure} - seen
+        ),
+        "other_failures": len(ended),
+        "late_samples_in_record": sum(line["late"] for line in lines),
+        "requests": counters.requests,
+        "requests_failed": counters.requests_failed,
+        "breaker_openings": found["openings"],
+        "status_of_wrong_and_missing_token": found["statuses"],
+        "took_s": round(found["took_s"], 2),
+        "latency_ms": {
+            "median": round(1e3 * statistics.median(times), 1),
+            "p99": round(1e3 * times[int(0.99 * len(times))], 1),
+            "max": round(1e3 * times[-1], 1),
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> Iterable[str]:
+    return [
+        f"{name:36}{value}" for name, value in result.items() if name not in ("machine", "task")
+    ]
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        asyncio.run(serve(arguments(sys.argv[1:])))
+        sys.exit(0)
+    sys.exit(run_tool("reward_service", arguments=arguments, measure=measure, show=show))
