@@ -160,6 +160,8 @@ class RunContext:
                 optimizer_steps=optimizer_steps,
             )
         self.stack.callback(role.destroy)
+        if self.is_main and (trained := role.engine.module.share_trained()):
+            console.say(f"{name}: LoRA trains {trained}")
         return role
 
     def checkpoints(

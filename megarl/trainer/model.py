@@ -7,6 +7,7 @@ MicroBatch (this rank's T tokens of a packed sequence)
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -98,6 +99,18 @@ class RoleModel(nn.Module):
         """{Hugging Face name: whole shape} of the model's weights, without adapters."""
         whole = whole_shapes(self.model, self.shards)
         return {name: shape for name, shape in whole.items() if not is_adapter(name)}
+
+    def share_trained(self) -> str:
+        """How many of the model's parameters are trained, if only adapters and a score head are;
+        else "".
+        """
+        if self.adapters is None:
+            return ""
+        whole = whole_shapes(self.model, self.shards)
+        count = {name: prod(shape) for name, shape in whole.items()}
+        needed = {name for name, one in self.model.named_parameters() if one.requires_grad}
+        trained, frozen = (sum(count[n] for n in count if (n in needed) == yes) for yes in (1, 0))
+        return f"{trained:,} parameters beside {frozen:,} frozen ones ({trained / frozen:.1%})"
 
     def _use_logprob_head(self, training: TrainingConfig) -> None:
         """Replace the model's output head by a `LogProbHead` with the same weight."""
