@@ -106,6 +106,8 @@ class RoleModel(nn.Module):
                 rows=max(vocab.lengths),
                 reduce_max=partial(all_reduce_max, axis=axis),
                 reduce_sum=partial(all_reduce, axis=axis),
+                rank=axis.rank,
+                size=axis.size,
             )
         self.model.set_output_embeddings(head)
 
