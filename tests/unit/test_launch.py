@@ -21,6 +21,7 @@ import yaml
 
 from megarl.cluster.launch import end, started_processes
 from megarl.config import (
+    DistillConfig,
     PreferenceConfig,
     RewardModelConfig,
     RunConfig,
@@ -43,12 +44,19 @@ ONE_NODE = {
 HOST = os.uname().nodename
 
 
-Kind = type[RunConfig] | type[SftConfig] | type[PreferenceConfig] | type[RewardModelConfig]
+Kind = (
+    type[RunConfig]
+    | type[DistillConfig]
+    | type[SftConfig]
+    | type[PreferenceConfig]
+    | type[RewardModelConfig]
+)
 KINDS: dict[str, Kind] = {
     "quickstart_sft": SftConfig,
     "best_of_n": SftConfig,
     "dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
+    "distill": DistillConfig,
 }
 """Recipes of other commands than `megarl train`."""
 
@@ -217,6 +225,13 @@ def test_visible_gpus_are_used_in_their_order() -> None:
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "trainer rank 0 GPU 5" in lines
     assert "engine 0 (tensor 1) GPU 3" in lines
+
+
+def test_a_recipe_with_a_teacher_is_distilled() -> None:
+    recipe = "launch/recipes/distill.yaml"
+    result = launch("--dry-run", "--cpu", "--recipe", recipe, "--gpus-train", "1")
+    assert result.returncode == 0, result.stderr
+    assert "-m megarl distill " in result.stdout
 
 
 def test_gpu_counts_that_match_an_override() -> None:
