@@ -151,10 +151,12 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
 
 def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
     """What trains the policy on the rollouts of a step."""
-    temperature = config.rollout.temperature
+    rollout = config.rollout
     if isinstance(config, DistillConfig):
-        return Distillation(policy, config.distillation, rollout_temperature=temperature)
-    return PolicyGradient(policy, config.algorithm, temperature=temperature)
+        at_same = config.distillation.temperature == rollout.temperature
+        compares = at_same and not rollout.sampling.truncation
+        return Distillation(policy, config.distillation, compares_engines=compares)
+    return PolicyGradient(policy, config.algorithm, temperature=rollout.temperature)
 
 
 def make_teacher(

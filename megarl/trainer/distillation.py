@@ -34,14 +34,13 @@ class Distillation:
     """Trains the policy on the lessons of a teacher."""
 
     def __init__(
-        self, policy: Role, distillation: DistillationConfig, *, rollout_temperature: float
+        self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
     ) -> None:
-        """`rollout_temperature`: sampling temperature of the rollouts. Log-probs are compared with
-        the engines' if they are computed at the same temperature.
+        """`compares_engines`: whether the metrics `mismatch/...` are computed, since the engines
+        sample from the distribution whose log-probs are computed here.
         """
         self.policy, self.config = policy, distillation
-        self.compares_engines = distillation.temperature == rollout_temperature
-        """Whether the metrics `mismatch/...` are computed."""
+        self.compares_engines = compares_engines
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
         self.empty_steps = EmptySteps(policy.training.max_empty_steps)
 

@@ -98,7 +98,9 @@ def learn(student: str, teacher: str, place: Any, lesson: Any, device: Any) -> A
         )
         how = Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature)
         taught = Teacher(transfer, model, policy, how, precision="float32")
-        learner = policy and Distillation(policy, wanted, rollout_temperature=0.8)
+        learner = policy and Distillation(
+            policy, wanted, compares_engines=wanted.temperature == 0.8
+        )
         reports = []
         for step in range(STEPS):
             if policy is None or learner is None:
