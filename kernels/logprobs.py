@@ -49,9 +49,13 @@ class VocabularyShard:
     """All-reduce with maximum over the ranks of the vocabulary, in place; returns its argument."""
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
     """All-reduce with sum over the ranks of the vocabulary, in place; returns its argument."""
+    rank: int = 0
+    """Index of this rank among those that share the vocabulary."""
+    size: int = 1
+    """Number of ranks that share the vocabulary."""
 
 
-def _passes(hidden: torch.Tensor) -> ModuleType:
+def passes_for(hidden: torch.Tensor) -> ModuleType:
     """The module with `statistics` and `gradient_` for this device and dtype: Triton or torch."""
     if hidden.is_cuda and hidden.dtype != torch.float64:
         from megarl.kernels import logprobs_triton
@@ -62,7 +66,7 @@ def _passes(hidden: torch.Tensor) -> ModuleType:
     return logprobs_torch
 
 
-def _chunks(
+def token_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[list[slice], torch.Tensor]:
     """(slices of the T tokens, buffer [tokens of a chunk, this rank's V] for logits).
@@ -82,7 +86,7 @@ def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """A chunk's logits hidden weight^T [C, V], not divided by the temperature.
 
     Written to the first rows of `buffer`, or to new memory if they are few.
@@ -98,7 +102,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) ->
     return logits
 
 
-def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total [V, H] += grad [C, V]^T hidden [C, H], in the precision of `total`."""
     if total.dtype == grad.dtype and not onednn_supports(hidden):
         total.addmm_(grad.T, hidden)
@@ -109,7 +113,7 @@ def _add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) ->
             total[block] += product(grad[:, block].T, hidden.T)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -139,34 +143,42 @@ def _merged(
     return m, shard.reduce_sum(torch.stack(shifted))
 
 
+def row_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabularyShard | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Statistics of a chunk's rows over the whole vocabulary: m = max z, s = sum e^(z-m), t = sum
+    (z-m) e^(z-m) and z[target] - m, [C] each, with z = logits / temperature.
+
+    `logits` [C, V], not changed; with a shard without rows any tensor without elements. Fails an
+    assertion if a target [C] is outside the vocabulary.
+    """
+    first, num_rows = shard.first if shard else 0, logits.shape[1] if logits.numel() else 0
+    if num_rows or not len(targets):
+        found = passes_for(logits).statistics(logits, targets, first, temperature)
+    else:
+        m, *nothing = logits.new_zeros(4, len(targets), dtype=accumulator(logits.dtype))
+        found = (m.fill_(-torch.inf), *nothing)
+    owned = (targets >= first) & (targets < first + num_rows)
+    m, (s, t, z_y, owners) = _merged(found, owned, shard)
+    torch.ops.aten._assert_async.msg(
+        (owners == 1).all(), "a target is outside the vocabulary, or vocabulary shards overlap"
+    )
+    return m, s, t, z_y
+
+
 class _LinearLogProbs(torch.autograd.Function):
     """The chunked log-probs and entropies with their gradients, as in the module's formulas."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, shard):
-        dtype, num_rows = _accumulator(hidden.dtype), weight.shape[0]
-        first = shard.first if shard else 0
-        passes = _passes(hidden)
+        dtype, num_rows = accumulator(hidden.dtype), weight.shape[0]
         logprobs, entropy, m, log_s = torch.empty(
             4, hidden.shape[0], dtype=dtype, device=hidden.device
         )
-        chunks, buffer = _chunks(hidden, weight, shard)
+        chunks, buffer = token_chunks(hidden, weight, shard)
         for chunk in chunks:
-            chunk_targets = targets[chunk]
-            if num_rows:
-                statistics = passes.statistics(
-                    _logits(hidden[chunk], weight, buffer), chunk_targets, first, temperature
-                )
-            else:
-                m_, *nothing = hidden.new_zeros(4, len(chunk_targets), dtype=dtype)
-                statistics = (m_.fill_(-torch.inf), *nothing)
-            m[chunk], (s, t, z_y, owners) = _merged(
-                statistics, (chunk_targets >= first) & (chunk_targets < first + num_rows), shard
-            )
-            torch.ops.aten._assert_async.msg(
-                (owners == 1).all(),
-                "a target is outside the vocabulary, or vocabulary shards overlap",
-            )
+            logits = chunk_logits(hidden[chunk], weight, buffer) if num_rows else buffer[:0]
+            m[chunk], s, t, z_y = row_statistics(logits, targets[chunk], temperature, shard)
             log_s[chunk] = s.log()
             logprobs[chunk] = z_y - log_s[chunk]
             entropy[chunk] = log_s[chunk] - t / s
@@ -181,15 +193,15 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, m, log_s, entropy = ctx.saved_tensors
         shard, needs_hidden, needs_weight = ctx.shard, *ctx.needs_input_grad[:2]
-        passes, dtype = _passes(hidden), _accumulator(hidden.dtype)
+        passes, dtype = passes_for(hidden), accumulator(hidden.dtype)
         # float32 sums over chunks and ranks: bfloat16 would lose the later ones.
         grad_hidden = (
             torch.zeros_like(hidden, dtype=dtype if shard else None) if needs_hidden else None
         )
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        chunks, buffer = _chunks(hidden, weight, shard)
+        chunks, buffer = token_chunks(hidden, weight, shard)
         for chunk in chunks if weight.shape[0] else []:
-            grad = _logits(hidden[chunk], weight, buffer)
+            grad = chunk_logits(hidden[chunk], weight, buffer)
             per_token = (
                 m[chunk],
                 log_s[chunk],
@@ -203,7 +215,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[chunk] = product(grad, weight.T)
             if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[chunk])
+                add_outer(grad_weight, grad, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():
             shard.reduce_sum(grad_hidden)
         given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megarl.api import (
         Result,
+        distill,
         evaluate,
         load_recipe,
         open_run,
@@ -19,16 +20,24 @@ if TYPE_CHECKING:
         sft,
         train,
     )
-    from megarl.config import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
+    from megarl.config import (
+        DistillConfig,
+        PreferenceConfig,
+        RewardModelConfig,
+        RunConfig,
+        SftConfig,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistillConfig",
     "PreferenceConfig",
     "Result",
     "RewardModelConfig",
     "RunConfig",
     "SftConfig",
+    "distill",
     "evaluate",
     "load_recipe",
     "open_run",

@@ -17,12 +17,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl import config as configs
-from megarl.config import AnyConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
+from megarl.config import (
+    AnyConfig,
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    SftConfig,
+)
 
-C = TypeVar("C", RunConfig, SftConfig, PreferenceConfig, RewardModelConfig)
+C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
 
 KINDS: dict[str, type[AnyConfig]] = {
     "train": RunConfig,
+    "distill": DistillConfig,
     "sft": SftConfig,
     "preference": PreferenceConfig,
     "reward-model": RewardModelConfig,
@@ -63,8 +71,8 @@ class Result:
 
 
 def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
-    """Read the recipe `path` as `RunConfig` (train, eval, sample), `SftConfig`, `PreferenceConfig`
-    or `RewardModelConfig`.
+    """Read the recipe `path` as `RunConfig` (train, eval, sample), `DistillConfig`,
+    `SftConfig`, `PreferenceConfig` or `RewardModelConfig`.
 
     `changes`: values by key, the parts of a dotted key joined by two underscores, as in
     `training__optimizer__learning_rate=1e-5`. Raises `ValueError` for mistakes.
@@ -92,6 +100,11 @@ def train(config: RunConfig, *, ranks: int = 1) -> Result:
     `RuntimeError` for any other failure.
     """
     return _run("train", config, ranks)
+
+
+def distill(config: DistillConfig, *, ranks: int = 1) -> Result:
+    """Run `megarl distill` as `train` runs `megarl train`."""
+    return _run("distill", config, ranks)
 
 
 def sft(config: SftConfig, *, ranks: int = 1) -> Result:

@@ -1,4 +1,4 @@
-"""The command line: `megarl train | sft | preference | eval | launch | report`, also as
+"""The command line: `megarl train | distill | sft | preference | eval | launch | report`, also as
 `python -m megarl`.
 
     megarl train RECIPE.yaml [--section.key value ...] [--print-config]
@@ -64,6 +64,13 @@ COMMANDS = {
         run="megarl.loops.rl:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
     ),
+    "distill": Command(
+        summary="on-policy distillation: learn a teacher's distributions",
+        config="DistillConfig",
+        check="megarl.checks.preflight:check_train",
+        run="megarl.loops.distill:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
+    ),
     "sft": Command(
         summary="supervised fine-tuning",
         config="SftConfig",
@@ -105,7 +112,7 @@ COMMANDS = {
         end_within_s=70.0,  # more than server.drain_s may be
     ),
     "launch": Command(
-        summary="a recipe of train on one node: Ray, engines and ranks (--help)",
+        summary="a recipe of train or distill on one node: Ray, engines and ranks (--help)",
         run="megarl.cluster.launch:main",
         end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
     ),

@@ -21,16 +21,18 @@ from megarl import presets, recipe_file
 from megarl.config_checks import (
     check_algorithm,
     check_answers,
+    check_distillation,
     check_early_stop,
     check_engines,
     check_rewards,
     check_roles,
-    check_sampling,
+    check_stops,
+    check_truncation,
     check_warmup,
 )
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
-from megarl.objectives.config import AlgorithmConfig
+from megarl.objectives.config import COMPARING, AlgorithmConfig, DistillationConfig
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
@@ -46,6 +48,7 @@ from megarl.trainer.config import (
     ModelConfig,
     RewardModelRoleConfig,
     RoleConfig,
+    TeacherConfig,
     TrainingConfig,
 )
 from megarl.weight_sync.config import WeightSyncConfig
@@ -153,7 +156,6 @@ class RunConfig:
             f" {parts}; change one of them",
         )
         check_roles(self)
-        check_rewards(self)
         check_early_stop(self)
         overlong = self.environment.overlong
         require(
@@ -161,9 +163,24 @@ class RunConfig:
             f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond"
             f" rollout.max_new_tokens = {self.rollout.max_new_tokens}; lower it",
         )
-        check_sampling(self)
+        check_stops(self)
         check_answers(self)
+        self.check_learning()
+
+    def check_learning(self) -> None:
+        """Raise `ValueError` where nothing can be learned, or the way of learning does not fit the
+        rollouts.
+        """
+        check_rewards(self)
+        check_truncation(self)
         check_algorithm(self)
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the policy learns from differences between the rewards of a group, so that a
+        group of equal rewards teaches nothing.
+        """
+        return self.algorithm.advantage in COMPARING
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
@@ -174,6 +191,33 @@ class RunConfig:
         if self.algorithm.advantage == "gae":
             found["critic"] = self.critic
         return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
+
+
+@config
+class DistillConfig(RunConfig):
+    """A run of on-policy distillation: `megarl distill`. It has the settings of `megarl train` but
+    those of rewards: `algorithm`, `reference`, `critic` and `reward_models` stay as they are.
+    """
+
+    teacher: TeacherConfig = TeacherConfig()
+    distillation: DistillationConfig = DistillationConfig()
+
+    def __post_init__(self) -> None:
+        check_distillation(self)
+        RunConfig.__post_init__(self)  # slots make a new class, which super() misses
+
+    def check_learning(self) -> None:
+        """Nothing: a teacher has something to say about every token, whoever sampled it."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """False: each response is learned from by itself."""
+        return False
+
+    @property
+    def other_roles(self) -> dict[str, RoleConfig]:
+        """{section: settings} of the models beside the policy."""
+        return {"teacher": self.teacher}
 
 
 AnyConfig = RunConfig | SupervisedConfig

@@ -6,14 +6,14 @@ import difflib
 import itertools
 from typing import TYPE_CHECKING
 
-from megarl.objectives.config import COMPARING, GaeConfig
-from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS
+from megarl.objectives.config import COMPARING, AlgorithmConfig, GaeConfig
+from megarl.observe.config import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
 from megarl.presets import check_preset
 from megarl.schema import require
 from megarl.trainer.config import CriticConfig, ModelConfig, RoleConfig
 
 if TYPE_CHECKING:
-    from megarl.config import RunConfig
+    from megarl.config import DistillConfig, RunConfig
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
@@ -43,8 +43,8 @@ def check_engines(config: RunConfig, longest: int) -> None:
     )
 
 
-def check_sampling(config: RunConfig) -> None:
-    """Raise `ValueError` where the trainer or the engines cannot do what `rollout` asks."""
+def check_truncation(config: RunConfig) -> None:
+    """Raise `ValueError` where the engines sample from another law than the trainer computes."""
     for name, value in config.rollout.sampling.truncation.items():
         require(
             config.algorithm.old_logprobs == "engine",
@@ -52,6 +52,10 @@ def check_sampling(config: RunConfig) -> None:
             " log-probs the trainer does not compute; set algorithm.old_logprobs to 'engine', which"
             " uses the engine's, or leave it out",
         )
+
+
+def check_stops(config: RunConfig) -> None:
+    """Raise `ValueError` where the engines cannot find the texts that end a response."""
     require(
         not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
         f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
@@ -88,7 +92,8 @@ def check_early_stop(config: RunConfig) -> None:
     """Raise `ValueError` where the run could not stop early."""
     metric = config.early_stop.metric
     kinds = ("eval/", "eval_sampled/")
-    known = [*STEP_METRICS, *(kind + name for kind in kinds for name in EVALUATION_METRICS)]
+    known = [*STEP_METRICS, *DISTILLATION_METRICS]
+    known += [kind + name for kind in kinds for name in EVALUATION_METRICS]
     bare = metric.removeprefix(kinds[0]).removeprefix(kinds[1])
     is_own = bare.startswith(("environment/", "reward_model/"))
     close = difflib.get_close_matches(metric, known, n=1)
@@ -107,6 +112,10 @@ def check_early_stop(config: RunConfig) -> None:
         not metric.startswith("critic/") or "critic" in config.other_roles,
         f"early_stop.metric is {metric!r}, but algorithm.advantage is not 'gae', so that there is"
         " no critic; set another metric",
+    )
+    require(
+        metric not in DISTILLATION_METRICS or "teacher" in config.other_roles,
+        f"early_stop.metric is {metric!r}, which only megarl distill has; set another metric",
     )
     require(
         not metric.startswith(kinds[1]) or config.evaluation.sampled_too,
@@ -221,4 +230,34 @@ def check_algorithm(config: RunConfig) -> None:
         " rollouts of older weights would be trained on as if the present ones had sampled"
         " them; set algorithm.correction.kind to 'tis' or 'icepop', or algorithm.old_logprobs"
         " to 'engine', or on purpose algorithm.correction.allow_uncorrected to true",
+    )
+
+
+def check_distillation(config: DistillConfig) -> None:
+    """Raise `ValueError` where a recipe of `megarl distill` has no teacher, or settings that would
+    do nothing.
+    """
+    require(
+        bool(config.teacher.model.path),
+        "teacher.model.path is empty; set it to a model with the tokenizer of model.path",
+    )
+    require(
+        not config.teacher.model.from_scratch,
+        "teacher.model.from_scratch is true, but random weights teach nothing; leave it out",
+    )
+    for name, value, default in (
+        ("algorithm", config.algorithm, AlgorithmConfig()),
+        ("reference", config.reference, RoleConfig()),
+        ("critic", config.critic, CriticConfig()),
+        ("reward_models", config.reward_models, {}),
+    ):
+        require(
+            value == default,
+            f"{name} has settings, which megarl distill does not use: the policy learns from its"
+            " teacher alone; leave them out",
+        )
+    require(
+        config.training.logprobs == "chunked",
+        f"training.logprobs is '{config.training.logprobs}', which computes no divergences; leave"
+        " it out",
     )

@@ -25,6 +25,17 @@ class DeepSpeedView:
             mesh.group(mesh.tensor),
         )
 
+    def use(self) -> None:
+        """Make this mesh's groups those that DeepSpeed uses in this process.
+
+        DeepSpeed keeps one `mpu` for the process, that of the engine made last, and asks it at each
+        gradient reduction of an engine without ZeRO. With roles under several layouts, an engine
+        would reduce over another role's ranks.
+        """
+        from deepspeed.utils import groups
+
+        groups.mpu = self
+
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """Process group of the ranks with the same weights: data x sequence."""
         return self._gradient_group

@@ -56,22 +56,26 @@ class Redistribution:
         )
 
     def move(
-        self, values: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        values: Mapping[int, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        width: tuple[int, ...] = (),
     ) -> dict[int, torch.Tensor]:
-        """Exchange the values: {sample: [length] values} on this rank -> {sample: [length] values}
-        of the samples that this rank wants.
+        """Exchange the values: {sample: [length, *width] values} on this rank -> the same of the
+        samples that this rank wants.
 
-        Every rank of the axis calls it together, with the same dtype.
+        Every rank of the axis calls it together, with the same dtype and width.
         """
         mine, size = self._axis.rank, self._axis.size
         outgoing = [self._sends.get((mine, target), []) for target in range(size)]
         incoming = [self._sends.get((source, mine), []) for source in range(size)]
         parts = [values[sample].to(device, dtype) for samples in outgoing for sample in samples]
-        sent = torch.cat([torch.zeros(0, dtype=dtype, device=device), *parts])
+        sent = torch.cat([torch.zeros(0, *width, dtype=dtype, device=device), *parts])
         counts = [sum(self._lengths[sample] for sample in samples) for samples in incoming]
         received = sent
         if size > 1:
-            received = torch.empty(sum(counts), dtype=dtype, device=device)
+            received = torch.empty(sum(counts), *width, dtype=dtype, device=device)
             dist.all_to_all_single(
                 received,
                 sent,

@@ -20,7 +20,7 @@ from torch.distributed.run import main
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
 
-TRAINS = ("train", "sft", "preference", "reward-model")
+TRAINS = ("train", "distill", "sft", "preference", "reward-model")
 """Commands that run on several ranks."""
 
 

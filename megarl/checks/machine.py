@@ -173,6 +173,6 @@ def _kind_of(command: list[str]) -> str:
     if name.startswith("VLLM::"):
         return "vLLM engine"
     megarl = [index for index, word in enumerate(command) if Path(word).name == "megarl"]
-    if megarl and set(command[megarl[0] + 1 : megarl[0] + 2]) & {"train", "sft", "eval"}:
+    if megarl and set(command[megarl[0] + 1 : megarl[0] + 2]) & {"train", "distill", "sft", "eval"}:
         return "megarl"
     return ""

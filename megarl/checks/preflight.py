@@ -26,7 +26,7 @@ from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.schema import require
 from megarl.trainer.context import RolePlace, RunInputs, trained_roles
-from megarl.trainer.heads import HeadName, use_score_head
+from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
@@ -173,7 +173,7 @@ def find_checkpoint(
         " where there is none, or to false",
     )
     model = empty_model(config.model)
-    if head != "logprobs":
+    if head in SCORING:
         use_score_head(model)
     chosen = choose(
         folder,

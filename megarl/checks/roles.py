@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from megarl.checks.layout_checks import check_cut
-from megarl.config import RunConfig, longest_request
+from megarl.config import DistillConfig, RunConfig, longest_request
 from megarl.data.tokenizer import load_tokenizer
 from megarl.objectives.config import COMPARING
 from megarl.parallel.layout import Layout, resolve, resolve_role
@@ -20,6 +20,7 @@ from megarl.trainer.config import (
     ModelConfig,
     RewardModelRoleConfig,
     RoleConfig,
+    TeacherConfig,
 )
 from megarl.trainer.context import RolePlace, role_training
 from megarl.trainer.heads import HeadName
@@ -92,13 +93,15 @@ def check_role(
     if role.model.path:
         theirs = load_model_config(role.model, setting=f"{name}.model")
         refuse_unsupported(theirs)
+        judges = isinstance(role, RewardModelRoleConfig)
+        teaches = isinstance(role, TeacherConfig)
         mine, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
         require(
-            mine == other,
+            # The further rows of a teacher's larger head belong to no token of the tokenizer.
+            mine == other or (teaches and mine < other),
             f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
             f" set a {name} that was made from the same model",
         )
-        judges = isinstance(role, RewardModelRoleConfig)
         require(
             not (judges and role.model.from_scratch),
             f"{name}.model.from_scratch is true, but random weights judge nothing; leave it out",
@@ -111,8 +114,14 @@ def check_role(
             f"the longest prompt + rollout.max_new_tokens is {longest}, but {name}.model.path has"
             f" max_position_embeddings {limit}; lower one of the first two, or set another model",
         )
-        if judges:
+        if judges or teaches:
             refuse_other_tokenizer(name, config.model, role.model)
+        if isinstance(config, DistillConfig):
+            require(
+                config.distillation.top_k <= mine,
+                f"distillation.top_k is {config.distillation.top_k}, but model.path has {mine}"
+                " tokens; lower it, or set it to 0 for all tokens",
+            )
         hf = theirs
     try:
         refuse_tensor(hf, place.layout.tensor)
@@ -143,6 +152,8 @@ def head_of(role: RoleConfig) -> HeadName:
     """What a role beside the policy computes."""
     if isinstance(role, RewardModelRoleConfig):
         return "scalar"
+    if isinstance(role, TeacherConfig):
+        return "states"
     return "value" if isinstance(role, CriticConfig) else "logprobs"
 
 
@@ -160,7 +171,7 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
     require(
         theirs.get_vocab() == mine.get_vocab(),
         f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
-        " policy's tokens; set a reward model of the same family",
+        f" policy's tokens; set a {name} of the same family",
     )
 
 

@@ -64,7 +64,10 @@ def main(arguments: list[str]) -> int:
         )
         own = os.uname().nodename
         host = slurm_host(os.environ, own)
-        config = configs.load(configs.RunConfig, options.recipe, list(options.overrides))
+        # Only `megarl distill` has a teacher; every other recipe is one of `megarl train`.
+        distills = "teacher" in configs.written_tree(options.recipe)
+        kind = configs.DistillConfig if distills else configs.RunConfig
+        config = configs.load(kind, options.recipe, list(options.overrides))
         try:
             plan = make_plan(config, options)
         except ValueError as error:
@@ -75,7 +78,8 @@ def main(arguments: list[str]) -> int:
     # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
     state = Path(f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}")
     port = options.port or free_port()
-    started = commands(plan, gpus, options, port=port, state=state)
+    command = "distill" if distills else "train"
+    started = commands(plan, gpus, options, command=command, port=port, state=state)
     facts = {
         "recipe": str(Path(options.recipe).resolve()),
         "folder": plan.folder,
@@ -127,9 +131,11 @@ def find_gpus(plan: Plan, options: Options) -> Gpus:
     return deal(plan, [str(gpu) for gpu in range(count)], f"nvidia-smi lists {count} GPUs")
 
 
-def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path) -> list[Command]:
+def commands(
+    plan: Plan, gpus: Gpus, options: Options, *, command: str, port: int, state: Path
+) -> list[Command]:
     """The commands that start Ray's head node, check whether Ray is ready, and start the trainer
-    ranks.
+    ranks, which run `megarl COMMAND`.
     """
     python = sys.executable
     shared = RAY_SETTINGS | {MARK: str(state)}
@@ -142,7 +148,7 @@ def commands(plan: Plan, gpus: Gpus, options: Options, *, port: int, state: Path
     ray += ["--include-dashboard=false", f"--num-gpus={num_dealt}", f"--temp-dir={state}/ray"]
     ready = [python, "-m", "ray.scripts.scripts", "health-check", "--address", f"127.0.0.1:{port}"]
     train = [python, "-m", "megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-    train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", "train"]
+    train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", command]
     train += [str(Path(options.recipe).resolve()), *options.overrides]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.ranks)}
     hidden = {plan.hidden: ""} if plan.hidden else {}

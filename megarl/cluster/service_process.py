@@ -14,7 +14,6 @@ from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.reward_client import Token
-from megarl.objectives.config import COMPARING
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
@@ -51,7 +50,7 @@ def build_service(
         transcripts_per_step=config.observe.transcripts_per_step,
         first_ordinal=first_ordinal,
         first_step=first_step,
-        compares_groups=config.algorithm.advantage in COMPARING,
+        compares_groups=config.compares_groups,
         max_failure_share=config.environment.max_failure_share,
     )
     return service, environment

@@ -2,7 +2,8 @@
 weights go to the engines. The same code on every rank of the policy.
 
 Synchronous training is `rollout.max_staleness: 0` of this loop, not a second loop: the rollout
-service decides what may start, the loop only takes, trains, publishes and releases.
+service decides what may start, the loop only takes, trains, publishes and releases. `megarl
+distill` is this loop too, with another way to train (`megarl.loops.distill`).
 `megarl.loops.rl_setup` builds what the loop works with.
 """
 
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,19 +26,35 @@ from megarl.observe.summary import summary
 from megarl.parallel.collectives import broadcast_object
 from megarl.signals import graceful
 from megarl.trainer.context import RunInputs, open_run
+from megarl.trainer.policy import PolicyGradient
 from megarl.types import StepBatch, StepReport
 
 
+@dataclass(frozen=True)
+class Method:
+    """How a command trains on the rollouts of a step."""
+
+    train: Callable[[Parts, StepBatch], StepReport]
+    """One step of a rank of the policy. All of them call it together."""
+    serve: Callable[[ServingParts, int], None]
+    """What a rank without a part of the policy does meanwhile; the number is the step."""
+
+
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """`megarl train`: run RL training; rank 0 prints a summary as one JSON object."""
+    """`megarl train`; see `run_command`."""
+    return run_command(config, inputs, Method(train, work))
+
+
+def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
+    """Train on rollouts; rank 0 prints a summary as one JSON object. Returns the exit code."""
     with open_run(config, inputs) as context:
         if not context.is_finished():
             assert isinstance(context.config, RunConfig)
             parts = build(context, context.config, inputs)
             if isinstance(parts, Parts):
-                run(parts)
+                run(parts, method)
             else:
-                serve(parts)
+                serve(parts, method)
         is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
@@ -47,13 +64,13 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     return 0
 
 
-def run(parts: Parts) -> None:
+def run(parts: Parts, method: Method) -> None:
     """Train until `config.steps` steps are done. A signal ends the run after the last finished
     step, with a checkpoint of it; raises `Ended` then.
     """
     with graceful() as stop:
         parts.rollouts.stop = stop
-        done, saved = train_steps(parts)
+        done, saved = train_steps(parts, method)
         if done < parts.config.steps and done > saved:
             save(parts, done)
         tell(parts, "end", done)
@@ -64,7 +81,7 @@ def run(parts: Parts) -> None:
         stop.end(done, is_main=parts.observer is not None)
 
 
-def train_steps(parts: Parts) -> tuple[int, int]:
+def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     """Train from step `parts.first_step`; returns (steps done, steps done at the newest
     checkpoint). The run was interrupted if these are fewer than `config.steps`. Raises `UserError`
     if no step has changed the weights.
@@ -90,7 +107,10 @@ def train_steps(parts: Parts) -> tuple[int, int]:
             parts.generation.sleep()
             for role in parts.trained:
                 role.engine.reload()
-        report = train(parts, batch)
+        if batch.warning and parts.observer is not None:
+            console.say(f"megarl: warning: {batch.warning}")
+        tell(parts, "train", step)
+        report = method.train(parts, batch)
         if is_colocated:
             for role in parts.trained:
                 role.engine.offload()
@@ -140,9 +160,7 @@ def train(parts: Parts, batch: StepBatch) -> StepReport:
     the batch.
     """
     policy, learner, critic, step = parts.policy, parts.learner, parts.critic, batch.step
-    if batch.warning and parts.observer is not None:
-        console.say(f"megarl: warning: {batch.warning}")
-    tell(parts, "train", step)
+    assert isinstance(learner, PolicyGradient)
     packed, columns = policy.pack_step(batch), {}
     scores = parts.rewards.scores(batch, packed)
     batch = parts.rewards.rewarded(batch, scores, data=policy.mesh.data, device=policy.device)
@@ -163,7 +181,18 @@ def train(parts: Parts, batch: StepBatch) -> StepReport:
     return replace(report, metrics=report.metrics | critic.finish(step))
 
 
-def serve(parts: ServingParts) -> None:
+def work(parts: ServingParts, step: int) -> None:
+    """A step of a rank without a part of the policy: its roles score, and the critic learns."""
+    parts.rewards.scores(None, ())
+    if parts.reference is not None:
+        parts.reference.score(None, (), temperature=parts.config.rollout.temperature)
+    if parts.critic is not None:
+        parts.critic.values(None, ())
+        parts.critic.start(step, None)
+        parts.critic.finish(step)
+
+
+def serve(parts: ServingParts, method: Method) -> None:
     """The RL loop of a training rank that holds no part of the policy: in each step its roles work
     on the samples that the policy's ranks send.
 
@@ -179,13 +208,7 @@ def serve(parts: ServingParts) -> None:
             if order == "save":
                 parts.checkpoints.save(step=step, next_ordinal=0)
                 continue
-            parts.rewards.scores(None, ())
-            if parts.reference is not None:
-                parts.reference.score(None, (), temperature=parts.config.rollout.temperature)
-            if parts.critic is not None:
-                parts.critic.values(None, ())
-                parts.critic.start(step, None)
-                parts.critic.finish(step)
+            method.serve(parts, step)
         if step < parts.config.steps and stop:
             stop.end(step, is_main=False)
 

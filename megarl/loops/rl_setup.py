@@ -1,4 +1,4 @@
-"""What the reinforcement-learning loop works with: roles, engines, rollouts, publisher."""
+"""What the loop on rollouts works with: roles, engines, rollouts, publisher."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.ray_cluster import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
-from megarl.config import RunConfig, longest_request, patience_s
+from megarl.config import DistillConfig, RunConfig, longest_request, patience_s
 from megarl.console import phase
+from megarl.kernels.divergence import Divergence
 from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
@@ -16,11 +17,13 @@ from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
 from megarl.trainer.config import RoleConfig
 from megarl.trainer.context import RunContext, RunInputs, role_training, trained_roles
 from megarl.trainer.critic import Critic
+from megarl.trainer.distillation import Distillation
 from megarl.trainer.heads import HeadName
 from megarl.trainer.model_rewards import RewardModels
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
+from megarl.trainer.teacher import Teacher
 from megarl.trainer.transfer import BatchTransfer
 from megarl.weight_sync.adapter_publisher import AdapterPublisher
 from megarl.weight_sync.families import parameter_table
@@ -45,9 +48,11 @@ class Parts:
     """Computes the column `values` of each batch and learns from its returns; None without GAE."""
     rewards: RewardModels
     """Adds the scores of the reward models, if there are any, to the rewards of each batch."""
+    teacher: Teacher | None
+    """Gives the lessons of `megarl distill`; None otherwise."""
     serving: Axis | None
     """All ranks of the job, if some hold no part of the policy and follow its ranks; else None."""
-    learner: PolicyGradient
+    learner: PolicyGradient | Distillation
     generation: Generation
     rollouts: RolloutClient
     publisher: Publication
@@ -76,6 +81,7 @@ class ServingParts:
     reference: Scorer | None
     critic: Critic | None
     rewards: RewardModels
+    teacher: Teacher | None
     serving: Axis
     """All ranks of the job; rank 0 says what comes next."""
     checkpoints: Checkpoints
@@ -92,17 +98,19 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     if not mesh.is_member:
         reference, critic, rewards = make_roles(context, config, inputs, everyone, None)
         checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
+        teacher = make_teacher(context, config, inputs, None, everyone)
         context.resume(checkpoints)
-        return ServingParts(config, reference, critic, rewards, everyone, checkpoints)
+        return ServingParts(config, reference, critic, rewards, teacher, everyone, checkpoints)
     # Engines take longest to start: they load while this process builds the policy.
     with phase("Ray"):
         generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
     updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
     with phase("model and optimizer"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
-        learner = PolicyGradient(policy, config.algorithm, temperature=config.rollout.temperature)
+        learner = make_learner(config, policy)
         reference, critic, rewards = make_roles(context, config, inputs, everyone, policy)
     checkpoints = make_checkpoints(context, config, inputs, policy, critic, everyone)
+    teacher = make_teacher(context, config, inputs, policy, everyone)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
     learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
@@ -119,6 +127,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         reference=reference,
         critic=critic,
         rewards=rewards,
+        teacher=teacher,
         serving=everyone if len(mesh.ranks) < everyone.size else None,
         learner=learner,
         generation=generation,
@@ -172,6 +181,34 @@ def make_publisher(
         vocabulary=len(inputs.tokenizer),
         max_tokens=longest_request(config),
         seed=config.seed,
+    )
+
+
+def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
+    """What trains the policy on the rollouts of a step."""
+    rollout = config.rollout
+    if isinstance(config, DistillConfig):
+        at_same = config.distillation.temperature == rollout.temperature
+        compares = at_same and not rollout.sampling.truncation
+        return Distillation(policy, config.distillation, compares_engines=compares)
+    return PolicyGradient(policy, config.algorithm, temperature=rollout.temperature)
+
+
+def make_teacher(
+    context: RunContext, config: RunConfig, inputs: RunInputs, policy: Role | None, everyone: Axis
+) -> Teacher | None:
+    """The teacher of `megarl distill`; None otherwise. `policy`: the policy on this rank. All ranks
+    of the job call it together.
+    """
+    if not isinstance(config, DistillConfig):
+        return None
+    wanted = config.distillation
+    return Teacher(
+        make_transfer(context, config, inputs, "teacher", everyone, head="states"),
+        config.teacher.model,
+        policy,
+        Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature),
+        precision=config.training.precision,
     )
 
 

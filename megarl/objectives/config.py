@@ -240,3 +240,38 @@ class RewardLossConfig:
     """Weight of a term that keeps the two scores of a pair around 0, coefficient x (chosen +
     rejected)^2; Bradley-Terry determines scores only up to a constant for each prompt
     (arXiv:2312.09244, 4.1 uses 0.01)."""
+
+
+DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+
+
+@config
+class DistillationConfig:
+    """What the policy learns from its teacher: `megarl distill`. The formulas are in
+    kernels/divergence.py.
+    """
+
+    divergence: DivergenceName = "reverse_kl"
+    """`forward_kl`: KL(teacher || policy), which covers all that the teacher may say; `reverse_kl`:
+    KL(policy || teacher), which keeps to what the teacher finds likely; `jensen_shannon`: GKD's
+    mixture of the two (arXiv:2306.13649, eq. 2)."""
+    beta: Annotated[float, Range(1e-6, 0.999999)] = 0.5
+    """Of `jensen_shannon`: weight of the teacher in the mixture; towards 0 it behaves like forward
+    KL, towards 1 like reverse KL."""
+    top_k: Annotated[int, Range(0, 2**20)] = 0
+    """Compare the teacher's k likeliest tokens one by one and all others as one; 0: every token of
+    the vocabulary by itself."""
+    temperature: Annotated[float, Range(0.01, 100.0)] = 1.0
+    """Divisor of the logits of both models in the divergence; `rollout.temperature` is that of
+    sampling."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
+    token means, as GKD has it."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.beta == 0.5 or self.divergence == "jensen_shannon",
+            f"distillation.beta is {self.beta:g}, which distillation.divergence"
+            f" '{self.divergence}' does not use; leave it out, or set distillation.divergence to"
+            " 'jensen_shannon'",
+        )

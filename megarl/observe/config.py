@@ -22,6 +22,8 @@ STEP_METRICS = (
 )
 """Names of the metrics of a step of `megarl train`; a verifier's own, `environment/<name>`, come
 beside them."""
+DISTILLATION_METRICS = ("divergence", "teacher_logprob")
+"""Names of the metrics of a step that only `megarl distill` has."""
 EVALUATION_METRICS = (
     *("accuracy", "reward/mean", "length/mean", "length/truncated_share"),
     *("verifier/failures", "problems"),

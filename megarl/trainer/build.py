@@ -7,7 +7,7 @@ import torch
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.config import ModelConfig, TrainingConfig
-from megarl.trainer.heads import HeadName
+from megarl.trainer.heads import SCORING, HeadName
 from megarl.trainer.loading import (
     Part,
     empty_model,
@@ -46,7 +46,7 @@ def build_network(
         model = load_model(config, dtype=dtype, seed=seed, head=head)
         return RoleModel(model, mesh, training, head)
     network = RoleModel(empty_model(config), mesh, training, head)
-    if head == "logprobs":
+    if head not in SCORING:
         use_generation_config(network.model, config)
     fill_network(network, config, training, mesh, device, seed=seed, needs_score=needs_score)
     return network

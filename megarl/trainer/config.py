@@ -187,6 +187,13 @@ class RewardModelRoleConfig(RoleConfig):
 
 
 @config
+class TeacherConfig(RoleConfig):
+    """The frozen model whose next-token distributions the policy learns: `megarl distill`. It may
+    be of any size and family, as long as it has the policy's tokenizer.
+    """
+
+
+@config
 class CheckpointConfig:
     """When checkpoints are written. A checkpoint is written to a temporary folder, synced to disk
     and then renamed, so an interrupted save leaves no incomplete checkpoint.

@@ -29,6 +29,7 @@ LOWER_RATE = "lower {section}.optimizer.learning_rate"
 WATCHED = {
     "engines' log-probs": "look at the engines' output, or set rollout.engine.dtype to 'float32'",
     "reference model's log-probs": "set reference.model.path to another model",
+    "teacher's log-probs": "set teacher.model.path to another model",
     "policy's log-probs": f"{LOWER_RATE} (at the first step: choose another model)",
     "reward model's scores": f"{LOWER_RATE} (at the first step: choose another model)",
     "critic's values": "lower critic.optimizer.learning_rate",

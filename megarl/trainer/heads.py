@@ -4,6 +4,7 @@
     logprobs   log-prob and entropy of each trained token     policy, reference
     value      one number for each trained token              critic: value of the state before it
     scalar     one number for each sample, at its last token  reward model
+    states     last hidden state of each trained token        teacher, see `trainer/teacher.py`
 
 A score head is stored as `score.weight`, as in Hugging Face's sequence classifiers, so that each
 reads the other's reward models.
@@ -13,22 +14,40 @@ To add one, write a module, add its name to `HeadName` and a branch to `RoleMode
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 
+from megarl.kernels.divergence import Divergence, linear_divergence
 from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 
-HeadName = Literal["logprobs", "value", "scalar"]
+HeadName = Literal["logprobs", "value", "scalar", "states"]
+SCORING: tuple[HeadName, ...] = ("value", "scalar")
+"""Heads that are a `ScoreHead`."""
 SCORE = "score.weight"
 """Name of the weight of a `ScoreHead` in a checkpoint."""
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a student learns from at M tokens: the teacher's next-token distributions, as the
+    factors of their logits.
+    """
+
+    states: torch.Tensor
+    """[M, G] the teacher's last hidden states."""
+    weight: torch.Tensor
+    """[V, G] the teacher's output head; under tensor parallelism the rows of the student's
+    shard."""
+    divergence: Divergence
+
+
 class LogProbHead(nn.Linear):
-    """The output head (unembedding): computes log-probs of given targets instead of returning
-    logits.
+    """The output head (unembedding): computes log-probs of given targets, or the divergence from a
+    teacher's distributions, instead of returning logits.
 
     The weight keeps the name and the shape of the Hugging Face head that it replaces.
     """
@@ -38,10 +57,32 @@ class LogProbHead(nn.Linear):
     backend = "chunked"
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [M, H], targets [M] -> log-probs [M], entropies [M], both float32."""
-        return linear_logprobs(hidden, self.weight, targets, temperature, self.shard, self.backend)
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        lesson: Lesson | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """hidden [M, H], targets [M] -> log-probs [M], entropies [M], both float32.
+
+        With a `lesson`, whose temperature is used then: divergences [M], and without gradients
+        entropies [M], log-probs [M] and the teacher's log-probs [M].
+        """
+        if lesson is None:
+            return linear_logprobs(
+                hidden, self.weight, targets, temperature, self.shard, self.backend
+            )
+        found = linear_divergence(
+            hidden,
+            self.weight,
+            lesson.states,
+            lesson.weight,
+            targets,
+            lesson.divergence,
+            self.shard,
+        )
+        # A tuple of tensors, in which ZeRO 3 finds what to hook.
+        return found.divergence, found.entropy, found.logprobs, found.teacher_logprobs
 
 
 class ScoreHead(nn.Linear):
@@ -61,19 +102,27 @@ class ScoreHead(nn.Linear):
         return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]
 
 
+def drop_output_head(model: PreTrainedModel) -> None:
+    """Remove the output head of a causal language model, of which only the hidden states are
+    wanted. Of a tied weight the input embedding stays.
+    """
+    output = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer is output:
+                setattr(parent, name, None)
+
+
 def use_score_head(model: PreTrainedModel) -> None:
     """Replace the output head of a causal language model by a `ScoreHead` named `score`. Of a tied
     weight the input embedding stays. The model's configuration becomes that of a sequence
     classifier with one label, if its family has one.
     """
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module) and isinstance(embedding.weight, torch.Tensor)
     with torch.device(embedding.weight.device):
         head = ScoreHead(model.config.get_text_config().hidden_size, embedding.weight.dtype)
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if layer is output:
-                setattr(parent, name, None)
+    drop_output_head(model)
     model.add_module("score", head)
     # A classifier writes nothing.
     model.generation_config = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -29,7 +30,7 @@ from megarl.schema import require
 from megarl.third_party import opening
 from megarl.trainer.attention import ATTENTION, refuse_unsupported
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.heads import SCORE, HeadName, use_score_head
+from megarl.trainer.heads import SCORE, SCORING, HeadName, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
     CheckpointWeights,
@@ -110,7 +111,7 @@ def open_weights(
             " label; set it to one, such as megarl reward-model trains",
         )
         require(
-            head != "logprobs" or not classifies,
+            head in SCORING or not classifies,
             f"model.path {config.path!r} is a sequence classifier, such as a reward model (it has a"
             f" {SCORE}), and cannot write text; set it to a language model",
         )
@@ -121,7 +122,7 @@ def open_weights(
             return found
     else:
         found = RandomWeights(whole, seed)
-    return found if head == "logprobs" else ZeroScore(found, whole)
+    return ZeroScore(found, whole) if head in SCORING else found
 
 
 class ZeroScore:
@@ -237,6 +238,18 @@ def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
     return made
 
 
+def output_rows(
+    config: ModelConfig, rows: slice, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Rows `rows` of the model's output head (unembedding), [R, H], read from its checkpoint."""
+    whole = empty_model(config)
+    output: Any = whole.get_output_embeddings()
+    name = next(name for name, value in whole.named_parameters() if value is output.weight)
+    weight = open_weights(config, seed=0).flat(name).view(output.weight.shape)
+    # A copy: a slice would keep the whole tensor alive.
+    return weight[rows].to(device, dtype, copy=True)
+
+
 def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
     """Set the model's generation config from generation_config.json, if the checkpoint has one, so
     that exports contain it.
@@ -250,14 +263,14 @@ def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
 def load_model(
     config: ModelConfig, *, dtype: torch.dtype, seed: int, head: HeadName = "logprobs"
 ) -> PreTrainedModel:
-    """Load the whole causal language model, or with another head a model with `score`, on this
+    """Load the whole causal language model, or with a score head a model with `score`, on this
     rank's CPU in `dtype`; or with `from_scratch` initialise it from `seed`. Used by single-process
     tools and for AutoTP, which shards loaded weights.
     """
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
-    if head != "logprobs":
+    if head in SCORING:
         use_score_head(model)
     load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))
-    if head == "logprobs":
+    if head not in SCORING:
         use_generation_config(model, config)
     return model

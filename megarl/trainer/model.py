@@ -25,7 +25,13 @@ from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.attention import Attend
 from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.heads import HeadName, LogProbHead, use_score_head
+from megarl.trainer.heads import (
+    HeadName,
+    Lesson,
+    LogProbHead,
+    drop_output_head,
+    use_score_head,
+)
 from megarl.trainer.lora import Adapters, add_adapters, is_adapter
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
@@ -56,7 +62,8 @@ class RoleModel(nn.Module):
     mesh.
 
     `.model` is the Hugging Face model, sharded over the tensor-parallel ranks. With the heads
-    `value` and `scalar`, `.model.score` is a `ScoreHead` and there is no output head.
+    `value` and `scalar`, `.model.score` is a `ScoreHead` and there is no output head; nor is there
+    one with the head `states`.
     """
 
     def __init__(
@@ -86,6 +93,8 @@ class RoleModel(nn.Module):
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":
             self._use_logprob_head(training)
+        elif head == "states":
+            drop_output_head(model)
         elif not has_score:  # under AutoTP it has been loaded with its model
             use_score_head(model)
         remaining = dict(model.named_parameters())
@@ -129,16 +138,22 @@ class RoleModel(nn.Module):
                 rows=max(vocab.lengths),
                 reduce_max=partial(all_reduce_max, axis=axis),
                 reduce_sum=partial(all_reduce, axis=axis),
+                rank=axis.rank,
+                size=axis.size,
             )
         self.model.set_output_embeddings(head)
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> Any:
+    def forward(
+        self, batch: MicroBatch, temperature: float = 1.0, lesson: Lesson | None = None
+    ) -> Any:
         """Run the model on a micro-batch. M is the number of tokens with `batch.mask` True, K the
         number of documents that end on this rank. Returns, by head:
 
-        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`
+        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`; with a `lesson` from a
+          teacher what `LogProbHead.forward` says
         * `value`: values [M]
         * `scalar`: (scores [K], sample ids [K])
+        * `states`: last hidden states [M, H]
         """
         hidden = self.model.base_model(
             input_ids=batch.token_ids[None],
@@ -153,8 +168,10 @@ class RoleModel(nn.Module):
         chosen = batch.mask.nonzero()[:, 0]
         if self.head == "value":
             return score(hidden[chosen])
+        if self.head == "states":
+            return hidden[chosen]
         output: Any = self.model.get_output_embeddings()
-        return output(hidden[chosen], batch.targets[chosen], temperature)
+        return output(hidden[chosen], batch.targets[chosen], temperature, lesson)
 
     def _last_tokens(self, batch: MicroBatch) -> torch.Tensor:
         """[K] indices, among this rank's tokens, of the last token of each sample. Padding, which

@@ -16,19 +16,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.objectives.config import AlgorithmConfig
-from megarl.objectives.corrections import CORRECTIONS, mismatch, summarise
+from megarl.objectives.corrections import CORRECTIONS, mismatch
 from megarl.objectives.kl import KL_ESTIMATORS
-from megarl.objectives.losses import AGGREGATIONS, LOSSES
+from megarl.objectives.losses import LOSSES
 from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
-from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.trainer.step import GAPS, StepMetrics, mismatch_metrics, optimizer_step, token_weights
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import MicroBatch, StepBatch, StepReport
-
-GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
-"""Sums returned by `megarl.objectives.corrections.mismatch` that are reported as metrics."""
 
 
 class PolicyGradient:
@@ -102,7 +99,9 @@ class PolicyGradient:
         norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
         epochs = self.policy.training.epochs_per_step
         for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
-            weights = self._token_weights(batch, number)
+            weights = token_weights(
+                batch, number, self.algorithm.aggregation, self.policy.device, self.algorithm
+            )
             mine = {name: column[number] for name, column in columns.items()}
             if number < first:
                 mine.pop("logprobs", None)
@@ -161,16 +160,6 @@ class PolicyGradient:
         if kl.coefficient > 0 and kl.where == "reward":
             return 0
         return 1 if self.algorithm.old_logprobs == "trainer" else 2**31
-
-    def _token_weights(self, batch: StepBatch, number: int) -> torch.Tensor:
-        """[N] float32: for each sample of the step, the weight of its tokens in the loss of
-        mini-batch `number`; 0 for samples of other mini-batches.
-        """
-        mine = torch.from_numpy(batch.mini_batch_of) == number
-        weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
-        tokens = torch.from_numpy(batch.response_tokens)[mine]
-        weights[mine] = AGGREGATIONS[self.algorithm.aggregation](tokens, self.algorithm)
-        return weights.float().to(self.policy.device)
 
     def _loss(
         self,
@@ -234,12 +223,4 @@ class PolicyGradient:
         }
         if self.needs_reference:
             found["kl"] = value["kl"] / tokens
-        sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
-        gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
-        return found | {
-            "mismatch/mean_abs": gap["mean_abs"],
-            "mismatch/max_abs": gap["max_abs"],
-            "mismatch/k1": gap["k1"],
-            "mismatch/k3": gap["k3"],
-            "mismatch/outside_share": gap["outside"],
-        }
+        return found | mismatch_metrics(value)

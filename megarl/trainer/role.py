@@ -21,7 +21,7 @@ from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
-from megarl.trainer.build import build_network
+from megarl.trainer.build import DTYPES, build_network
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
@@ -31,9 +31,9 @@ from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
 
 Column = list[torch.Tensor]
-"""A per-token result for one batch: for each mini-batch a float32 tensor [T] over the tokens of
-this data-parallel rank's samples. It is 0 for tokens that the policy did not generate. Ranks with
-the same samples have the same column."""
+"""A per-token result for one batch: for each mini-batch a float32 tensor [T], of hidden states
+[T, H], over the tokens of this data-parallel rank's samples. It is 0 for tokens that the policy did
+not generate. Ranks with the same samples have the same column."""
 
 
 class Role:
@@ -136,13 +136,17 @@ class Role:
     ) -> Column:
         """The head's output for every token that the policy generated, without gradients: log-probs
         at `temperature`, or values; with the head `scalar` the score of each sample, at its last
-        token. The entries of the first `skip` mini-batches stay 0.
+        token; with the head `states` hidden states [T, H] in the model's dtype. The entries of the
+        first `skip` mini-batches stay 0.
 
         All ranks of the mesh call it together.
         """
-        column = []
+        column, width, dtype = [], (), torch.float32
+        if self.head == "states":
+            text = self.engine.module.model.config.get_text_config()
+            width, dtype = (text.hidden_size,), DTYPES[self.training.precision]
         for number, (samples, micro_batches) in enumerate(zip(batch.samples, packed, strict=True)):
-            found = torch.zeros(len(samples.token_ids), dtype=torch.float32, device=self.device)
+            found = torch.zeros(len(samples.token_ids), *width, dtype=dtype, device=self.device)
             last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))
             for micro in micro_batches if number >= skip else ():
                 output = self.engine(micro, temperature)

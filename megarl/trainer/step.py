@@ -10,15 +10,21 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from megarl.objectives.config import AggregationName, AlgorithmConfig
+from megarl.objectives.corrections import summarise
+from megarl.objectives.losses import AGGREGATIONS
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.types import MicroBatch
+from megarl.types import MicroBatch, StepBatch
+
+GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
+"""Sums returned by `megarl.objectives.corrections.mismatch` that are reported as metrics."""
 
 
 def optimizer_step(
@@ -94,3 +100,35 @@ class StepMetrics:
                 reduced = over_ranks(torch.stack(list(values.values())), axis)
                 found |= dict(zip(values, reduced.tolist(), strict=True))
         return found
+
+
+def token_weights(
+    batch: StepBatch,
+    number: int,
+    aggregation: AggregationName,
+    device: torch.device,
+    algorithm: AlgorithmConfig | None = None,
+) -> torch.Tensor:
+    """[N] float32: for each sample of the step, the weight of its tokens in the loss of mini-batch
+    `number`; 0 for samples of other mini-batches. `algorithm`: what `AGGREGATIONS` needs besides.
+    """
+    mine = torch.from_numpy(batch.mini_batch_of) == number
+    weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
+    tokens = torch.from_numpy(batch.response_tokens)[mine]
+    weights[mine] = AGGREGATIONS[aggregation](tokens, algorithm or AlgorithmConfig())
+    return weights.float().to(device)
+
+
+def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
+    """The metrics `mismatch/...` of a step from its reduced sums `mismatch/<name>`, of `GAPS`, and
+    its maximum `max_abs`.
+    """
+    sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
+    gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
+    return {
+        "mismatch/mean_abs": gap["mean_abs"],
+        "mismatch/max_abs": gap["max_abs"],
+        "mismatch/k1": gap["k1"],
+        "mismatch/k3": gap["k3"],
+        "mismatch/outside_share": gap["outside"],
+    }

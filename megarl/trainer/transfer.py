@@ -145,9 +145,15 @@ class BatchTransfer:
             return []
         return [self._join([found[n] for n in numbers]) for numbers in self._here]
 
-    def to_policy(self, column: Column) -> Column:
-        """Return a column of the role's batch to the policy's ranks. Ranks outside the role pass an
-        empty column; ranks outside the policy get one.
+    def to_policy(
+        self,
+        column: Column,
+        *,
+        width: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> Column:
+        """Return a column of the role's batch to the policy's ranks: tensors [T, *width] of
+        `dtype`. Ranks outside the role pass an empty column; ranks outside the policy get one.
         """
         if self.is_shared:
             return column
@@ -161,9 +167,12 @@ class BatchTransfer:
                 numbers, values.split([plan.lengths[n] for n in numbers]), strict=True
             )
         }
-        found = back.move(mine, torch.float32, self.device)
+        found = back.move(mine, dtype, self.device, width)
         number_of = self._numbers()
-        return [self._join([found[number_of[name]] for name in ids]) for ids in plan.order]
+        nothing = torch.zeros(0, *width, dtype=dtype, device=self.device)
+        return [
+            torch.cat([nothing, *(found[number_of[name]] for name in ids)]) for ids in plan.order
+        ]
 
     def _numbers(self) -> dict[int, int]:
         """{sample id: number}."""

@@ -135,6 +135,7 @@ class TrainEngine:
         """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
         self.trains, self._module, self._files = trains, model, StateFiles()
+        self._view = DeepSpeedView(mesh)
         self._engine: Any = None
         model.train(trains)
         if trains and config.gradient_checkpointing:
@@ -160,7 +161,7 @@ class TrainEngine:
                 model=model,
                 optimizer=optimizer,  # pyright: ignore[reportArgumentType]
                 config=deepspeed_config(config, self.mesh.gradient.size, trains=self.trains),
-                mpu=DeepSpeedView(self.mesh),
+                mpu=self._view,
                 dist_init_required=False,
             )
         made: Any = engine
@@ -186,6 +187,7 @@ class TrainEngine:
         """Accumulate the gradients of `loss`, a term of the step's loss. `last`: whether it is from
         the last micro-batch of the step.
         """
+        self._view.use()
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed takes the mean over ranks where the loss is a sum over them.
         self._engine.backward(loss * self.mesh.gradient.size, scale_wrt_gas=False)
@@ -205,6 +207,7 @@ class TrainEngine:
         """Take one optimizer step; returns (gradient norm before clipping, learning rate). A norm
         that is not finite says that DeepSpeed has skipped the step.
         """
+        self._view.use()
         rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
@@ -229,6 +232,7 @@ class TrainEngine:
         if self.config.zero_stage == 0:
             self._engine.zero_grad()
             return
+        self._view.use()
         # With such gradients DeepSpeed's ZeRO optimizers skip the update and drop the gradients.
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
@@ -368,6 +372,7 @@ class TrainEngine:
         The error is raised only after DeepSpeed has synchronised all ranks: otherwise they would
         wait for this one.
         """
+        self._view.use()
         self._files.begin()
         self._engine.save_checkpoint(
             folder,
@@ -384,6 +389,7 @@ class TrainEngine:
         """Restore what `save` wrote. The caller has checked the digests of the files. Raises
         `ValueError` if the checkpoint has no state for this layout.
         """
+        self._view.use()
         path, client = self._engine.load_checkpoint(
             folder, tag="state", load_module_strict=self.module.adapters is None
         )

@@ -74,6 +74,8 @@ def good_tree(case: Case, folder: Path, model: Path) -> dict[str, Any]:
             "prompts": dict(prompts),
             "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
         }
+        if case.command == "distill":
+            tree["teacher"] = {"model": {"path": str(model)}}
         if case.command == "eval":
             tree["evaluation"] = {"prompts": dict(prompts)}
     for key, value in case.settings.items():

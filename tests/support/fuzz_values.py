@@ -10,12 +10,13 @@ import types
 import typing
 from typing import Any
 
-from megarl.config import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
+from megarl.config import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
 from megarl.schema import Range, ranges_of
 from support.fuzz_case import Case, Expect
 
 KINDS: dict[str, Any] = {
     "train": RunConfig,
+    "distill": DistillConfig,
     "eval": RunConfig,
     "sft": SftConfig,
     "preference": PreferenceConfig,
@@ -27,6 +28,7 @@ PATHS = (
     "model.path",
     "model.tokenizer",
     "reference.model.path",
+    "teacher.model.path",
     "prompts.source",
     "demonstrations.source",
     "evaluation.prompts.source",
@@ -149,7 +151,7 @@ def number(draw: random.Random, kind: type, allowed: Range | None) -> tuple[Any,
 
 def one_setting(draw: random.Random, case: Case) -> Case:
     """One setting of the recipe."""
-    others = ["sft", "eval", "preference", "reward-model"]
+    others = ["distill", "sft", "eval", "preference", "reward-model"]
     case.command = draw.choice(["train", "train", "train", "train", *others])
     key, hint, allowed = draw.choice(settings(KINDS[case.command]))
     found, expect = value(draw, key, hint, allowed)
@@ -159,7 +161,7 @@ def one_setting(draw: random.Random, case: Case) -> Case:
 
 def several_settings(draw: random.Random, case: Case) -> Case:
     """Two to five settings, each in its range."""
-    case.command = draw.choice(["train", "sft", "preference"])
+    case.command = draw.choice(["train", "distill", "sft", "preference"])
     known = settings(KINDS[case.command])
     for _ in range(draw.randint(2, 5)):
         key, hint, allowed = draw.choice(known)

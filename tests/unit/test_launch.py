@@ -21,6 +21,7 @@ import yaml
 
 from megarl.cluster.launch import end, started_processes
 from megarl.config import (
+    DistillConfig,
     PreferenceConfig,
     RewardModelConfig,
     RunConfig,
@@ -46,6 +47,7 @@ HOST = os.uname().nodename
 
 Kind = (
     type[RunConfig]
+    | type[DistillConfig]
     | type[SftConfig]
     | type[PreferenceConfig]
     | type[RewardModelConfig]
@@ -57,6 +59,7 @@ KINDS: dict[str, Kind] = {
     "dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
     "serve_reward": ServeRewardConfig,
+    "distill": DistillConfig,
 }
 """Recipes of other commands than `megarl train`."""
 
@@ -225,6 +228,13 @@ def test_visible_gpus_are_used_in_their_order() -> None:
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "trainer rank 0 GPU 5" in lines
     assert "engine 0 (tensor 1) GPU 3" in lines
+
+
+def test_a_recipe_with_a_teacher_is_distilled() -> None:
+    recipe = "launch/recipes/distill.yaml"
+    result = launch("--dry-run", "--cpu", "--recipe", recipe, "--gpus-train", "1")
+    assert result.returncode == 0, result.stderr
+    assert "-m megarl distill " in result.stdout
 
 
 def test_gpu_counts_that_match_an_override() -> None:

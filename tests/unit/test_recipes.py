@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,14 @@ from support.reward_servers import Scripted, serving
 from support.tiny import write_classifier, write_model
 
 import megarl
-from megarl import PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
+from megarl import (
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    SftConfig,
+    config,
+)
 from megarl.checks.evaluation import check_eval
 from megarl.checks.preflight import check_run, check_train
 from megarl.checks.reward_server import check_serve_reward
@@ -104,6 +112,79 @@ def test_a_recipe_on_a_data_set_passes_the_checks(name: str, place: Path) -> Non
     model = replace(found.model, path=str(place / "model"))
     small = replace(found, folder=str(place / name), model=model, **changes)
     assert len(check(small).rows) == 5
+
+
+def distilled(place: Path, **changes: Any) -> Any:
+    """`distill.yaml` with small models and data, and `changes` by key as in `load_recipe`."""
+    data, model = str(place / "prompts.jsonl"), str(place / "model")
+    small = {
+        "folder": str(place / "distill"),
+        "model__path": model,
+        "teacher__model__path": model,
+        "prompts__source": data,
+        "evaluation__prompts__source": data,
+    }
+    recipe = ROOT / "launch" / "recipes" / "distill.yaml"
+    return megarl.load_recipe(DistillConfig, recipe, **small | changes)
+
+
+def test_distillation_passes_the_checks(place: Path) -> None:
+    found = check_train(distilled(place))
+    assert found.prompts is not None and list(found.roles) == ["teacher"]
+    wide = str(write_model(place / "wide", seed=1, vocab_size=48, hidden_size=128))
+    blind = {"environment__verifier": "none", "environment__answer_after": ""}
+    apart = {"teacher__ranks": [1, 2], "teacher__layout__data": 2}
+    for changes, ranks in (
+        ({"teacher__model__path": wide, "distillation__top_k": 40}, 1),
+        (blind | {"prompts__answer_column": "", "evaluation__prompts__answer_column": ""}, 1),
+        ({"rollout__top_p": 0.9}, 1),  # no probability of sampling is used
+        (apart, 3),
+    ):
+        check_train(distilled(place, **changes), ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher__model__path": ""}, "teacher.model.path is empty; set it to a model"),
+        ({"teacher__model__from_scratch": True}, "random weights teach nothing"),
+        ({"teacher__model__path": "{place}/narrow"}, "has a vocabulary of 39 tokens and"),
+        ({"teacher__model__path": "{place}/stranger"}, "has another tokenizer than model.path"),
+        ({"teacher__model__tokenizer": "{place}/model"}, "the tokens are the policy's"),
+        ({"distillation__top_k": 41}, "top_k is 41, but model.path has 40 tokens"),
+        ({"distillation__divergence": "jensen_shannon", "distillation__beta": 1.0}, "beta is 1"),
+        ({"distillation__beta": 0.1}, "which distillation.divergence 'reverse_kl' does not use"),
+        ({"distillation__temperature": 0.0}, "distillation.temperature is 0"),
+        ({"algorithm__clip_low": 0.1}, "algorithm has settings, which megarl distill does not"),
+        ({"reference__model__path": "x"}, "reference has settings, which megarl distill"),
+        ({"critic__warmup_steps": 1}, "critic has settings, which megarl distill does not use"),
+        ({"reward_models": {"a": {"model": {"path": "x"}}}}, "reward_models has settings"),
+        ({"training__logprobs": "liger"}, "'liger', which computes no divergences"),
+        ({"teacher__ranks": [0]}, "rank 0 is the policy's"),
+        ({"early_stop": {"metric": "kl", "at_most": 0}}, "early_stop.metric is 'kl'"),
+    ],
+)
+def test_distillation_refuses(changes: dict[str, Any], said: str, place: Path) -> None:
+    if not (place / "narrow").exists():
+        write_model(place / "narrow", vocab_size=39)
+        write_model(place / "stranger")
+        tokenizer = json.loads((place / "stranger" / "tokenizer.json").read_text())
+        words = tokenizer["model"]["vocab"]
+        words["0"], words["1"] = words["1"], words["0"]
+        (place / "stranger" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    given = {
+        key: value.replace("{place}", str(place)) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_train(distilled(place, **given))
+
+
+def test_a_metric_of_distillation_ends_no_other_run(place: Path) -> None:
+    stop = {"metric": "divergence", "at_most": 0.1}
+    assert distilled(place, early_stop=stop).early_stop.metric == "divergence"
+    with pytest.raises(ValueError, match="which only megarl distill has"):
+        megarl.load_recipe(RunConfig, place / "recipe.yaml", early_stop=stop)
 
 
 def test_rewards_by_a_model_pass_the_checks(place: Path) -> None:

@@ -186,4 +186,4 @@ def room_bytes(step: Step) -> int:
     """
     from megarl.kernels import logprobs
 
-    return logprobs._chunks(step.hidden, step.weight, None)[1].nbytes
+    return logprobs.token_chunks(step.hidden, step.weight, None)[1].nbytes

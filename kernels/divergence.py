@@ -1,0 +1,387 @@
+"""Divergence of a student's token distribution from a teacher's, from the hidden states of both,
+without storing all logits of either.
+
+    hidden [T, H], weight [V, H]; teacher_hidden [T, G], teacher_weight [V, G]  ->  divergence [T]
+
+With p = softmax(hidden weight^T / temperature) of the student and q of the teacher:
+
+    forward_kl       sum_j q_j (log q_j - log p_j)                         KL(q || p)
+    reverse_kl       sum_j p_j (log p_j - log q_j)                         KL(p || q)
+    jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m)               m = beta q + (1 - beta) p
+
+GKD, arXiv:2306.13649, eq. 1 and 2, has these with P for the teacher and Q for the student; reverse
+KL is also what MiniLLM, arXiv:2306.08543, minimises.
+
+`top_k` = k above 0 keeps the tokens S whose teacher logit is at least the k-th largest (ties of the
+k-th are all in S) and puts the rest of the vocabulary into one bucket: the sums above run over S
+and over the bucket, whose probabilities are p_rest = sum of p_j and q_rest = sum of q_j outside of
+S. So probabilities still sum to 1, a student pays for all that it puts outside of S, and the result
+is never above that of the whole vocabulary, to which it is equal at k = V.
+
+Every divergence is a function of student probabilities with a derivative g_j by p_j, the same for
+all tokens in the bucket, so that by the logits z = hidden weight^T / temperature
+
+    dz_j = p_j (g_j - sum_i p_i g_i)
+
+Only the student gets a gradient. Logits exist for one chunk of tokens at a time, and backward
+recomputes them; what is saved is a few numbers for each token. The rows of both weights may be
+split over tensor-parallel ranks (`VocabularyShard`): forward then reduces five times a chunk, and
+three times more with `top_k`, backward once in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megarl.kernels.linear import product
+from megarl.kernels.logprobs import (
+    VocabularyShard,
+    accumulator,
+    add_outer,
+    chunk_logits,
+    row_statistics,
+    token_chunks,
+)
+
+LOWEST_LOG = -1e4
+"""Lower bound of log p and log q: 0 times it is 0, whereas 0 times -inf is NaN."""
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
+"""Bytes of logits that are processed at once, by device: on CPU so few that they stay in cache, on
+GPUs few beside a chunk."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence is computed; see the formulas of the module."""
+
+    kind: str = "reverse_kl"
+    """A name in `KINDS`."""
+    beta: float = 0.5
+    """Of `jensen_shannon`: weight of the teacher in the mixture, above 0 and below 1."""
+    top_k: int = 0
+    """Number of the teacher's likeliest tokens that are compared one by one; 0: all tokens."""
+    temperature: float = 1.0
+    """Divisor of the logits of both models, above 0."""
+
+
+Terms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+"""What a function of `KINDS` returns."""
+
+
+def _forward_kl(log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float) -> Terms:
+    difference = q_of - p_of
+    # p / p_of is at most 1, whereas q_of / p_of may overflow.
+    return None, difference, -(log_p + difference).exp()
+
+
+def _reverse_kl(log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float) -> Terms:
+    difference = p_of - q_of
+    return difference, None, log_p.exp() * difference
+
+
+def _jensen_shannon(
+    log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float
+) -> Terms:
+    mixture = torch.logaddexp(q_of + math.log(beta), p_of + math.log1p(-beta))
+    student = (p_of - mixture) * (1 - beta)
+    return student, (q_of - mixture) * beta, log_p.exp() * student
+
+
+KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Terms]] = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jensen_shannon": _jensen_shannon,
+}
+"""{name: function of (log p [R, V], log of the student's and of the teacher's probability of each
+token's bucket [R, V], beta)}. It returns (a, b, p g), so that the divergence is sum_j p_j a_j + q_j
+b_j and g_j its derivative by p_j, up to a constant; None stands for 0. A token in S is a bucket of
+its own."""
+
+
+@dataclass
+class _Rows:
+    """Statistics of a chunk of C tokens over the whole vocabulary, [C] each."""
+
+    m: torch.Tensor
+    """Largest logit of the student."""
+    log_s: torch.Tensor
+    """log sum e^(z - m) of the student."""
+    teacher_m: torch.Tensor
+    teacher_log_s: torch.Tensor
+    threshold: torch.Tensor
+    """k-th largest logit of the teacher, not divided by the temperature; -inf without `top_k`."""
+    rest: torch.Tensor
+    """log p_rest of the student; unused without `top_k`."""
+    teacher_rest: torch.Tensor
+    """log q_rest of the teacher; unused without `top_k`."""
+
+    @classmethod
+    def empty(cls, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """[7, T] memory for the statistics of all tokens, in the order of the fields."""
+        return torch.empty(7, num_tokens, dtype=accumulator(like.dtype), device=like.device)
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows of logits [C, V] into blocks of at most `BLOCK_BYTES`."""
+    itemsize = accumulator(logits.dtype).itemsize
+    size = BLOCK_BYTES["cuda" if logits.is_cuda else "cpu"]
+    step = max(1, size // (itemsize * max(1, logits.shape[1])))
+    return (slice(row, min(row + step, len(logits))) for row in range(0, len(logits), step))
+
+
+def _log_softmax(
+    logits: torch.Tensor, m: torch.Tensor, log_s: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """log-probs of logits [R, V], at least `LOWEST_LOG`; m and log_s [R]."""
+    z = logits.to(accumulator(logits.dtype)) / temperature
+    return z.sub_(m[:, None]).sub_(log_s[:, None]).clamp_min_(LOWEST_LOG)
+
+
+def _threshold(teacher: torch.Tensor, top_k: int, shard: VocabularyShard | None) -> torch.Tensor:
+    """[C] k-th largest teacher logit [C, V] of each row, over all shards of the vocabulary."""
+    dtype, local = accumulator(teacher.dtype), min(top_k, teacher.shape[1])
+    largest = teacher.topk(local, dim=1).values.to(dtype) if local else teacher[:, :0].to(dtype)
+    if shard is None:
+        return largest[:, -1]
+    # Each rank fills its own part of a sum, which so becomes a gather.
+    every = largest.new_zeros(shard.size, len(teacher), top_k)
+    every[shard.rank] = -torch.inf
+    every[shard.rank, :, :local] = largest
+    return shard.reduce_sum(every).transpose(0, 1).flatten(1).topk(top_k, dim=1).values[:, -1]
+
+
+def _log_rest(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    rows: _Rows,
+    temperature: float,
+    shard: VocabularyShard | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p_rest and log q_rest of a chunk, [C] each, at least `LOWEST_LOG`."""
+    sums = torch.zeros(2, len(student), dtype=rows.m.dtype, device=student.device)
+    models = (
+        (student, rows.m, rows.log_s),
+        (teacher, rows.teacher_m, rows.teacher_log_s),
+    )
+    # Relative to the likeliest token outside of S: probabilities of e^-200 must not vanish.
+    largest = torch.full_like(sums, LOWEST_LOG)
+
+    def outside(number: int, block: slice) -> torch.Tensor:
+        logits, m, log_s = models[number]
+        log_p = _log_softmax(logits[block], m[block], log_s[block], temperature)
+        return log_p.where(teacher[block] < rows.threshold[block, None], -torch.inf)
+
+    for block in _blocks(student) if student.shape[1] else ():
+        for number in range(2):
+            largest[number, block] = outside(number, block).amax(1).clamp_min_(LOWEST_LOG)
+    if shard:
+        shard.reduce_max(largest)
+    for block in _blocks(student):
+        for number in range(2):
+            relative = outside(number, block) - largest[number, block, None]
+            sums[number, block] = relative.exp_().sum(1)
+    if shard:
+        shard.reduce_sum(sums)
+    found = (largest + sums.log()).clamp_(LOWEST_LOG, 0.0)
+    return found[0], found[1]
+
+
+def _terms(
+    student: torch.Tensor, teacher: torch.Tensor, rows: _Rows, block: slice, how: Divergence
+) -> tuple[torch.Tensor, torch.Tensor, Terms]:
+    """(log p [R, V], log q [R, V], what `KINDS` returns) of a block of a chunk's rows."""
+    log_p = _log_softmax(student[block], rows.m[block], rows.log_s[block], how.temperature)
+    log_q = _log_softmax(
+        teacher[block], rows.teacher_m[block], rows.teacher_log_s[block], how.temperature
+    )
+    p_of, q_of = log_p, log_q
+    if how.top_k:
+        inside = teacher[block] >= rows.threshold[block, None]
+        p_of = log_p.where(inside, rows.rest[block, None])
+        q_of = log_q.where(inside, rows.teacher_rest[block, None])
+    return log_p, log_q, KINDS[how.kind](log_p, p_of, q_of, how.beta)
+
+
+def _divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    rows: _Rows,
+    how: Divergence,
+    shard: VocabularyShard | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(divergence, sum_i p_i g_i) of a chunk, [C] each."""
+    sums = torch.zeros(2, len(student), dtype=rows.m.dtype, device=student.device)
+    for block in _blocks(student):
+        log_p, log_q, (a, b, p_times_g) = _terms(student, teacher, rows, block, how)
+        if a is not None:
+            sums[0, block] += (log_p.exp() * a).sum(1)
+        if b is not None:
+            sums[0, block] += (log_q.exp() * b).sum(1)
+        sums[1, block] = p_times_g.sum(1)
+    if shard:
+        shard.reduce_sum(sums)
+    return sums[0], sums[1]
+
+
+def _gradient_(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    rows: _Rows,
+    mean: torch.Tensor,
+    upstream: torch.Tensor,
+    how: Divergence,
+) -> None:
+    """Replace the student's logits [C, V] by the gradient p_j (g_j - mean) upstream / temperature;
+    mean = sum_i p_i g_i and upstream are [C].
+    """
+    scale = upstream.to(mean.dtype) / how.temperature
+    for block in _blocks(student):
+        log_p, _, (_, _, p_times_g) = _terms(student, teacher, rows, block, how)
+        grad = p_times_g - log_p.exp_().mul_(mean[block, None])
+        student[block] = grad.mul_(scale[block, None])
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """The chunked divergence with its gradient by the student's hidden states and weight."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, targets, how, shard):
+        dtype, num_tokens = accumulator(hidden.dtype), len(hidden)
+        saved = _Rows.empty(num_tokens, hidden)
+        divergence, mean, entropy, logprobs, teacher_logprobs = torch.empty(
+            5, num_tokens, dtype=dtype, device=hidden.device
+        )
+        chunks, buffer = token_chunks(hidden, weight, shard)
+        teacher_buffer = torch.empty_like(buffer)
+        for chunk in chunks:
+            student = _whole_chunk(hidden[chunk], weight, buffer)
+            teacher = _whole_chunk(teacher_hidden[chunk], teacher_weight, teacher_buffer)
+            m, s, t, z_y = row_statistics(student, targets[chunk], how.temperature, shard)
+            teacher_m, teacher_s, _, u_y = row_statistics(
+                teacher, targets[chunk], how.temperature, shard
+            )
+            log_s, teacher_log_s = s.log(), teacher_s.log()
+            entropy[chunk], logprobs[chunk] = log_s - t / s, z_y - log_s
+            teacher_logprobs[chunk] = u_y - teacher_log_s
+            nothing = torch.full_like(m, -torch.inf)
+            rows = _Rows(m, log_s, teacher_m, teacher_log_s, nothing, nothing, nothing)
+            if how.top_k:
+                rows.threshold = _threshold(teacher, how.top_k, shard)
+                rows.rest, rows.teacher_rest = _log_rest(
+                    student, teacher, rows, how.temperature, shard
+                )
+            divergence[chunk], mean[chunk] = _divergence(student, teacher, rows, how, shard)
+            saved[:, chunk] = torch.stack(tuple(vars(rows).values()))
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, saved, mean.clone())
+        ctx.how, ctx.shard = how, shard
+        # Copies: a view would keep the other statistics alive.
+        found = [one.clone() for one in (divergence, entropy, logprobs, teacher_logprobs)]
+        ctx.mark_non_differentiable(*found[1:])
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        hidden, weight, teacher_hidden, teacher_weight, saved, mean = ctx.saved_tensors
+        shard, needs_hidden, needs_weight = ctx.shard, *ctx.needs_input_grad[:2]
+        dtype = accumulator(hidden.dtype)
+        # float32 sums over chunks and ranks: bfloat16 would lose the later ones.
+        grad_hidden = (
+            torch.zeros_like(hidden, dtype=dtype if shard else None) if needs_hidden else None
+        )
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        chunks, buffer = token_chunks(hidden, weight, shard)
+        teacher_buffer = torch.empty_like(buffer)
+        for chunk in chunks if len(weight) else []:
+            student = chunk_logits(hidden[chunk], weight, buffer)
+            teacher = chunk_logits(teacher_hidden[chunk], teacher_weight, teacher_buffer)
+            rows = _Rows(*saved[:, chunk])
+            _gradient_(student, teacher, rows, mean[chunk], upstream[chunk], ctx.how)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = product(student, weight.T)
+            if grad_weight is not None:
+                add_outer(grad_weight, student, hidden[chunk])
+        if shard and grad_hidden is not None and grad_hidden.numel():
+            shard.reduce_sum(grad_hidden)
+        given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
+        grads = (grad.to(dtype) if grad is not None else None for grad, dtype in given)
+        return (*grads, None, None, None, None, None)
+
+
+def _whole_chunk(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """`chunk_logits`, also for a shard without rows of the vocabulary: [C, 0]."""
+    return chunk_logits(hidden, weight, buffer) if len(weight) else buffer[: len(hidden)]
+
+
+@dataclass(frozen=True)
+class TokenDivergence:
+    """What `linear_divergence` returns, [T] each, in float32, or float64 for float64 inputs."""
+
+    divergence: torch.Tensor
+    """Divergence at each token; differentiable in the student's hidden states and weight."""
+    entropy: torch.Tensor
+    """Entropy of the student's distribution, without gradient."""
+    logprobs: torch.Tensor
+    """The student's log-prob of the target, without gradient."""
+    teacher_logprobs: torch.Tensor
+    """The teacher's log-prob of the target."""
+
+
+def linear_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    targets: torch.Tensor,
+    how: Divergence,
+    shard: VocabularyShard | None = None,
+) -> TokenDivergence:
+    """Divergence of the student's next-token distribution from the teacher's at each token.
+
+    Args:
+        hidden: [T, H] of the student.
+        weight: [V, H], same dtype; with `shard` this rank's rows.
+        teacher_hidden: [T, G] of the teacher, same dtype.
+        teacher_weight: [V, G], same dtype; with `shard` the same rows.
+        targets: [T] int64 token ids; outside the vocabulary they fail an assertion (on GPUs later).
+        how: kind, top-k and temperature.
+        shard: this rank's part of a split vocabulary. All other arguments and the upstream
+            gradients must be the same on every rank, and so are the results and the gradient of
+            `hidden`.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, or `how` has a value out of range.
+    """
+    tensors = (hidden, weight, teacher_hidden, teacher_weight)
+    if (
+        not len(hidden) == len(teacher_hidden) == len(targets)
+        or len(weight) != len(teacher_weight)
+        or hidden.shape[1] != weight.shape[1]
+        or teacher_hidden.shape[1] != teacher_weight.shape[1]
+        or len({one.dtype for one in tensors}) > 1
+    ):
+        shown = [f"{tuple(one.shape)} {one.dtype}" for one in tensors]
+        raise ValueError(
+            f"hidden {shown[0]}, weight {shown[1]}, teacher_hidden {shown[2]}, teacher_weight"
+            f" {shown[3]} and targets {tuple(targets.shape)} do not match; give [T, H], [V, H],"
+            " [T, G], [V, G] of the same dtype, and [T]"
+        )
+    if how.kind not in KINDS:
+        raise ValueError(f"no divergence {how.kind!r}; there are {', '.join(KINDS)}")
+    if not 0 < how.beta < 1:
+        raise ValueError(f"beta is {how.beta}; set it above 0 and below 1")
+    if not how.temperature > 0:
+        raise ValueError(f"temperature is {how.temperature}; set it above 0")
+    most = len(weight) if shard is None else shard.rows * shard.size
+    if not 0 <= how.top_k <= most:
+        raise ValueError(f"top_k is {how.top_k}, but there are {most} tokens; set 0 to {most}")
+    return TokenDivergence(
+        *_LinearDivergence.apply(
+            hidden, weight, teacher_hidden, teacher_weight, targets, how, shard
+        )
+    )

@@ -1,0 +1,134 @@
+"""On-policy distillation: the policy is trained to match a teacher's next-token distributions at
+every token that it has generated itself.
+
+    StepBatch (this rank's samples) + Teacher  --train--> StepReport
+
+    loss = sum over generated tokens of weight x D(policy's distribution, teacher's distribution)
+
+GKD, arXiv:2306.13649, eq. 5 with all data from the student. As there, samples are taken as given:
+no gradient flows through the choice of the tokens. The weights add up to 1 over a mini-batch, over
+all its micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from megarl.objectives.config import DistillationConfig
+from megarl.objectives.corrections import mismatch
+from megarl.trainer.empty_steps import EmptySteps
+from megarl.trainer.finite import StepGuard
+from megarl.trainer.role import Role
+from megarl.trainer.step import GAPS, StepMetrics, mismatch_metrics, optimizer_step, token_weights
+from megarl.trainer.teacher import Teacher
+from megarl.types import MicroBatch, StepBatch, StepReport
+
+SUMS = ("loss", "divergence", "teacher_logprob", "entropy", "tokens")
+"""Sums over the trained tokens, from which a step's metrics are made."""
+
+
+class Distillation:
+    """Trains the policy on the lessons of a teacher."""
+
+    def __init__(
+        self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
+    ) -> None:
+        """`compares_engines`: whether the metrics `mismatch/...` are computed, since the engines
+        sample from the distribution whose log-probs are computed here.
+        """
+        self.policy, self.config = policy, distillation
+        self.compares_engines = compares_engines
+        self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
+        self.empty_steps = EmptySteps(policy.training.max_empty_steps)
+
+    def train(
+        self, batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], teacher: Teacher
+    ) -> StepReport:
+        """Train on one batch, with one optimizer step for each mini-batch and epoch. All ranks of
+        the policy call it together and get the same report.
+
+        `packed`: the batch's micro-batches (`Role.pack_step`). `teacher`: has read the batch.
+
+        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
+        values, if a weight is not finite afterwards, or after `training.max_empty_steps` steps in a
+        row without samples.
+        """
+        self.guard.begin(f"step {batch.step + 1}")
+        self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
+        gaps = [f"mismatch/{name}" for name in GAPS] if self.compares_engines else []
+        metrics = StepMetrics(self.policy.device, (*SUMS, *gaps), ("max_abs",))
+        norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
+        epochs = self.policy.training.epochs_per_step
+        for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
+            weights = token_weights(batch, number, self.config.aggregation, self.policy.device)
+
+            def loss(
+                micro: MicroBatch,
+                number: int = number,
+                weights: torch.Tensor = weights,
+                at_start: bool = epoch == number == 0,
+            ) -> torch.Tensor:
+                lesson = teacher.lesson(number, micro)
+                found = self.policy.engine(micro, self.config.temperature, lesson)
+                return self._loss(micro, found, weights, metrics, at_start=at_start)
+
+            taken = optimizer_step(self.policy, micro_batches, loss, self.guard)
+            if taken is None:
+                metrics.rewind(before)
+                continue
+            norms.append(taken[0])
+            rate, before = taken[1], metrics.mark()
+            self.empty_steps.has_updated = True
+        teacher.forget()
+        self.guard.check_weights()
+        found = self._report(metrics, num_mini_batches=len(norms))
+        found |= {
+            "grad_norm": sum(norms) / max(1, len(norms)),
+            "learning_rate": rate,
+            "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
+        }
+        return StepReport(step=batch.step, metrics=batch.metrics | found)
+
+    def _loss(
+        self,
+        micro: MicroBatch,
+        found: tuple[torch.Tensor, ...],
+        weights: torch.Tensor,
+        metrics: StepMetrics,
+        *,
+        at_start: bool,
+    ) -> torch.Tensor:
+        """This micro-batch's term of the mini-batch's loss; adds its values to `metrics`. `found`:
+        what the policy has returned. `at_start`: no update of this step has been made yet.
+        """
+        divergence, entropy, logprobs, teacher_logprobs = found
+        self.guard.watch("teacher's log-probs", teacher_logprobs)
+        self.guard.watch("policy's log-probs", logprobs)
+        loss = (weights[micro.sample_ids[micro.mask]] * divergence).sum()
+        metrics.add(
+            loss=loss.detach().double(),
+            divergence=divergence.detach().sum().double(),
+            teacher_logprob=teacher_logprobs.sum().double(),
+            entropy=entropy.sum().double(),
+            tokens=float(divergence.numel()),
+        )
+        if at_start and self.compares_engines:
+            engines = micro.engine_logprobs[micro.mask]
+            gap = mismatch(logprobs, engines, torch.ones_like(logprobs, dtype=torch.bool))
+            metrics.maximum("max_abs", gap["max_abs"])
+            metrics.add(**{f"mismatch/{name}": gap[name] for name in GAPS})
+        return loss
+
+    def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
+        """The metrics of a step, reduced over all ranks."""
+        value = metrics.reduce(self.policy.mesh.gradient)
+        tokens = max(value["tokens"], 1.0)
+        found = {"loss": value["loss"] / max(1, num_mini_batches)}
+        found |= {
+            name: value[name] / tokens for name in ("divergence", "teacher_logprob", "entropy")
+        }
+        found["tokens/trained"] = value["tokens"]
+        return found | (mismatch_metrics(value) if self.compares_engines else {})

@@ -1,0 +1,95 @@
+"""The teacher of distillation: a frozen role whose next-token distributions the policy learns.
+
+A distribution over the whole vocabulary is the product of a hidden state and the output head. So
+the role computes hidden states only, wherever it is, and each rank of the policy has the rows of
+the teacher's output head that belong to its own shard of the vocabulary. Logits are made of both,
+chunk by chunk, in `megarl.kernels.divergence`.
+
+On the policy's ranks and layout the states of a micro-batch are computed when it is trained on, and
+nothing is kept. Elsewhere the states of the whole step are computed first and sent to the policy's
+ranks, rank to rank: [T, G] numbers of the model's dtype for the T tokens of a data rank's samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.kernels.divergence import Divergence
+from megarl.trainer.build import DTYPES
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.heads import Lesson
+from megarl.trainer.loading import output_rows
+from megarl.trainer.model_config import load_model_config
+from megarl.trainer.role import Column, Role
+from megarl.trainer.sharding import head_shard
+from megarl.trainer.transfer import BatchTransfer
+from megarl.types import MicroBatch, StepBatch
+
+
+class Teacher:
+    """Gives the policy's ranks the lesson of each micro-batch. All ranks of the job create it and
+    call `read` together.
+    """
+
+    def __init__(
+        self,
+        transfer: BatchTransfer,
+        model: ModelConfig,
+        policy: Role | None,
+        divergence: Divergence,
+        *,
+        precision: str,
+    ) -> None:
+        """`transfer.role`: the teacher, a frozen role with the head `states`. `model`: its
+        checkpoint. `policy`: the student, None on ranks outside the policy. `precision`: a name in
+        `DTYPES`, of both models.
+        """
+        self.transfer, self.divergence = transfer, divergence
+        self.width = load_model_config(model).get_text_config().hidden_size
+        self.dtype = DTYPES[precision]
+        self.weight: torch.Tensor | None = None
+        """[V, G] the teacher's output head: rows of the vocabulary's shard on this rank of the
+        policy. None on other ranks."""
+        if policy is not None:
+            rows = vocabulary_rows(policy)
+            self.weight = output_rows(model, rows, dtype=self.dtype, device=policy.device)
+        self._column: Column = []
+
+    def read(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> None:
+        """Prepare the lessons of a batch. Ranks outside the policy pass None as `batch`."""
+        self._column = []
+        if self.transfer.is_shared:
+            return
+        here, role = self.transfer.send(batch, packed), self.transfer.role
+        column: Column = []
+        if role is not None and here is not None:
+            column = role.score(here.batch, here.packed)
+        self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
+
+    def lesson(self, number: int, micro: MicroBatch) -> Lesson:
+        """What the policy learns from at the trained tokens of a micro-batch of mini-batch
+        `number`. All ranks that share the micro-batch call it together.
+        """
+        assert self.weight is not None, "this rank has no part of the policy"
+        if self.transfer.is_shared:
+            assert self.transfer.role is not None
+            states = self.transfer.role.engine(micro, 1.0)
+        else:
+            states = self._column[number][micro.places[micro.mask]]
+        return Lesson(states, self.weight, self.divergence)
+
+    def forget(self) -> None:
+        """Free the hidden states of the batch that was read last."""
+        self._column = []
+
+
+def vocabulary_rows(policy: Role) -> slice:
+    """The rows of the policy's vocabulary whose part of the output head is on this rank."""
+    network = policy.engine.module
+    shard = head_shard(network.model, network.shards)
+    if shard is None:
+        return slice(0, network.model.config.get_text_config().vocab_size)
+    rank = policy.mesh.tensor.rank
+    return slice(shard.edges[rank], shard.edges[rank + 1])
