@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megarl.checkpoints.store import Store
 from megarl.schema import require
@@ -46,15 +46,25 @@ def write_adapter(
     *,
     base: str | None,
 ) -> list[Path]:
-    """Write an adapter into `folder`, which is made; returns the paths.
+    """Write an adapter into `folder`, which is made; returns the paths. The other arguments are
+    those of `adapter_bytes`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in adapter_bytes(tensors, config, base=base).items():
+        (folder / name).write_bytes(content)
+    return [folder / CONFIG, folder / TENSORS]
+
+
+def adapter_bytes(
+    tensors: Mapping[str, torch.Tensor], config: LoraConfig, *, base: str | None
+) -> dict[str, bytes]:
+    """{file name: content} of an adapter in PEFT's format.
 
     Args:
-        folder: where to write.
         tensors: {name in the base model: whole tensor} of all A and B, and of a score head.
         config: rank and alpha.
         base: path or hub name of the base model.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     classifies = SCORE in tensors
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
     settings = PLAIN | {
@@ -67,10 +77,11 @@ def write_adapter(
         "modules_to_save": ["score"] if classifies else None,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True))
     named = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, str(folder / TENSORS), metadata={"format": "pt"})
-    return [folder / CONFIG, folder / TENSORS]
+    return {
+        CONFIG: json.dumps(settings, indent=2, sort_keys=True).encode(),
+        TENSORS: save(named, metadata={"format": "pt"}),
+    }
 
 
 def read_adapter(

@@ -31,9 +31,12 @@ def check_adapters(lora: LoraConfig, model: ModelConfig) -> None:
         read_adapter(lora, shapes)
 
 
-def check_adapter_publishing(config: RunConfig) -> None:
-    """Raise `ValueError` if engines cannot be sent adapters alone, as the recipe asks."""
+def check_published_adapters(config: RunConfig) -> None:
+    """Raise `ValueError` if the adapters do not fit the model, or if engines cannot be sent
+    adapters alone, as the recipe asks.
+    """
     lora, rollout = config.training.lora, config.rollout
+    check_adapters(lora, config.model)
     if not lora.is_on or lora.publish == "merged":
         return
     require(

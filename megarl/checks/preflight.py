@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl import console
 from megarl.checkpoints.progress import choose, fingerprint, newest_first, written_under
-from megarl.checks.adapter_checks import check_adapter_publishing, check_adapters
+from megarl.checks.adapter_checks import check_published_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
 from megarl.checks.folder_checks import check_folder, check_observe, check_writable
@@ -113,16 +113,14 @@ def check_run(
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
         check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu, started=started)
     check_weights(config.model)
-    check_adapters(config.training.lora, config.model)
-    check_adapter_publishing(config)
+    check_published_adapters(config)
     if on_cpu:
         check_cache_memory(config, hf, longest)
     if prompts is not None:
         with_steps(config, len(prompts))
         try_verifier(config.environment, prompts, Codec.of(tokenizer))
     data = prompts.fingerprint if prompts is not None else ""
-    trained = trained_roles(config, roles) if new else {}
-    checkpoint = find_checkpoint(config, layout, data, trained) if new else None
+    found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     stops = stop_tokens(tokenizer, config.model, hf)
     return RunInputs(
         layout,
@@ -132,7 +130,7 @@ def check_run(
         data,
         prompts,
         held_out,
-        resume_from=checkpoint,
+        resume_from=found,
         ranks=ranks,
         roles=roles,
     )

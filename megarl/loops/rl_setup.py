@@ -166,7 +166,6 @@ def make_publisher(
             mesh=mesh,
             probe=probe,
             layouts=f"adapters of rank {lora.rank}, training {mesh.layout}",
-            lora=lora,
         )
     return Publisher(
         config.weight_sync,

@@ -1,4 +1,5 @@
-"""Optimizers a recipe can name as `training.optimizer.kind`; all of them are AdamW.
+"""Optimizers a recipe can name as `training.optimizer.kind`, all of them AdamW, and the
+learning-rate schedule.
 
     OPTIMIZERS["torch"](parameters, config.optimizer) -> torch.optim.Optimizer
 
@@ -9,6 +10,7 @@ To add one, write a function of (parameters, config), name it in `OPTIMIZERS` an
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from megarl.schema import require
-from megarl.trainer.config import OptimizerConfig, TrainingConfig
+from megarl.trainer.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 
 Parameters = Sequence[torch.nn.Parameter]
 
@@ -110,3 +112,16 @@ def _apex_problem() -> str:
     except Exception as error:  # another project's package of that name raises what it likes
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak`, then
+    constant, or linear or cosine decay to `peak * final_ratio`.
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return peak
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
+    left = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)

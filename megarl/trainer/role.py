@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
@@ -179,11 +180,11 @@ class Role:
         whole = all_reduce(found, sequence)
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
 
-    def whole_adapters(self) -> dict[str, torch.Tensor]:
-        """{parameter name: whole tensor} of the adapters, on every rank. All ranks call it
+    def adapter_files(self) -> dict[str, bytes]:
+        """{file name: content} of the adapters in PEFT's format, on every rank. All ranks call it
         together.
         """
-        return self.engine.whole_adapters()
+        return adapter_bytes(self.engine.whole_adapters(), self.training.lora, base=None)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """A context manager in which the model computes without its adapters."""

@@ -26,12 +26,12 @@ from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.config import ScheduleConfig, TrainingConfig
+from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.heads import SCORE
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
-from megarl.trainer.optimizers import OPTIMIZERS
+from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -43,19 +43,6 @@ OFFLOADED = (
     OffloadStateTypeEnum.contiguous_grad_buffer,
 )
 """What is moved to the CPU while colocated engines use the GPU: all states except the weights."""
-
-
-def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak`, then
-    constant, or linear or cosine decay to `peak * final_ratio`.
-    """
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return peak
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
-    left = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * left)
 
 
 def deepspeed_config(

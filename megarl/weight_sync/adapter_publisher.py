@@ -6,18 +6,12 @@ the adapters as it computes.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Protocol
 
-import torch
-
-from megarl.checkpoints.adapter_files import write_adapter
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import LoraConfig
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights
 from megarl.weight_sync.probe import Probe
@@ -28,8 +22,8 @@ from megarl.weight_sync.transports.base import Aborted
 class SendsAdapters(SendsWeights, Protocol):
     """A trained model whose adapters can be published."""
 
-    def whole_adapters(self) -> dict[str, torch.Tensor]:
-        """{parameter name: whole tensor} of all A and B, on every rank; collective."""
+    def adapter_files(self) -> dict[str, bytes]:
+        """{file name: content} of all A and B in PEFT's format, on every rank; collective."""
         ...
 
 
@@ -45,22 +39,21 @@ class AdapterPublisher(Publication):
         mesh: ProcessMesh,
         probe: Probe,
         layouts: str,
-        lora: LoraConfig,
     ) -> None:
-        """`engines` are started with the base model's weights and `lora.rank`. `layouts`: those of
-        trainer and engines, for messages.
+        """`engines` are started with the base model's weights and the adapters' rank. `layouts`:
+        those of trainer and engines, for messages.
         """
         super().__init__(
             config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=layouts
         )
-        self._sender, self._lora = policy, lora
+        self._sender = policy
 
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
-        tensors, metrics = self._sender.whole_adapters(), {}
+        files, metrics = self._sender.adapter_files(), {}
         problem, lost = "", list[int]()
         try:
             if self.engines is not None:
-                metrics = self._send(version, tensors)
+                metrics = self._send(version, files)
         except EngineLost as error:
             problem, lost = f"publishing version {version} failed: {error}", [*error.engines]
         except Exception as error:  # gathered below, so that no rank waits for this one
@@ -70,12 +63,9 @@ class AdapterPublisher(Publication):
                 return message, engines, {}
         return "", [], metrics
 
-    def _send(self, version: int, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    def _send(self, version: int, files: dict[str, bytes]) -> dict[str, float]:
         """On rank 0, send the adapters to every engine and wait until each has loaded them."""
         assert self.engines is not None
-        with tempfile.TemporaryDirectory(prefix="megarl_adapter_") as folder:
-            written = write_adapter(Path(folder), tensors, self._lora, base=None)
-            files = {path.name: path.read_bytes() for path in written}
         timeout_s = self.config.timeout_s
         deadline = time.monotonic() + timeout_s
         update = self.engines.load_adapter(version, files, timeout_s=timeout_s)
