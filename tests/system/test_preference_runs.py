@@ -194,3 +194,36 @@ def test_samples_become_data_sets(place: Path) -> None:
         assert not tops or max(tops) <= min(value for value, _ in group) + 1e-6
     source = {"preferences": {"source": found["data"], "margin_column": "margin"}}
     run("reward-model", place, "of_samples", 1, **source)
+
+
+def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
+    """LoRA in `preference` and `reward-model`, on two ranks: what a checkpoint's adapter makes of
+    the base model is the model that the checkpoint holds.
+    """
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    classes = {
+        "preference": (AutoModelForCausalLM, {}),
+        "reward-model": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    }
+    training = {
+        "micro_batch_tokens": 32,
+        "lora": {"rank": 2, "alpha": 8.0},
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    ids = torch.tensor([[5, 9, 13, 4, 7, 1]])
+    for command, (kind, options) in classes.items():
+        name = f"adapted_{command}"
+        done, _ = run(command, place, name, 3, ranks=2, training=training | TWO_RANKS)
+        assert "LoRA trains" in done.err
+        saved = place / name / "checkpoints" / "step_000003"
+        base = kind.from_pretrained(place / "model", **options)
+        before = kind.from_pretrained(saved / "model")
+        adapted = PeftModel.from_pretrained(base, str(saved / "adapter"))
+        with torch.no_grad():
+            one, other = (network(input_ids=ids).logits for network in (before, adapted))
+            assert torch.allclose(one, other, atol=1e-5)
+            with adapted.disable_adapter():
+                assert (adapted(input_ids=ids).logits - one).abs().max() > 1e-3
