@@ -102,6 +102,11 @@ class PairTask:
         return {f"eval/{name}": value for name, value in work.reduced().items()}
 
 
+ROUNDING = 1e-6
+"""Margins up to this are none: before the first update the policy is the reference, and what is
+left of their difference is float32 rounding, whose sign depends on the layout."""
+
+
 def right(margins: torch.Tensor) -> torch.Tensor:
-    """1 for a positive margin, 0 for a negative one, and a half for none."""
-    return (margins.sign() + 1) / 2
+    """1 for a positive margin, 0 for a negative one, and a half for one within `ROUNDING` of 0."""
+    return (torch.where(margins.abs() <= ROUNDING, 0.0, margins).sign() + 1) / 2

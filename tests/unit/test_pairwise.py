@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from megarl.loops.pair_task import right
 from megarl.objectives.config import (
     USUAL_BETA,
     PreferenceLossConfig,
@@ -176,3 +177,9 @@ def test_reward_models() -> None:
 def test_settings_that_would_do_nothing_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PreferenceLossConfig(**wrong)
+
+
+def test_a_margin_of_rounding_is_none() -> None:
+    """Before the first update every pair is a tie, on every machine and under every layout."""
+    margins = torch.tensor([2e-3, -2e-3, 0.0, 9e-9, -6e-7], dtype=torch.float64)
+    assert right(margins).tolist() == [1.0, 0.0, 0.5, 0.5, 0.5]
