@@ -87,9 +87,17 @@ def _reverse_kl(log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, bet
 def _jensen_shannon(
     log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float
 ) -> Terms:
-    mixture = torch.logaddexp(q_of + math.log(beta), p_of + math.log1p(-beta))
-    student = (p_of - mixture) * (1 - beta)
-    return student, (q_of - mixture) * beta, log_p.exp() * student
+    student = -_log_mixed(q_of, p_of, beta) * (1 - beta)
+    return student, -_log_mixed(p_of, q_of, 1 - beta) * beta, log_p.exp() * student
+
+
+def _log_mixed(other: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
+    """log(share x e^other + (1 - share) e^own) - own, to full relative accuracy also near 0."""
+    difference = other - own
+    small = share * torch.expm1(difference.clamp(max=20.0))  # bounded: e^89 overflows float32
+    rest = torch.full_like(difference, math.log1p(-share))
+    mixed = torch.logaddexp(difference + math.log(share), rest)
+    return torch.where(small.abs() < 0.5, small.log1p(), mixed)
 
 
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Terms]] = {
@@ -143,7 +151,7 @@ def _log_softmax(
 
 
 def _threshold(teacher: torch.Tensor, top_k: int, shard: VocabularyShard | None) -> torch.Tensor:
-    """[C] k-th largest teacher logit [C, V] of each row, over all shards of the vocabulary."""
+    """[C] k-th largest of each row of the teacher's logits [C, V], over all vocabulary ranks."""
     dtype, local = accumulator(teacher.dtype), min(top_k, teacher.shape[1])
     largest = teacher.topk(local, dim=1).values.to(dtype) if local else teacher[:, :0].to(dtype)
     if shard is None:

@@ -16,7 +16,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megarl import console, signals
@@ -54,6 +55,10 @@ class Command:
     correct."""
     end_within_s: float = END_WITHIN_S
     """Seconds after a signal until everything the command started has ended."""
+    owns_folder: bool = False
+    """Whether the command writes to its run folder, which then belongs to it alone."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """(flag, recipe key) of short names for keys of the recipe."""
 
 
 COMMANDS = {
@@ -63,6 +68,7 @@ COMMANDS = {
         check="megarl.checks.preflight:check_train",
         run="megarl.loops.rl:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
     ),
     "distill": Command(
         summary="on-policy distillation: learn a teacher's distributions",
@@ -70,6 +76,7 @@ COMMANDS = {
         check="megarl.checks.preflight:check_train",
         run="megarl.loops.distill:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
     ),
     "sft": Command(
         summary="supervised fine-tuning",
@@ -77,6 +84,7 @@ COMMANDS = {
         check="megarl.checks.supervised:check_sft",
         run="megarl.loops.sft:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
     ),
     "preference": Command(
         summary="learn from pairs of responses: DPO and its relatives",
@@ -84,6 +92,7 @@ COMMANDS = {
         check="megarl.checks.supervised:check_preference",
         run="megarl.loops.preference:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
     ),
     "reward-model": Command(
         summary="train a reward model on pairs of responses",
@@ -91,6 +100,7 @@ COMMANDS = {
         check="megarl.checks.supervised:check_reward_model",
         run="megarl.loops.reward_model:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
     ),
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",
@@ -104,8 +114,15 @@ COMMANDS = {
         check="megarl.checks.sampling:check_sample",
         run="megarl.loops.sample:main",
     ),
+    "rollout": Command(
+        summary="print a few rollouts of a recipe, turn by turn (--num 4)",
+        config="RunConfig",
+        check="megarl.checks.sampling:check_rollout",
+        run="megarl.loops.show_rollouts:main",
+        flags=(("--num", "--sample.shown"),),
+    ),
     "serve-reward": Command(
-        summary="verifiers or a reward model as an HTTP server",
+        summary="verifiers, a reward model or a judge as an HTTP server",
         config="ServeRewardConfig",
         check="megarl.checks.reward_server:check_serve_reward",
         run="megarl.loops.serve_reward:main",
@@ -119,6 +136,10 @@ COMMANDS = {
     "report": Command(
         summary="write a run folder's report.html again (megarl report RUN)",
         run="megarl.observe.report:main",
+    ),
+    "ledger": Command(
+        summary="what became of every group of a run, audited (megarl ledger RUN [--json])",
+        run="megarl.ledger.command:main",
     ),
     "torchrun": Command(
         summary="a training command on several ranks: --nproc-per-node N train RECIPE.yaml",
@@ -162,6 +183,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
     if command not in COMMANDS:
         fail(f"unknown command {command!r}; use {', '.join(COMMANDS)}")
+    if COMMANDS[command].owns_folder:
+        signals.die_with_launcher()
     signals.guard(COMMANDS[command].end_within_s)
     signals.handle()
     try:
@@ -189,6 +212,7 @@ def dispatch(name: str, rest: list[str]) -> int:
         return load(command.run)(rest)
     flags = {flag for flag in ("--print-config", "--check") if flag in rest}
     rest = [word for word in rest if word not in flags]
+    rest = [_long(word, command.flags) for word in rest]
     ranks = _take_ranks(rest) if "--check" in flags else None
     if not rest or rest[0].startswith("-"):
         raise UserError(
@@ -204,15 +228,21 @@ def dispatch(name: str, rest: list[str]) -> int:
     if "--print-config" in flags:
         print(configs.dump(config), end="")
         return 0
-    with console.diverted():
+    with console.diverted(), ExitStack() as stack:
         try:
             with console.phase("checks"):
                 from megarl.cluster.process_env import prepare_environment
 
                 prepare_environment(getattr(config, "training", config).num_threads)
+                owner = None
+                if command.owns_folder:  # before the imports of the checks, which take seconds
+                    owned = load("megarl.checks.folder_checks:owned_folder")
+                    owner = stack.enter_context(owned(config, starts="--check" not in flags))
                 with quick_imports():
                     check = load(command.check)
                 inputs = check(config, ranks)
+                if owner is not None:
+                    inputs = replace(inputs, owner=owner)
         except ValueError as error:
             raise mistake(error) from error
         if "--check" in flags:
@@ -221,6 +251,12 @@ def dispatch(name: str, rest: list[str]) -> int:
         with quick_imports():
             run = load(command.run)
         return run(config, inputs)
+
+
+def _long(word: str, flags: tuple[tuple[str, str], ...]) -> str:
+    """A word of the command line with the recipe's key in place of a short name for it."""
+    name, equals, value = word.partition("=")
+    return f"{dict(flags).get(name, name)}{equals}{value}"
 
 
 def mistake(error: ValueError) -> UserError:

@@ -24,6 +24,7 @@ from megarl.config_checks import (
     check_distillation,
     check_early_stop,
     check_engines,
+    check_mixture,
     check_rewards,
     check_roles,
     check_stops,
@@ -32,7 +33,12 @@ from megarl.config_checks import (
 )
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
-from megarl.objectives.config import COMPARING, AlgorithmConfig, DistillationConfig
+from megarl.objectives.config import (
+    COMPARING,
+    WITH_GREEDY_BASELINE,
+    AlgorithmConfig,
+    DistillationConfig,
+)
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
@@ -100,6 +106,8 @@ class SampleConfig:
     are left out, and so are responses that were cut off at the token limit, but as the worst."""
     min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
     """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
+    shown: Annotated[int, Range(1, 10_000)] = 4
+    """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
 
 
 @config
@@ -112,8 +120,8 @@ class RunConfig:
     """Training steps of the whole run."""
     epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
-    `rollout.groups_per_step`, rounded up. Groups that dynamic sampling rejects are not counted, so
-    with it the run passes over the prompts more often."""
+    `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Groups that dynamic sampling
+    rejects are not counted, so with it the run passes over the prompts more often."""
     seed: Annotated[int, Range(0, 2**31 - 1)] = 1
     """Seed of all random numbers: initial weights, data order, sampling."""
     resume: Literal[True, False, "auto"] = False
@@ -146,7 +154,7 @@ class RunConfig:
         )
         require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
         require(
-            bool(self.prompts.source), "prompts.source is empty; set it to a data file or hub name"
+            self.prompts.names_data, "prompts.source is empty; set it to a data file or hub name"
         )
         check_engines(self, longest_request(self))
         groups, parts = self.rollout.groups_per_step, self.training.num_mini_batches
@@ -165,6 +173,7 @@ class RunConfig:
         )
         check_stops(self)
         check_answers(self)
+        check_mixture(self)
         self.check_learning()
 
     def check_learning(self) -> None:
@@ -181,6 +190,15 @@ class RunConfig:
         group of equal rewards teaches nothing.
         """
         return self.algorithm.advantage in COMPARING
+
+    @property
+    def greedy_baseline(self) -> Literal["", "reward", "tokens"]:
+        """What the trainer gets of a greedy response to each prompt: nothing, its reward, or its
+        tokens too, so that reward models score it.
+        """
+        if self.algorithm.advantage not in WITH_GREEDY_BASELINE:
+            return ""
+        return "tokens" if self.reward_models else "reward"
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
@@ -253,7 +271,7 @@ def longest_request(config: RunConfig) -> int:
     """Tokens of the longest prompt, held-out ones included, and the longest response together."""
     held_out = config.evaluation.prompts
     prompt = max(
-        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.source else 0
+        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
     )
     return prompt + config.rollout.max_new_tokens
 

@@ -14,6 +14,7 @@ from megarl.trainer.config import CriticConfig, ModelConfig, RoleConfig
 
 if TYPE_CHECKING:
     from megarl.config import DistillConfig, RunConfig
+    from megarl.environments.config import EnvironmentConfig
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
@@ -49,8 +50,12 @@ def check_truncation(config: RunConfig) -> None:
         require(
             config.algorithm.old_logprobs == "engine",
             f"rollout.{name} is {value:g}, so that the engines sample from a truncated law, whose"
-            " log-probs the trainer does not compute; set algorithm.old_logprobs to 'engine', which"
-            " uses the engine's, or leave it out",
+            " log-probs the trainer does not compute; leave it out"
+            + (
+                ""
+                if config.algorithm.loss == "reinforce"
+                else ", or set algorithm.old_logprobs to 'engine', which uses the engine's"
+            ),
         )
 
 
@@ -67,25 +72,89 @@ def check_answers(config: RunConfig) -> None:
     """Raise `ValueError` where a built-in verifier gets no answers to compare with, or a setting
     for another one.
     """
-    names = list(config.environment.rewards) or [config.environment.verifier]
+    if config.environment.mixture:
+        for name, part in config.environment.named_parts.items():
+            _check_answers(config, part, name)
+    else:
+        _check_answers(config, config.environment, "")
+
+
+def _check_answers(config: RunConfig, environment: EnvironmentConfig, name: str) -> None:
+    """The check of one verifier. `name`: its name in a mixture, otherwise empty."""
+    where = f"environment.mixture.{name}" if name else "environment"
     require(
-        not config.environment.answer_after or "exact_match" in names,
-        "environment.answer_after is for the verifier 'exact_match', but environment.verifier is"
-        f" '{', '.join(names)}', which finds the answer by itself; remove answer_after",
+        not environment.answer_after or environment.reads_marker or bool(environment.session),
+        f"{where}.answer_after is for the verifiers 'exact_match', 'numeric' and 'choice', but"
+        f" {where}.verifier is '{', '.join(environment.names_used)}', which finds the answer by"
+        " itself; remove answer_after",
     )
-    if config.environment.session:
+    require(
+        config.environment.has_sessions or config.algorithm.credit == "response",
+        "algorithm.credit is 'turn', but without environment.session or environment.tools a rollout"
+        " has one turn; leave credit out",
+    )
+    if environment.session:  # which may score by itself
         return
-    built_in = " and ".join(name for name in names if ":" not in name and name != "none")
+    built_in = " and ".join(environment.compares_answers)
     for section, prompts in (
         ("prompts", config.prompts),
         ("evaluation.prompts", config.evaluation.prompts),
     ):
-        require(
-            bool(prompts.answer_column) or not built_in,
-            f"{section}.answer_column is empty, but the verifier {built_in} compares with the"
-            " answer; set the column of the answers, or environment.verifier to a function that"
-            " needs none",
-        )
+        for number, part in enumerate(prompts.parts):
+            if name and part.environment != name:
+                continue
+            shown = f"{section}.sources[{number}]" if prompts.sources else section
+            require(
+                bool(part.answer_column) or not built_in,
+                f"{shown}.answer_column is empty, but the verifier {built_in} compares with the"
+                f" answer; set the column of the answers, or {where}.verifier to a function that"
+                " needs none",
+            )
+
+
+def check_mixture(config: RunConfig) -> None:
+    """Raise `ValueError` where prompts name a verifier that is not in `environment.mixture`, name
+    none though there is a mixture, or where an entry of the mixture is never named.
+    """
+    known = config.environment.mixture
+    sections = {"prompts": config.prompts, "evaluation.prompts": config.evaluation.prompts}
+    by_column = False
+    named: set[str] = set()
+    for section, prompts in sections.items():
+        if not prompts.names_data:
+            continue
+        for number, part in enumerate(prompts.parts):
+            where = f"{section}.sources[{number}]" if prompts.sources else section
+            name, column = part.environment, part.environment_column
+            by_column |= bool(column)
+            named |= {name} if name else set()
+            setting = f"environment_column is '{column}'" if column else f"environment is '{name}'"
+            require(
+                bool(known) or not (name or column),
+                f"{where}.{setting}, but environment.mixture, which gives each name its verifier,"
+                " is empty; set environment.mixture: {NAME: {verifier: ...}}",
+            )
+            require(
+                not name or name in known,
+                f"{where}.environment is '{name}', but environment.mixture has"
+                f" {', '.join(known)}; set one of these names, or add this one",
+            )
+            require(
+                not known or bool(name or column),
+                f"{where} names no verifier of environment.mixture ({', '.join(known)}); set"
+                f" {where}.environment, or {where}.environment_column",
+            )
+    never = [name for name in known if name not in named]
+    require(
+        by_column or not never,
+        f"environment.mixture has {', '.join(never)}, which no prompts name; remove it, or set"
+        " prompts.sources[N].environment or prompts.environment_column",
+    )
+    require(
+        config.epochs is None or not config.prompts.sources,
+        "epochs is set, but the sources of prompts.sources each have epochs of their own; set"
+        " steps, or leave epochs out",
+    )
 
 
 def check_early_stop(config: RunConfig) -> None:
@@ -95,7 +164,7 @@ def check_early_stop(config: RunConfig) -> None:
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
     known += [kind + name for kind in kinds for name in EVALUATION_METRICS]
     bare = metric.removeprefix(kinds[0]).removeprefix(kinds[1])
-    is_own = bare.startswith(("environment/", "reward_model/"))
+    is_own = bare.startswith(("environment/", "reward_model/", "source/"))
     close = difflib.get_close_matches(metric, known, n=1)
     advice = f"did you mean {close[0]!r}" if close else f"set one of {', '.join(known)}"
     require(
@@ -103,11 +172,19 @@ def check_early_stop(config: RunConfig) -> None:
         f"early_stop.metric is {metric!r}, which no step and no evaluation has; {advice}, or, for a"
         " verifier's own metric, 'environment/<name>'",
     )
-    require(
-        metric != "kl" or config.algorithm.kl.coefficient > 0,
-        "early_stop.metric is 'kl', which steps do not have while algorithm.kl.coefficient is 0;"
-        " raise it, or set another metric",
-    )
+    algorithm = config.algorithm
+    for name, setting, is_there in (
+        ("kl", "kl.coefficient is 0", algorithm.kl.coefficient > 0),
+        ("kl_coefficient", "kl.target is null", algorithm.kl.target is not None),
+        ("correction/", "correction.kind is 'none'", algorithm.correction.kind != "none"),
+        ("accuracy_greedy", f"advantage is '{algorithm.advantage}'", bool(config.greedy_baseline)),
+        ("reward/greedy", f"advantage is '{algorithm.advantage}'", bool(config.greedy_baseline)),
+    ):
+        require(
+            is_there or not (metric == name or (name != "kl" and metric.startswith(name))),
+            f"early_stop.metric is {metric!r}, which steps do not have while algorithm.{setting};"
+            " change that, or set another metric",
+        )
     require(
         not metric.startswith("critic/") or "critic" in config.other_roles,
         f"early_stop.metric is {metric!r}, but algorithm.advantage is not 'gae', so that there is"
@@ -124,7 +201,7 @@ def check_early_stop(config: RunConfig) -> None:
     )
     require(
         not metric.startswith("eval")
-        or (bool(config.evaluation.prompts.source) and config.evaluation.every > 0),
+        or (config.evaluation.prompts.names_data and config.evaluation.every > 0),
         f"early_stop.metric is {metric!r}, but no evaluation takes place between the steps; set"
         " evaluation.prompts.source and evaluation.every",
     )
@@ -221,6 +298,7 @@ def check_algorithm(config: RunConfig) -> None:
         " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
     )
     algorithm = config.algorithm
+    check_used(algorithm)
     require(
         config.rollout.max_staleness == 0
         or algorithm.correction.kind != "none"
@@ -228,8 +306,35 @@ def check_algorithm(config: RunConfig) -> None:
         or algorithm.correction.allow_uncorrected,
         f"rollout.max_staleness is {config.rollout.max_staleness}, but no correction is set:"
         " rollouts of older weights would be trained on as if the present ones had sampled"
-        " them; set algorithm.correction.kind to 'tis' or 'icepop', or algorithm.old_logprobs"
-        " to 'engine', or on purpose algorithm.correction.allow_uncorrected to true",
+        " them; set algorithm.correction.kind to 'tis' or 'icepop', or"
+        + (
+            ""
+            if algorithm.loss == "reinforce"  # without a ratio there is no denominator
+            else " algorithm.old_logprobs to 'engine', or"
+        )
+        + " on purpose algorithm.correction.allow_uncorrected to true",
+    )
+
+
+def check_used(algorithm: AlgorithmConfig) -> None:
+    """Raise `ValueError` for a setting that the loss or the aggregation does not use."""
+    clipped = ("ppo_clip", "dual_clip", "gspo", "cispo")
+    for name, value, default, losses in (
+        ("clip_low", algorithm.clip_low, 0.2, clipped),
+        ("clip_high", algorithm.clip_high, 0.28, clipped),
+        ("dual_clip", algorithm.dual_clip, 3.0, ("dual_clip",)),
+        ("sapo_positive", algorithm.sapo_positive, 1.0, ("sapo",)),
+        ("sapo_negative", algorithm.sapo_negative, 1.05, ("sapo",)),
+    ):
+        require(
+            value == default or algorithm.loss in losses,
+            f"algorithm.{name} is {value:g}, which algorithm.loss '{algorithm.loss}' does not use;"
+            f" leave it out, or set algorithm.loss to {' or '.join(map(repr, losses))}",
+        )
+    require(
+        algorithm.constant_tokens == 0 or algorithm.aggregation == "constant",
+        f"algorithm.constant_tokens is {algorithm.constant_tokens}, which algorithm.aggregation"
+        f" '{algorithm.aggregation}' does not use; leave it out, or set aggregation to 'constant'",
     )
 
 

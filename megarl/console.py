@@ -152,6 +152,11 @@ def terminal() -> TextIO | None:
     return open(terminal, "w", buffering=1, closefd=False) if os.isatty(terminal) else None
 
 
+def in_terminal() -> bool:
+    """Whether standard output is a terminal, which shows colours."""
+    return os.isatty(1 if _console.saved is None else _console.saved[0])
+
+
 def open_log(folder: Path) -> None:
     """From now on, write what libraries and child processes print to `folder`/run.log, which is
     made if it is missing. Does nothing outside of `diverted`.

@@ -48,6 +48,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # arXiv:2402.14740, whose loss sums a sequence's tokens; here they are averaged, which keeps
     # the learning rate's scale. For the sum: aggregation 'constant', without the preset.
     "rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "sequence"},
+    # arXiv:2310.10505, algorithm 1, whose loss sums a sequence's tokens; averaged here as for rloo.
+    "remax": {"advantage": "remax", "loss": "reinforce", "aggregation": "sequence"},
     # arXiv:2501.03262, eq. 8 to 10: a token is charged for the KL from itself on.
     "reinforce_pp": {
         "advantage": "reinforce_plus_plus_tokens",
@@ -79,6 +81,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"advantage": "grpo", "loss": "cispo", "aggregation": "token", "clip_low": 1.0},
     # arXiv:2511.20347, 3
     "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence"},
+    # arXiv:2504.02546
+    "gpg": {"advantage": "gpg", "loss": "reinforce", "aggregation": "token"},
 }
 """{name of the preset: settings of `algorithm`}"""
 

@@ -197,6 +197,9 @@ def suggestion(kind: Any, keys: typing.Sequence[int | str]) -> str:
         if typing.get_origin(kind) is dict:  # a key of the user's
             kind = typing.get_args(kind)[1]
             continue
+        if typing.get_origin(kind) is tuple:  # a number in a list of sections
+            kind = typing.get_args(kind)[0]
+            continue
         kind = typing.get_type_hints(kind)[str(part)]
     known = [field.name for field in dataclasses.fields(kind)]
     close = difflib.get_close_matches(str(keys[-1]), known, n=1)

@@ -10,11 +10,13 @@ process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +80,37 @@ def _end(number: int, frame: FrameType | None) -> None:
     for known in SIGNALS:
         signal.signal(known, signal.SIG_IGN)
     raise Ended(number)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """On Linux, have the kernel send this process the signal `number` when the thread that started
+    it ends for any reason; exit if that has happened already. `parent`: process id of the parent.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(number))
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+AGENT = "MEGARL_AGENT"
+"""Name of an environment variable of ranks: the process id of megarl's torchrun."""
+
+
+def die_with_launcher() -> None:
+    """Under torchrun, have the kernel kill this rank when torchrun's agent ends, even if the agent
+    is killed: a rank of a dead run would go on writing to the run folder. Without torchrun, as
+    under a shell or srun, nothing is done.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent, agent = os.getppid(), os.environ.get(AGENT, "")
+    if agent.isdecimal():
+        try:
+            os.kill(int(agent), 0)
+        except ProcessLookupError:  # it ended while this rank started
+            os._exit(1)
+    die_with_parent(parent)
 
 
 def name_of(number: int) -> str:

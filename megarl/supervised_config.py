@@ -55,6 +55,11 @@ class SupervisedConfig:
                 getattr(self.training, name) == 1,
                 f"training.{name} has no meaning in training on a data set; set it to 1",
             )
+        require(
+            self.training.lora.publish == "merged",
+            "training.lora.publish is 'adapter', but training on a data set has no engines to"
+            " publish to; leave it out",
+        )
 
 
 @config

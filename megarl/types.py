@@ -23,7 +23,8 @@ class Prompt:
     """A prompt with its reference answer. Created by `megarl.data`."""
 
     index: int
-    """Index of the row in the data set, from 0."""
+    """Index of the row in the data set, from 0; in a mixture, counted over its sources in their
+    order."""
     text: str
     """Text that the model sees, with the chat template applied."""
     token_ids: list[int]
@@ -32,6 +33,8 @@ class Prompt:
     """Reference answer, with which the verifier compares; empty if the data have none."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The whole row of the data set, for verifiers that need other columns."""
+    environment: str = ""
+    """Name in `environment.mixture` of the verifier for this prompt; empty without a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,11 @@ class Segment:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Weight versions that generated the tokens: (version, number of consecutive tokens), which sum
     to T. Empty in environment segments."""
-    finish: Literal["stop", "length", ""] = ""
-    """Why generation stopped; empty in environment segments."""
+    finish: Literal["stop", "length", "tool_call", "turns", ""] = ""
+    """Why generation stopped: `length` at the token limit, `tool_call` there too, inside a call of
+    a tool, `turns` at the limit of turns. Empty in environment segments."""
+    reward: float = 0.0
+    """In an environment segment, the reward of the model segment before it; finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,7 @@ class Verdict:
     """Result of scoring a rollout. Created by `megarl.environments`."""
 
     reward: float
-    """Reward used for training, length penalty included; finite."""
+    """Reward used for training, length penalty included and rewards of turns not; finite."""
     correct: bool
     failure: Literal["", "error", "timeout", "nan"] = ""
     """Why the verifier gave no score, or empty; after a failure the reward is that of a wrong
@@ -122,8 +128,15 @@ class Verdict:
     """{name: value} of the metrics that the verifier returned beside its score."""
     warning: str = ""
     """What the user should know of the environment, on the first verdict after it was noticed."""
+    finish: Literal["", "tool_call"] = ""
+    """Where the last response was cut off, if inside a call of a tool."""
     judged: bool = True
     """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
+
+
+def total_reward(segments: Sequence[Segment], verdict: Verdict) -> float:
+    """Reward of a rollout: the verdict's and those of the turns before."""
+    return verdict.reward + sum(part.reward for part in segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +158,14 @@ class Rollout:
         return sum(part.num_tokens for part in self.segments if part.kind == "model")
 
     @property
+    def reward(self) -> float:
+        """Total reward: the verdict's and those of the turns."""
+        return total_reward(self.segments, self.verdict)
+
+    @property
     def truncated(self) -> bool:
-        """Whether the response was cut off at the token limit."""
-        return self.segments[-1].finish == "length"
+        """Whether the rollout was cut off, at the limit of tokens or turns."""
+        return self.segments[-1].finish != "stop"
 
     @property
     def oldest_version(self) -> int:
@@ -164,6 +182,9 @@ class Group:
     prompt: Prompt
     rollouts: list[Rollout]
     """The group's rollouts, [G]."""
+    greedy: Rollout | None = None
+    """A greedy response to the same prompt, with whose reward `remax` compares; it is not trained
+    on. None for other advantages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +305,8 @@ class StepBatch:
     groups: np.ndarray
     """[N] int64 index of each sample's group in this step."""
     response_tokens: np.ndarray
-    """[N] int64 number of tokens that the policy generated in each sample."""
+    """[N] int64 number of tokens that the policy generated in each sample and that are trained on:
+    0 for greedy responses that `remax` compares with."""
     mini_batch_of: np.ndarray
     """[N] int64 index of the mini-batch in which each sample is trained."""
     metrics: dict[str, float]

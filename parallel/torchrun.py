@@ -17,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from megarl.signals import AGENT
+
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
 
@@ -31,6 +33,7 @@ def run(arguments: list[str]) -> int:
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
+    os.environ[AGENT] = str(os.getpid())
     try:
         main(arguments)
     except ChildFailedError as error:

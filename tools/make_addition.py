@@ -132,12 +132,12 @@ def problems(count: int, parts: range, seed: int, name: str) -> Iterable[dict[st
             yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
-def write_model(folder: Path) -> None:
-    """The model's configuration, and a tokenizer of one id a character."""
+def write_model(folder: Path, characters: str = CHARACTERS) -> None:
+    """The model's configuration, and a tokenizer of one id for each of `characters`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     folder.mkdir()
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))  # without merges, characters stay apart
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(
@@ -163,13 +163,31 @@ def write_json(path: Path, tree: Any) -> None:
     path.write_text(json.dumps(tree, indent=2) + "\n")
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make(folder: Path, args: dict[str, int]) -> bool:
-    """Write the task into `folder`; False where it is there already, `ValueError` where something
-    else is.
+    """Write the task into `folder`; see `write_folder`."""
+
+    def write(unfinished: Path) -> None:
+        seed = args["seed"]
+        write_model(unfinished / "model")
+        write_rows(unfinished / "sft.jsonl", demonstrations(args["demonstrations"], seed))
+        for name, parts in (
+            ("train", range(2, 10)),
+            ("held_out", range(1)),
+            ("validation", range(1, 2)),
+        ):
+            count = args["prompts" if name == "train" else name]
+            write_rows(unfinished / f"{name}.jsonl", problems(count, parts, seed, name))
+
+    return write_folder(folder, args, write)
+
+
+def write_folder(folder: Path, args: dict[str, Any], write: Callable[[Path], None]) -> bool:
+    """Have `write` fill a folder aside, then give it the name `folder`; False where the task of
+    these `args` is there already, `ValueError` where something else is.
     """
     stamp = {"format": FORMAT, **args}
     found = folder / STAMP
@@ -182,16 +200,7 @@ def make(folder: Path, args: dict[str, int]) -> bool:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)
-        seed = args["seed"]
-        write_model(unfinished / "model")
-        write_rows(unfinished / "sft.jsonl", demonstrations(args["demonstrations"], seed))
-        for name, parts in (
-            ("train", range(2, 10)),
-            ("held_out", range(1)),
-            ("validation", range(1, 2)),
-        ):
-            count = args["prompts" if name == "train" else name]
-            write_rows(unfinished / f"{name}.jsonl", problems(count, parts, seed, name))
+        write(unfinished)
         write_json(unfinished / STAMP, stamp)
         if folder.exists():
             folder.rmdir()  # empty, as seen above

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from megarl.checkpoints.store import Store
@@ -23,7 +24,8 @@ from megarl.trainer.config import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SCORE = "score.weight"
-"""The score head of a reward model, which is trained whole beside its adapters."""
+"""Name of the weight of a score head, in a checkpoint and in an adapter's files. The head is no
+adapter: it is trained whole, beside the adapters of the other layers."""
 PREFIX = "base_model.model."
 """What PEFT puts before the base model's names."""
 
@@ -35,8 +37,22 @@ PLAIN: dict[str, Any] = {
     "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "lora_bias": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "layers_to_transform": None,
+    "target_parameters": None,
+    "arrow_config": None,
 }
-"""{key of adapter_config.json: the only value that is supported}"""
+"""{key of adapter_config.json: the only value that is supported}. An adapter with another value
+computes something else from the same tensors, or has other tensors."""
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base model as it is. With others, such as "pissa",
+"olora" and "corda", PEFT changes the base model's weights as it loads the adapter."""
+BASE = "megarl_base_digest"
+"""Key of the digest of the base model's weights in the metadata of `TENSORS`."""
 
 
 def write_adapter(
@@ -45,18 +61,24 @@ def write_adapter(
     config: LoraConfig,
     *,
     base: str | None,
+    base_digest: str,
 ) -> list[Path]:
     """Write an adapter into `folder`, which is made; returns the paths. The other arguments are
     those of `adapter_bytes`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in adapter_bytes(tensors, config, base=base).items():
+    files = adapter_bytes(tensors, config, base=base, base_digest=base_digest)
+    for name, content in files.items():
         (folder / name).write_bytes(content)
     return [folder / CONFIG, folder / TENSORS]
 
 
 def adapter_bytes(
-    tensors: Mapping[str, torch.Tensor], config: LoraConfig, *, base: str | None
+    tensors: Mapping[str, torch.Tensor],
+    config: LoraConfig,
+    *,
+    base: str | None,
+    base_digest: str = "",
 ) -> dict[str, bytes]:
     """{file name: content} of an adapter in PEFT's format.
 
@@ -64,6 +86,8 @@ def adapter_bytes(
         tensors: {name in the base model: whole tensor} of all A and B, and of a score head.
         config: rank and alpha.
         base: path or hub name of the base model.
+        base_digest: digest of its weights (`megarl.checkpoints.store.sampled_digest`), by which a
+            run that starts from the adapter knows the base again; empty leaves it out.
     """
     classifies = SCORE in tensors
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
@@ -80,8 +104,19 @@ def adapter_bytes(
     named = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     return {
         CONFIG: json.dumps(settings, indent=2, sort_keys=True).encode(),
-        TENSORS: save(named, metadata={"format": "pt"}),
+        TENSORS: save(named, metadata={"format": "pt", BASE: base_digest}),
     }
+
+
+def written_for(folder: Path) -> str:
+    """Digest of the base model's weights that the adapter in `folder` was trained on; empty if it
+    has none, as PEFT's own files, or if it cannot be read.
+    """
+    try:
+        with safe_open(str(folder / TENSORS), framework="pt") as file:
+            return (file.metadata() or {}).get(BASE, "")
+    except (OSError, SafetensorError):
+        return ""
 
 
 def read_adapter(
@@ -89,8 +124,10 @@ def read_adapter(
 ) -> dict[str, torch.Tensor]:
     """The tensors {name in the base model: whole tensor} of the adapter that `config` names.
 
-    `shapes`: {name: whole shape} of the adapters' parameters in the model. Raises `ValueError` if
-    the adapter has another rank, alpha or kind, other layers, or was made for another base model.
+    `shapes`: {name: whole shape} of the adapters' parameters in the model, and of `SCORE` if the
+    model has a score head. Of an adapter without score head, as one of a language model, the result
+    has none either. Raises `ValueError` if the adapter has another rank, alpha or kind, other
+    layers, a score head that the model has not, or was made for another base model.
     """
     folder, setting = Path(config.adapter), f"training.lora.adapter {config.adapter!r}"
     for name in (CONFIG, TENSORS):
@@ -101,7 +138,18 @@ def read_adapter(
         )
     with opening(f"{CONFIG} of {setting}", fix="fetch the adapter again"):
         found = dict(json.loads((folder / CONFIG).read_text()))
+    start = found.get("init_lora_weights")
+    require(
+        start in PLAIN_STARTS,
+        f"{setting} has init_lora_weights {start!r}, with which PEFT changes the base model too;"
+        " convert it to a plain adapter (PEFT: save_pretrained with path_initial_model_for_weight_"
+        "conversion), or set another one",
+    )
     wanted = PLAIN | {"r": config.rank, "lora_alpha": config.alpha}
+    require(
+        isinstance(found.get("r"), int),
+        f"{setting}: its {CONFIG} has no rank (r); fetch the adapter again",
+    )
     for key, value in wanted.items():
         # What PEFT leaves out has its default, which is the supported one.
         has = found.get(key, PLAIN.get(key)) or PLAIN.get(key)
@@ -113,19 +161,45 @@ def read_adapter(
         )
     store = Store([folder / TENSORS])
     stored = {name.removeprefix(PREFIX): name for name in store.shapes}
-    missing, further = sorted(shapes.keys() - stored), sorted(stored.keys() - shapes)
     require(
-        not missing and all(name == SCORE for name in further),
+        SCORE in shapes or SCORE not in stored,
+        f"{setting} has a {SCORE}, so it is the adapter of a reward model, and the model of this"
+        " run has no score head; set an adapter of a language model, or train on with megarl"
+        " reward-model",
+    )
+    wanted_shapes = {name: shapes[name] for name in shapes if name != SCORE or name in stored}
+    missing, further = sorted(wanted_shapes.keys() - stored), sorted(stored.keys() - shapes)
+    require(
+        not missing and not further,
         f"{setting} adapts other layers: {len(missing)} tensors are missing"
         f" ({', '.join(missing[:2])}), {len(further)} are not of this run"
-        f" ({', '.join(further[:2])}); set training.lora.targets to"
-        f" {list(found.get('target_modules') or ())}, or model.path to the adapter's base model",
+        f" ({', '.join(further[:2])}); set {_targets_of(found.get('target_modules'))}, or"
+        " model.path to the adapter's base model",
     )
-    for name, shape in shapes.items():
+    for name, shape in wanted_shapes.items():
         require(
             store.shapes[stored[name]] == shape,
             f"{setting} was made for another base model: its {name} has shape"
             f" {list(store.shapes[stored[name]])}, and that of model.path {list(shape)}; set"
             f" model.path to {found.get('base_model_name_or_path')!r}, or another adapter",
         )
-    return {name: store.flat(stored[name]).view(shape) for name, shape in shapes.items()}
+    return {name: store.flat(stored[name]).view(shape) for name, shape in wanted_shapes.items()}
+
+
+def _targets_of(target_modules: object) -> str:
+    """What to set `training.lora.targets` to for an adapter whose adapter_config.json has these
+    `target_modules`: a list of layers, or a string, which PEFT reads as a regular expression of
+    layer names or as the word "all-linear".
+    """
+    if target_modules == "all-linear":
+        return "training.lora.targets to [] (the adapter's target_modules is 'all-linear')"
+    if isinstance(target_modules, str):
+        return (
+            "training.lora.targets to the layers that the adapter's target_modules"
+            f" {target_modules!r}, a regular expression, matches"
+        )
+    layers = target_modules if isinstance(target_modules, list) else []
+    heads = sorted({"lm_head", "embed_tokens"} & set(layers))
+    if heads:
+        return f"another adapter ({' and '.join(heads)} cannot be adapted here)"
+    return f"training.lora.targets to {layers}"

@@ -6,8 +6,9 @@ runs/x/checkpoints/step_000010/
     state/        model, optimizer: DeepSpeed's files, one set a rank
     roles/critic/ the same for every further role that is trained, such as a critic
     random/       random states, one file a rank
-    model/        the weights as a Hugging Face model, with its tokenizer; adapters are added in
-    adapter/      with LoRA, the adapters in PEFT's format
+    model/        the weights as a Hugging Face model, with its tokenizer; with LoRA the frozen
+                  weights with the adapters added to them
+    adapter/      with LoRA, the adapters alone, in PEFT's format
     digests.json  XXH3-128 of every file above
 """
 
@@ -28,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import digest_files, sync, write_manifest
 from megarl.checkpoints.progress import (
     Progress,
@@ -39,12 +41,22 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.store import INDEX
 from megarl.errors import UserError
-from megarl.parallel.collectives import gather_objects
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
 
 if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
+
+
+ASIDE = ".writing_"
+"""Beginning of the names of checkpoints that are being written."""
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove from `folder` the temporary folders of checkpoints that were never finished."""
+    for left in [*folder.glob(f"{ASIDE}*"), *folder.glob(".converted_*")]:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 class Checkpoints:
@@ -65,13 +77,21 @@ class Checkpoints:
         others: Mapping[str, TrainEngine] | None = None,
         roles: Mapping[str, str] | None = None,
         everyone: Axis | None = None,
+        base_digest: str = "",
+        owner: Lease | None = None,
+        run_id: str = "",
     ) -> None:
         """`engine`: the model that is exported, trained on `mesh`; None on ranks outside it.
         `others`: {name: model} of further roles that are trained on this rank; their state is saved
         and restored beside that of `engine`. `roles`: {name: layout, as `written_under` says it} of
         all such roles, the same on every rank. `everyone`: all ranks with a part of a trained
-        model; None for the ranks of `mesh`.
+        model; None for the ranks of `mesh`. `base_digest`: with LoRA, the digest of the base
+        model's weights, which is written beside the adapters. `owner`: on rank 0, the lease of this
+        run on its folder; None where the folder has no other user. `run_id`: id of the run, the
+        same on every rank, which is in the name of its temporary folders.
         """
+        self.owner, self.run_id = owner, run_id
+        self.base_digest = base_digest
         self.others, self.roles = dict(others or {}), dict(roles or {})
         self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
         self.mesh, self.seed, self.data = mesh, seed, data
@@ -83,26 +103,30 @@ class Checkpoints:
         places = {"state": self.engine} if self.engine is not None else {}
         return places | {f"roles/{name}": engine for name, engine in self.others.items()}
 
-    def save(self, *, step: int, next_ordinal: int) -> Path:
-        """Write the checkpoint of `step`; afterwards at most `keep` remain. Raises `OSError` on
+    def save(
+        self, *, step: int, next_ordinal: int, algorithm: Mapping[str, float] | None = None
+    ) -> Path:
+        """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal` and
+        `algorithm` are those of `Progress`. Raises `OSError` on
         every rank, with the fix, where one cannot write, and `UserError` if a weight is not finite.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
         their digests; then rank 0 writes the manifest and gives the folder its name. Until that
-        name is there, no reader takes the folder for a checkpoint.
+        name is there, no reader takes the folder for a checkpoint. Raises `UserError` on all ranks,
+        before anything is removed or renamed, if another run owns the run folder.
         """
         if found := self._broken_weight():
             raise UserError(
                 f"no checkpoint of step {step} is written: the weight {found} is not finite; go on"
                 " from an earlier checkpoint with a lower learning rate"
             )
-        final, aside = self.folder / f"step_{step:06d}", self.folder / f".writing_{step:06d}"
+        final, aside = self.folder / f"step_{step:06d}", self._aside(step)
+        self._refuse_lost(step)
         main, files = self.everyone.rank == 0, list[Path]()
+        progress = self._progress(step, next_ordinal, algorithm or {})
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
         self._everybody(self._attempt(lambda: files.extend(self._write_state(aside))), step)
-        self._everybody(
-            self._attempt(lambda: files.extend(self._export(aside, step, next_ordinal))), step
-        )
+        self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)
         digests = dict[str, str]()
         self._everybody(self._attempt(lambda: digests.update(digest_files(aside, files))), step)
         reported = gather_objects(digests, self.everyone)
@@ -110,6 +134,23 @@ class Checkpoints:
         work = self._attempt(lambda: self._commit(aside, final, everything)) if main else ""
         self._everybody(work, step)
         return final
+
+    def _aside(self, step: int) -> Path:
+        """The temporary folder of the checkpoint of `step`. Its name has the run's id, so that the
+        files of two runs never come together in one checkpoint.
+        """
+        return self.folder / f"{ASIDE}{step:06d}{'.' * bool(self.run_id)}{self.run_id}"
+
+    def _refuse_lost(self, step: int) -> None:
+        """Raise `UserError` on every rank if another run owns the run folder; the unfinished folder
+        of `step` is removed first. All ranks call this method together.
+        """
+        main = self.everyone.rank == 0
+        lost = self.owner.problem() if main and self.owner is not None else ""
+        if lost := broadcast_object(lost, self.everyone):
+            if main:
+                shutil.rmtree(self._aside(step), ignore_errors=True)
+            raise UserError(lost)
 
     def _broken_weight(self) -> str:
         """Name of the first weight, of any role on any rank, that is not finite; "" if all are.
@@ -124,10 +165,9 @@ class Checkpoints:
 
     def _make_room(self, aside: Path) -> None:
         """Create an empty temporary folder next to the final one; removes what an interrupted save
-        left.
+        left, of this run or of an earlier one.
         """
-        for left in self.folder.glob(".writing_*"):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished(self.folder)
         for part in ("state", "random", "model"):
             (aside / part).mkdir(parents=True)
 
@@ -149,12 +189,12 @@ class Checkpoints:
             written.append(random)
         return written
 
-    def _export(self, aside: Path, step: int, next_ordinal: int) -> list[Path]:
+    def _export(self, aside: Path, progress: Progress | None) -> list[Path]:
         """Write this rank's files of the model in Hugging Face format, for `from_pretrained` and
         vLLM; returns the paths. Rank 0 also writes the config, the generation config, the tokenizer
         and `run.json`.
         """
-        if self.engine is None:
+        if self.engine is None or progress is None:
             return []
         folder, model = aside / "model", self.engine.module.model
         written = self._weights.write(folder, self.engine.owned(), self.mesh.world)
@@ -171,9 +211,13 @@ class Checkpoints:
             ]
             if adapters:
                 written += write_adapter(
-                    aside / "adapter", adapters, self.engine.config.lora, base=model.name_or_path
+                    aside / "adapter",
+                    adapters,
+                    self.engine.config.lora,
+                    base=model.name_or_path,
+                    base_digest=self.base_digest,
                 )
-            written.append(write_progress(aside, self._progress(step, next_ordinal)))
+            written.append(write_progress(aside, progress))
         return written
 
     @cached_property
@@ -189,9 +233,13 @@ class Checkpoints:
 
     def _commit(self, aside: Path, final: Path, digests: dict[str, str]) -> None:
         """On rank 0, once all ranks have synced their files: write the manifest, rename the folder
-        to its final name, then remove older checkpoints.
+        to its final name, then remove older checkpoints. Raises `OSError` if another run owns the
+        run folder.
         """
         write_manifest(aside, digests)
+        # The last moment: a new owner has removed `aside`, or is about to.
+        if self.owner is not None and (lost := self.owner.problem()):
+            raise OSError(errno.EPERM, lost)
         if final.exists():
             shutil.rmtree(final)
         os.rename(aside, final)
@@ -212,8 +260,9 @@ class Checkpoints:
         return ""
 
     def _everybody(self, problem: str, step: int) -> None:
-        """Raise on every rank if any rank reports a problem, after the unfinished folder is
-        removed. Earlier checkpoints stay.
+        """Raise `OSError` on every rank if any rank reports a problem while the checkpoint of
+        `step` is written; `problem` is this rank's message, or "". The unfinished folder is removed
+        first, and earlier checkpoints stay. All ranks call this method together.
         """
         found = [
             f"rank {rank}: {said}"
@@ -222,8 +271,9 @@ class Checkpoints:
         ]
         if not found:
             return
+        self._refuse_lost(step)  # then nothing that failed is the disk's fault
         if self.everyone.rank == 0:
-            shutil.rmtree(self.folder / f".writing_{step:06d}", ignore_errors=True)
+            shutil.rmtree(self._aside(step), ignore_errors=True)
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(
@@ -255,8 +305,12 @@ class Checkpoints:
             torch.set_rng_state(load_file(str(random))["torch"])
         return progress
 
-    def _progress(self, step: int, next_ordinal: int) -> Progress:
-        assert self.engine is not None
+    def _progress(
+        self, step: int, next_ordinal: int, algorithm: Mapping[str, float]
+    ) -> Progress | None:
+        """What `run.json` is to hold; None on ranks without a part of the exported model."""
+        if self.engine is None:
+            return None
         layout = written_under(self.mesh.layout, self.engine.config)
         return Progress(
             step,
@@ -266,4 +320,5 @@ class Checkpoints:
             fingerprint(self.engine.module.shapes()),
             self.data,
             self.roles,
+            dict(algorithm),
         )

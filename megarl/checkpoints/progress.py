@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from megarl.checkpoints.adapter_files import written_for
 from megarl.checkpoints.manifest import damage
 from megarl.console import say
 from megarl.parallel.layout import Layout
@@ -37,6 +38,8 @@ class Progress:
     """Fingerprint of the data and its order, to which `next_ordinal` refers."""
     roles: dict[str, str] = field(default_factory=dict)
     """{name: layout, as `written_under` says it} of the other roles that are trained."""
+    algorithm: dict[str, float] = field(default_factory=dict)
+    """{name: number} that the algorithm has adapted in the run, such as the KL coefficient."""
 
 
 def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -136,17 +139,18 @@ def choose(
     seed: int,
     data: str,
     roles: Mapping[str, str] | None = None,
+    base: str = "",
 ) -> Path | None:
     """Path of the newest undamaged checkpoint in `folder` that this run can resume, perhaps after
     its conversion to this run's layout; None if the folder has no checkpoint.
 
-    Other checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
-    skipped.
+    `base`: with LoRA, the digest of the base model's weights. Other checkpoints are skipped with a
+    message on standard error. Raises `ValueError` if all were skipped.
     """
     passed = []
     for path in newest_first(folder):
         reason = damage(path) or _foreign(
-            path, layout=layout, model=model, seed=seed, data=data, roles=roles or {}
+            path, layout=layout, model=model, seed=seed, data=data, roles=roles or {}, base=base
         )
         if not reason:
             return path
@@ -161,7 +165,14 @@ def choose(
 
 
 def _foreign(
-    path: Path, *, layout: str, model: str, seed: int, data: str, roles: Mapping[str, str]
+    path: Path,
+    *,
+    layout: str,
+    model: str,
+    seed: int,
+    data: str,
+    roles: Mapping[str, str],
+    base: str,
 ) -> str:
     """Why this run cannot resume an undamaged checkpoint (another model, layout, seed, data or
     critic), or an empty string.
@@ -172,6 +183,9 @@ def _foreign(
         return str(error)
     if progress.model != model:
         return "it is of another model (names or shapes of the weights differ)"
+    written = written_for(path / "adapter") if base else ""
+    if written and written != base:
+        return "its adapters were trained on another base model than model.path"
     if progress.layout != layout and not convertible(progress.layout, layout):
         return (
             f"it was written under {progress.layout}, this run is {layout}, and only layout and"

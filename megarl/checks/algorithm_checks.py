@@ -9,8 +9,16 @@ WIDEST_SEQUENCE_CLIP = 0.05
 clipped. The paper's widths are 3e-4 and 4e-4."""
 
 
-def algorithm_warning(algorithm: AlgorithmConfig) -> str:
-    """What the user should know about the algorithm's settings; empty if nothing."""
+def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
+    """What the user should know about the algorithm's settings; empty if nothing. `num_updates`:
+    optimizer steps for each step's batch.
+    """
+    if algorithm.loss == "reinforce" and num_updates > 1:
+        return (
+            f"algorithm.loss is 'reinforce', which has no ratio and no clipping, with {num_updates}"
+            " updates in a step (training.num_mini_batches x epochs_per_step): all but the first"
+            " train on samples of an older policy as if they were the present one's"
+        )
     widest = max(algorithm.clip_low, algorithm.clip_high)
     if algorithm.loss == "gspo" and widest > WIDEST_SEQUENCE_CLIP:
         return (

@@ -25,6 +25,7 @@ from megarl.checks.machine import (
     check_memory,
     check_shared_memory,
 )
+from megarl.checks.programs import check_sandbox
 from megarl.checks.software import (
     check_accelerated,
     check_compiler,
@@ -53,6 +54,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "vLLM imports": check_vllm,
     "C++ compiler": check_compiler,
     "Hugging Face hub": check_hub,
+    "sandbox for programs": check_sandbox,
     "left-over processes": check_leftovers,
 }
 """{name: function of a check}, in the order in which the results are printed."""

@@ -8,6 +8,7 @@ import transformers
 
 from megarl.config import RunConfig
 from megarl.parallel import launcher
+from megarl.rollout.config import EngineConfig
 from megarl.schema import require, shortened
 from megarl.trainer.sharding import kv_heads
 from megarl.weight_sync.families import FAMILIES
@@ -17,13 +18,19 @@ CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_placement(
-    config: RunConfig, *, num_ranks: int, shares_gpus: bool, started: bool = True
+    config: RunConfig,
+    num_policy_ranks: int,
+    num_ranks: int,
+    *,
+    shares_gpus: bool,
+    started: bool = True,
 ) -> None:
     """Raise `ValueError` unless there are devices for all engines and the configured transport can
     bring weights to them.
 
-    `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`: the ranks were
-    started by a launcher; otherwise they are taken to be on one host.
+    `num_policy_ranks`: ranks of the policy, whose GPUs colocated engines share. `num_ranks`: ranks
+    of the job. `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`: the
+    ranks were started by a launcher; otherwise they are taken to be on one host.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated, engine_ranks = (
@@ -32,11 +39,11 @@ def check_placement(
     )
     if colocated:
         require(
-            engine_ranks == num_ranks,
+            engine_ranks == num_policy_ranks,
             f"rollout.placement is 'colocated': {rollout.num_engines} engine(s) of"
             f" rollout.engine.tensor {rollout.engine.tensor} are {engine_ranks} engine ranks, but"
-            f" there are {num_ranks} trainer ranks to share with; set rollout.num_engines so that"
-            " they are as many",
+            f" the policy has {num_policy_ranks} ranks to share with; set rollout.num_engines so"
+            " that they are as many",
         )
         require(
             rollout.max_staleness == 0,
@@ -53,7 +60,8 @@ def check_placement(
     )
     require(
         not (colocated and shares_gpus and "critic" in config.other_roles)
-        or config.critic.zero_stage != 0,
+        or config.critic.zero_stage != 0
+        or bool(config.critic.ranks),
         "rollout.placement is 'colocated' and critic.zero_stage 0, under which DeepSpeed cannot"
         " give the optimizer's memory to the engines; set critic.zero_stage to 1 or more",
     )
@@ -104,9 +112,33 @@ def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, lon
 
     `longest`: tokens of the longest prompt with its response, which a single cache must hold.
     """
+    check_cache(
+        config.rollout.engine,
+        hf,
+        longest,
+        engines=config.rollout.num_engines,
+        section="rollout.engine",
+        shorter="rollout.max_new_tokens",
+        fewer="rollout.num_engines",
+    )
+
+
+def check_cache(
+    engine: EngineConfig,
+    hf: transformers.PretrainedConfig,
+    longest: int,
+    *,
+    section: str,
+    shorter: str,
+    engines: int = 1,
+    fewer: str = "",
+) -> None:
+    """As `check_cache_memory`, for `engines` engines of the recipe's section `section`. `shorter`
+    and `fewer`: the settings that lower `longest` and `engines`.
+    """
     import psutil
 
-    text, engine = hf.get_text_config(), config.rollout.engine
+    text = hf.get_text_config()
     heads = kv_heads(hf)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     require(
@@ -124,16 +156,16 @@ def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, lon
     need = longest * per_token / 2**30
     require(
         need <= engine.kv_cache_gib,
-        f"rollout.engine.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest}"
-        f" tokens needs {need:.2f} GiB; raise it or lower rollout.max_new_tokens",
+        f"{section}.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest}"
+        f" tokens needs {need:.2f} GiB; raise it or lower {shorter}",
     )
     total, free = (
-        engine.kv_cache_gib * engine.tensor * config.rollout.num_engines,
+        engine.kv_cache_gib * engine.tensor * engines,
         psutil.virtual_memory().available / 2**30,
     )
     require(
         total <= free,
-        f"{config.rollout.num_engines} engine(s) x {engine.tensor} rank(s) x"
-        f" rollout.engine.kv_cache_gib = {total:g} GiB of cache, but this machine has {free:.1f}"
-        " GiB of memory available; lower rollout.engine.kv_cache_gib or rollout.num_engines",
+        f"{engines} engine(s) x {engine.tensor} rank(s) x"
+        f" {section}.kv_cache_gib = {total:g} GiB of cache, but this machine has {free:.1f}"
+        f" GiB of memory available; lower {section}.kv_cache_gib{fewer and ' or '}{fewer}",
     )

@@ -43,7 +43,7 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl eval runs as one process, but was started as {size} ranks")
     require(
-        bool(config.evaluation.prompts.source),
+        config.evaluation.prompts.names_data,
         "evaluation.prompts.source is empty; set it to held-out problems",
     )
     require(
@@ -65,10 +65,21 @@ def check_model(config: RunConfig, path: str) -> EvalCase:
     inputs = check_run(own, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
     assert inputs.held_out is not None
     first = config.evaluation.prompts
-    sets = {first.source: list(inputs.held_out)}
+    require(
+        not (first.sources and config.evaluation.sources),
+        "evaluation.sources is set beside evaluation.prompts.sources; evaluation.sources are read"
+        " as evaluation.prompts.source is, so set that, or leave evaluation.sources out",
+    )
+    sets = {first.label: list(inputs.held_out)}
     for source in config.evaluation.sources:
         one = replace(first, source=source)
-        rows = load_prompts(one, inputs.tokenizer, seed=config.seed, setting="evaluation.prompts")
+        rows = load_prompts(
+            one,
+            inputs.tokenizer,
+            seed=config.seed,
+            setting="evaluation.prompts",
+            tools=inputs.tools,
+        )
         warn(rows.warning)
         sets[source] = list(rows)
     return EvalCase(own, inputs, sets)

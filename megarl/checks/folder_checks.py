@@ -7,10 +7,15 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.checkpoints.progress import newest_first
+from megarl.checkpoints import lease
+from megarl.config import AnyConfig
+from megarl.console import say
+from megarl.ledger.journal import FILE, Reader
 from megarl.observe.config import ObserveConfig
+from megarl.parallel import launcher
 from megarl.schema import require
 
 MIN_FREE_BYTES = 64 * 2**20
@@ -55,6 +60,9 @@ def check_folder(folder: str, *, resume: bool) -> None:
     """Raise `ValueError` if the run folder already has a run and `resume` is off, or if nothing can
     be written there. A run that ended before its first step left nothing to keep.
     """
+    # Imported here: it imports torch, and `owned_folder` refuses a second start without it.
+    from megarl.checkpoints.progress import newest_first
+
     path, holds_run, checkpoints = Path(folder), False, []
     with contextlib.suppress(OSError):  # said by check_writable
         metrics = path / "metrics.jsonl"
@@ -71,6 +79,46 @@ def check_folder(folder: str, *, resume: bool) -> None:
         " a new one, or remove it",
     )
     check_writable(folder, setting="folder")
+
+
+def check_ledger(folder: str) -> None:
+    """Raise `ValueError` if the run folder holds a ledger to which a run cannot append: a damaged
+    one, or one of a newer format. A torn tail is said; the run will cut it off.
+    """
+    path = Path(folder) / FILE
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            torn = Reader(path).verify()
+        except (PermissionError, IsADirectoryError) as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); move it away") from None
+        if torn:
+            say(f"megarl: {path}: cutting off a torn tail of {torn} bytes")
+
+
+@contextlib.contextmanager
+def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | None]:
+    """A context manager in which this run is the owner of its run folder: on rank 0 the lease, on
+    other ranks None. Raises `ValueError` if another run owns the folder, or if nothing can be
+    written there. Without `starts` the folder is only looked at, without a wait.
+    """
+    if launcher.rank() != 0 or not starts:
+        if not starts:
+            lease.refuse_living(Path(config.folder))
+        yield None
+        return
+    check_writable(config.folder, setting="folder")
+    patience_s = config.training.checkpoint.owner_timeout_s
+    try:
+        taken = lease.take(Path(config.folder), patience_s=patience_s)
+    except OSError as error:
+        raise ValueError(
+            f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
+            " folder of your own"
+        ) from None
+    try:
+        yield taken
+    finally:
+        taken.release()
 
 
 def check_observe(config: ObserveConfig) -> None:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megarl import console
 from megarl.checkpoints.progress import choose, fingerprint, newest_first, written_under
 from megarl.checks.adapter_checks import check_published_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
-from megarl.checks.folder_checks import check_folder, check_observe, check_writable
+from megarl.checks.folder_checks import check_folder, check_ledger, check_observe, check_writable
 from megarl.checks.layout_checks import check_cut, check_layout
+from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
-from megarl.checks.roles import check_role, policy_ranks, refuse_rejection
+from megarl.checks.roles import check_role, refuse_rejection
 from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, longest_request, with_steps
-from megarl.data.source import load_prompts
-from megarl.environments.codec import Codec
+from megarl.data.source import PromptList, load_prompts
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.schema import require
-from megarl.trainer.context import RolePlace, RunInputs, trained_roles
+from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.places import RolePlace, policy_ranks
+from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_train(config: RunConfig, ranks: int | None = None) -> RunInputs:
@@ -86,20 +93,8 @@ def check_run(
     policy = RolePlace(ranks, layout)
     names = config.other_roles if new else ()
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
-    warn(algorithm_warning(config.algorithm))
-    check_verifier(config.environment)
-    # Rank 0 reads for all: it hands the prompts to the rollout service, the only one to use them.
-    reads = launcher.rank() == 0
-    prompts = load_prompts(config.prompts, tokenizer, seed=config.seed) if reads else None
-    held_out = (
-        load_prompts(
-            config.evaluation.prompts, tokenizer, seed=config.seed, setting="evaluation.prompts"
-        )
-        if reads and config.evaluation.prompts.source
-        else None
-    )
-    for one in (prompts, held_out):
-        warn(one.warning if one is not None else "")
+    warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
+    prompts, held_out, tools = read_prompts(config, tokenizer)
     longest = longest_request(config)
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
     require(
@@ -111,38 +106,59 @@ def check_run(
     if new:
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
-        check_placement(config, num_ranks=num_ranks, shares_gpus=not on_cpu, started=started)
+        check_placement(config, layout.size, num_ranks, shares_gpus=not on_cpu, started=started)
     check_weights(config.model)
-    check_published_adapters(config)
+    warn(check_published_adapters(config))
     if on_cpu:
         check_cache_memory(config, hf, longest)
     if prompts is not None:
         with_steps(config, len(prompts))
-        try_verifier(config.environment, prompts, Codec.of(tokenizer))
+        try_verifier(config.environment, prompts, tokenizer)
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
-    stops = stop_tokens(tokenizer, config.model, hf)
     return RunInputs(
         layout,
         tokenizer,
         hf,
-        stops,
+        stop_tokens(tokenizer, config.model, hf),
         data,
         prompts,
         held_out,
         resume_from=found,
         ranks=ranks,
         roles=roles,
+        tools=tools,
     )
 
 
+def read_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptList | None, PromptList | None, list[dict[str, Any]]]:
+    """(prompts, held-out prompts, tools that they show), after loading the verifier, the session or
+    the tools once. Prompts are None except on rank 0, which reads for all: it hands them to the
+    rollout service, the only one to use them. Held-out ones are None too where there are none.
+    """
+    tools = check_verifier(config.environment)
+    if launcher.rank() != 0:
+        return None, None, tools
+    read = functools.partial(load_prompts, tokenizer=tokenizer, seed=config.seed, tools=tools)
+    prompts, held_out = read(config.prompts), None
+    if config.evaluation.prompts.names_data:
+        held_out = read(config.evaluation.prompts, setting="evaluation.prompts")
+    for one in (prompts, held_out):
+        warn(one.warning if one is not None else "")
+    check_environments(config, prompts, held_out)
+    return prompts, held_out, tools
+
+
 def check_places(config: RunConfig) -> None:
-    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if a
-    package is missing that its metrics need, or if dynamic sampling and reward models are used
-    together.
+    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if its
+    ledger cannot be continued, if a package is missing that its metrics need, or if dynamic
+    sampling and reward models are used together.
     """
     refuse_rejection(config)
     check_folder(config.folder, resume=bool(config.resume))
+    check_ledger(config.folder)
     if config.weight_sync.folder:
         check_writable(config.weight_sync.folder, setting="weight_sync.folder")
     check_observe(config.observe)
@@ -180,6 +196,7 @@ def find_checkpoint(
         seed=config.seed,
         data=data,
         roles=roles,
+        base=base_digest(config.model.path) if config.training.lora.is_on else "",
     )
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.checks.folder_checks import check_writable
 from megarl.checks.verifier_start import check_verifier
@@ -14,7 +15,9 @@ from megarl.environments.verifiers import named
 from megarl.parallel import launcher
 from megarl.schema import require
 from megarl.serve_config import ServeRewardConfig
-from megarl.trainer.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megarl.checks.served_models import ServedModel
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class ServeInputs:
     """What is served."""
     token: Token | None
     """The token that requests need."""
+    model: ServedModel | None = None
+    """The reward model or judge; None for verifiers."""
 
     def __str__(self) -> str:
         return f"{self.what}, {'with' if self.token else 'without'} a token"
@@ -40,27 +45,19 @@ def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> S
     require(size == 1, f"megarl serve-reward runs as one process, but was started as {size} ranks")
     token = server_token(config.server)
     check_writable(config.folder, setting="folder")
-    model = config.reward_model.model
-    if model.path:
-        check_reward_model(model)
-        return ServeInputs(f"reward model {model.path}", token)
+    if path := config.reward_model.model.path:
+        # Torch and transformers, which a server of verifiers does without.
+        from megarl.checks.served_models import check_reward_model
+
+        backend = config.reward_model.backend
+        served = check_reward_model(config.reward_model)
+        return ServeInputs(f"reward model {path} by {backend}", token, served)
+    if path := config.judge.model.path:
+        from megarl.checks.served_models import check_judge
+
+        return ServeInputs(f"judge {path}", token, check_judge(config.judge))
     check_verifier(config.environment)
     return ServeInputs(", ".join(named(config.environment)), token)
-
-
-def check_reward_model(model: ModelConfig) -> None:
-    """Raise `ValueError` unless `model` is a sequence classifier that megarl can run."""
-    # Torch and transformers, which a server of verifiers does without.
-    from megarl.checks.model_checks import check_model
-    from megarl.trainer.attention import prove_attention
-    from megarl.trainer.loading import check_weights, empty_model
-
-    try:
-        check_model(model)
-        check_weights(model, "scalar", needs_score=True)
-        prove_attention(empty_model(model))
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.path", "reward_model.model.path")) from None
 
 
 def server_token(server: RewardServerConfig) -> Token | None:

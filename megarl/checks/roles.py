@@ -10,59 +10,22 @@ from megarl.checks.layout_checks import check_cut
 from megarl.config import DistillConfig, RunConfig, longest_request
 from megarl.data.tokenizer import load_tokenizer
 from megarl.objectives.config import COMPARING
-from megarl.parallel.layout import Layout, resolve, resolve_role
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.config import (
     CriticConfig,
-    LayoutConfig,
     ModelConfig,
     RewardModelRoleConfig,
     RoleConfig,
     TeacherConfig,
 )
-from megarl.trainer.context import RolePlace, role_training
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.optimizers import refuse_optimizer
+from megarl.trainer.places import RolePlace, place_role, role_training
 from megarl.trainer.sharding import refuse_tensor
-
-
-def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
-    """The ranks that no other role has reserved, which the policy uses. Raises `ValueError` if rank
-    0, which controls the engines, or every rank is reserved.
-    """
-    for name, role in config.other_roles.items():
-        require(
-            0 not in role.ranks,
-            f"{name}.ranks is {list(role.ranks)}, but rank 0 is the policy's, since it talks to the"
-            " engines; set other ranks",
-        )
-    reserved = {rank for role in config.other_roles.values() for rank in role.ranks}
-    return tuple(rank for rank in range(num_ranks) if rank not in reserved)
-
-
-def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
-    """Ranks and layout of a role other than the policy. Raises `ValueError` if the layout does not
-    fit the ranks, or if ranks reserved for the role are also used by the policy.
-    """
-    shared = set(role.ranks) & set(policy.ranks)
-    require(
-        not shared,
-        f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
-        f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
-    )
-    wanted = role.layout
-    if not role.ranks:
-        if wanted == LayoutConfig():
-            return policy
-        layout = _layout(name, wanted, len(policy.ranks))
-        return policy if layout == policy.layout else RolePlace(policy.ranks, layout)
-    layout = _layout(name, wanted, len(role.ranks))
-    resolve_role(name, layout, role.ranks, num_ranks)
-    return RolePlace(tuple(role.ranks), layout)
 
 
 def check_role(
@@ -83,11 +46,6 @@ def check_role(
         not role.model.tokenizer,
         f"{name}.model.tokenizer is {role.model.tokenizer}, but the tokens are the policy's; leave"
         " it out",
-    )
-    require(
-        not role.ranks or config.rollout.placement != "colocated",
-        f"{name}.ranks is {list(role.ranks)} and rollout.placement 'colocated', where engines share"
-        f" the GPUs of all ranks; leave {name}.ranks out",
     )
     place = place_role(name, role, policy=policy, num_ranks=num_ranks)
     if role.model.path:
@@ -177,17 +135,3 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files by which a folder is known to have a tokenizer."""
-
-
-def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:
-    """The layout of a role on `num_ranks` ranks; errors name the role's own setting."""
-    try:
-        return resolve(
-            data=wanted.data,
-            sequence=wanted.sequence,
-            tensor=wanted.tensor,
-            num_ranks=num_ranks,
-        )
-    except ValueError as error:
-        text = str(error).replace("training.layout", f"{name}.layout")
-        raise ValueError(text.replace("this run has", f"{name} has")) from None

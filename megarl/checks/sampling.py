@@ -1,4 +1,4 @@
-"""Checks of `megarl sample` before anything heavy starts."""
+"""Checks of `megarl sample` and `megarl rollout` before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.config import LayoutConfig
-from megarl.trainer.context import RolePlace, RunInputs
+from megarl.trainer.context import RunInputs
+from megarl.trainer.places import RolePlace
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,16 @@ class SampleInputs:
 
     def __str__(self) -> str:
         return f"{len(self.run.prompts or ())} prompts"
+
+
+def check_rollout(config: RunConfig, ranks: int | None = None) -> SampleInputs:
+    """Run all checks of `megarl rollout`, which runs as one rank. Returns what the checks have
+    loaded. Raises `ValueError` if a check fails.
+    """
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl rollout runs as one process, but was started as {size} ranks")
+    on_cpu = local_device().type == "cpu"
+    return SampleInputs(check_run(config, num_ranks=1, on_cpu=on_cpu, new=False))
 
 
 def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
@@ -41,9 +52,9 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         "sample.keep is 'pairs', but sample.samples is 1; raise it",
     )
     require(
-        not config.environment.session,
-        "environment.session is set, but the turns of an environment are no response to learn from;"
-        " set environment.verifier instead",
+        not config.environment.has_sessions,
+        "environment.session or environment.tools is set, but the turns of an environment are no"
+        " response to learn from; set environment.verifier instead",
     )
     check_writable(config.folder, setting="folder")
     inputs = check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)

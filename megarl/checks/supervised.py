@@ -102,7 +102,7 @@ def check_supervised(
     warn(unused_weights(config.model))
     check_cut(config.training, config.model, hf)
     check_weights(config.model, head)
-    check_adapters(config.training.lora, config.model)
+    warn(check_adapters(config.training.lora, config.model, head))
     rows = held_out = None
     if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
         rows = load(getattr(config, section), tokenizer, seed=config.seed, setting=section)

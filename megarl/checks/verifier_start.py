@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from megarl.checks.programs import say_protection
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import own_files
 
 
-def check_verifier(config: EnvironmentConfig) -> None:
-    """Raise `ValueError` unless the environment's verifier can be loaded in a worker process."""
+def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """Raise `ValueError` unless the environment's verifier, session or tools can be loaded in a
+    worker process. Returns the tools, as `megarl.environments.tools.tool.Schema`.
+    """
 
-    async def load_once() -> None:
+    say_protection(config)
+
+    async def load_once() -> list[dict[str, Any]]:
         environment = Environment(config)
         try:
             # What is built in ends; how long a user's file takes, only the user knows.
-            await environment.start(within_s=config.load_limit_s if own_files(config) else None)
+            own = own_files(config) and not config.tools.servers
+            await environment.start(within_s=config.load_limit_s if own else None)
+            return environment.tools
         finally:
             await environment.close()
 
-    asyncio.run(load_once())
+    return asyncio.run(load_once())

@@ -5,18 +5,25 @@ would give rewards that say nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.checks.programs import check_rows
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import final_expression
 from megarl.environments.scoring import Environment
+from megarl.environments.verifiers import setting_of
 from megarl.schema import require
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_ROWS = 32
 """Number of rows, in training order, on which the verifier is tried."""
@@ -26,50 +33,78 @@ LEAST_ROWS, ENOUGH_S = 4, 2.0
 call is bounded by the time limits of `EnvironmentConfig`; after a time-out none is begun."""
 
 
-def try_verifier(config: EnvironmentConfig, prompts: PromptList, codec: Codec) -> None:
+def try_verifier(
+    config: EnvironmentConfig, prompts: PromptList, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Call the verifier with some rows and their reference answers as responses, or begin a session
-    and take a step.
+    and take a step. Of a mixture, each named verifier is called.
 
     Raises `ValueError` with the first failure's message if at least `environment.max_failure_share`
-    of the calls fail. Which score they give does not matter, except that `math` must find every
-    reference answer equal to itself.
+    of the calls fail, of any verifier. Which score they give does not matter, except that `math`
+    must find every reference answer equal to itself.
     """
-    failed, count = asyncio.run(_try(config, prompts, codec))
-    if not failed:
-        return
-    prompt, verdict = failed[0]
-    setting = "session" if config.session else "rewards" if config.rewards else "verifier"
-    named = config.session or ", ".join(config.rewards) or config.verifier
-    said = " ".join((verdict.detail or verdict.failure).split())
-    require(
-        len(failed) < max(1.0, config.max_failure_share * count),
-        f"environment.{setting} '{named}' failed for {len(failed)} of {count} rows on which it was"
-        f" tried, first for row {prompt.index}: {said}; mend it, or set another",
-    )
+    check_rows(config, prompts)
+    codec = Codec.of(tokenizer, whole=config.tools.are_used)
+    tried = asyncio.run(_try(config, prompts, codec))
+    for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
+        part, where = config, "environment"
+        if config.mixture and not config.has_sessions:
+            part, where = config.named_parts[name], f"environment.mixture.{name}"
+        calls = [verdict for prompt, verdict in tried if prompt.environment == name]
+        failed = [pair for pair in tried if pair[0].environment == name and pair[1] is not None]
+        if not failed:
+            continue
+        prompt, verdict = failed[0]
+        assert verdict is not None
+        setting = setting_of(part).removeprefix("environment.")
+        several = part.tools.functions or part.tools.servers or part.rewards
+        named = part.session or ", ".join(several) or part.verifier
+        said = " ".join((verdict.detail or verdict.failure).split())
+        require(
+            len(failed) < max(1.0, config.max_failure_share * len(calls)),
+            f"{where}.{setting} '{named}' failed for {len(failed)} of {len(calls)} rows on which it"
+            f" was tried, first for row {prompt.index}: {said}; mend it, or set another",
+        )
+
+
+def rows_to_try(prompts: PromptList) -> list[Prompt]:
+    """The first rows in training order; of a mixture, the first rows in file order of each named
+    verifier, in turns.
+    """
+    if not prompts.environments:
+        return [prompts.at(ordinal) for ordinal in range(min(MOST_ROWS, len(prompts)))]
+    by_name: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_name.setdefault(prompt.environment, []).append(prompt)
+    turns = itertools.zip_longest(*(rows[:MOST_ROWS] for rows in by_name.values()))
+    rows = [prompt for turn in turns for prompt in turn if prompt is not None]
+    return rows[: max(MOST_ROWS, LEAST_ROWS * len(by_name))]
 
 
 async def _try(
     config: EnvironmentConfig, prompts: PromptList, codec: Codec
-) -> tuple[list[tuple[Prompt, Verdict]], int]:
-    """(prompts of failed calls with their verdicts, number of calls)."""
-    environment, failed, count, until = Environment(config, codec), [], 0, 0.0
+) -> list[tuple[Prompt, Verdict | None]]:
+    """(prompt, verdict if the call failed, otherwise None) of each call."""
+    environment, until = Environment(config, codec), 0.0
+    tried: list[tuple[Prompt, Verdict | None]] = []
+    least = LEAST_ROWS * max(1, len(config.mixture))
+    is_math = {name: part.verifier == "math" for name, part in config.named_parts.items()}
     try:
         await environment.start()
-        for ordinal in range(min(MOST_ROWS, len(prompts))):
-            if count >= LEAST_ROWS and time.monotonic() > until:
+        for prompt in rows_to_try(prompts):
+            if len(tried) >= least and time.monotonic() > until:
                 break
-            prompt = prompts.at(ordinal)
-            found = await _call(environment, prompt, is_math=config.verifier == "math")
-            count += 1
-            if count == 1:  # which imports what the verifier needs
+            whether = is_math.get(prompt.environment, config.verifier == "math")
+            found = await _call(environment, prompt, is_math=whether)
+            has_failed = isinstance(found, Verdict) and found.failure
+            tried.append((prompt, found if isinstance(found, Verdict) and has_failed else None))
+            if len(tried) == 1:  # which imports what the verifier needs
                 until = time.monotonic() + ENOUGH_S
-            if isinstance(found, Verdict) and found.failure:
-                failed.append((prompt, found))
-                if found.failure == "timeout":
-                    break
+            if isinstance(found, Verdict) and found.failure == "timeout":
+                break
     finally:
         await environment.close()
-    return failed, count
+    return tried
 
 
 async def _call(

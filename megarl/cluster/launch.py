@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from megarl import config as configs
+from megarl.checkpoints.lease import take
 from megarl.cluster.launch_plan import (
     USAGE,
     Command,
@@ -28,12 +29,18 @@ from megarl.cluster.launch_plan import (
     Options,
     Plan,
     deal,
-    describe,
     make_plan,
     parse,
     slurm_host,
 )
+from megarl.cluster.node_commands import (
+    HEAD_OPTIONS,
+    node_commands,
+    refuse_port,
+    refuse_transport,
+)
 from megarl.cluster.process_env import RAY_SETTINGS
+from megarl.config import RunConfig
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
 from megarl.schema import require
@@ -46,6 +53,10 @@ MARK = "MEGARL_LAUNCH"
 """Name of an environment variable set in every process that the launcher starts, to find them
 again."""
 POLL_S = 0.2
+FOLLOWER = """import sys
+from megarl.environments.die_with_parent import run
+run(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2]))"""
+"""Program that becomes the command in its arguments: parent's process id, signal, command."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,12 +69,13 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         options = parse(arguments)
+        refuse_port(options)
         require(
             Path(options.recipe).is_file(),
             f"recipe {options.recipe} does not exist; name a .yaml file (see launch/recipes/)",
         )
         own = os.uname().nodename
-        host = slurm_host(os.environ, own)
+        host = own if options.num_nodes else slurm_host(os.environ, own)
         # Only `megarl distill` has a teacher; every other recipe is one of `megarl train`.
         distills = "teacher" in configs.written_tree(options.recipe)
         kind = configs.DistillConfig if distills else configs.RunConfig
@@ -73,13 +85,16 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             raise ValueError(f"{options.recipe}: {error}") from error
         gpus = find_gpus(plan, options)
+        if gpus.ranks:
+            refuse_transport(config.weight_sync.transport, gpus)
     except ValueError as error:
         raise UserError(str(error)) from error
     # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
     state = Path(f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}")
     port = options.port or free_port()
     command = "distill" if distills else "train"
-    started = commands(plan, gpus, options, command=command, port=port, state=state)
+    several = (options.num_nodes or 1) > 1
+    started = [] if several else commands(plan, gpus, options, command, port=port, state=state)
     facts = {
         "recipe": str(Path(options.recipe).resolve()),
         "folder": plan.folder,
@@ -88,7 +103,18 @@ def main(arguments: list[str]) -> int:
     }
     if options.overrides:
         facts["overrides"] = " ".join(options.overrides)
-    shown = describe(plan, gpus, facts, port, started)
+    # Imported here: the parameter tables import torch, and a mistake is told without it.
+    from megarl.cluster.placement_table import placement
+
+    lines = [*(f"{name:9} {value}" for name, value in facts.items()), ""]
+    lines += [placement(config, plan, gpus), ""]
+    if several:
+        lines += node_commands(plan, gpus, options, command)
+    else:
+        lines += [f"on the CPU: the rollout service, and Ray on port {port}", ""]
+        lines += ["commands, each with the same random RAY_AUTH_TOKEN in its environment:"]
+        lines += [f"  {one}" for one in started]
+    shown = "\n".join(lines)
     elsewhere = host.split(".")[0] != own.split(".")[0]
     there = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none"]
     there += [f"--nodelist={host}", sys.executable, "-m", "megarl", "launch", *arguments]
@@ -102,8 +128,23 @@ def main(arguments: list[str]) -> int:
     if elsewhere:
         say(f"this is not the allocation's host; going to {host}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
+    refuse_owned(config)
     print(shown, file=sys.stderr, flush=True)
     return run(started, state, port)
+
+
+def refuse_owned(config: RunConfig) -> None:
+    """Raise `UserError` if another run owns the run folder: rank 0 takes the folder later, but Ray
+    has started by then.
+    """
+    try:
+        # A folder that cannot be written is rank 0's to explain.
+        with contextlib.suppress(OSError):
+            take(
+                Path(config.folder), patience_s=config.training.checkpoint.owner_timeout_s
+            ).release()
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def say(text: str) -> None:
@@ -113,44 +154,68 @@ def say(text: str) -> None:
 
 def find_gpus(plan: Plan, options: Options) -> Gpus:
     """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, else all of the node. A
-    dry run assumes that there are enough.
+    dry run assumes the nodes that the options name, or one node with as many GPUs as are needed.
     """
     if options.on_cpu:
-        return Gpus([], [[] for _ in range(plan.num_engines)])
+        return Gpus([], [[] for _ in range(plan.num_engines)], [])
+    if options.gpus_per_node:
+        count, each = options.num_nodes or 1, options.gpus_per_node
+        nodes = [[str(gpu) for gpu in range(each)] for _ in range(count)]
+        words = f"--nodes {count} x --gpus-per-node {each} are {count * each}"
+        return deal(plan, nodes, words)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible:
-        return deal(plan, visible.split(","), f"CUDA_VISIBLE_DEVICES is {visible}")
+        return deal(plan, [gpu_names(visible)], f"CUDA_VISIBLE_DEVICES is {visible}")
     if options.dry_run:
-        return deal(plan, [str(gpu) for gpu in range(plan.num_gpus)], "")
+        return deal(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
     listed = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60
         ).stdout
     count = sum(line.startswith("GPU") for line in listed.splitlines())
-    return deal(plan, [str(gpu) for gpu in range(count)], f"nvidia-smi lists {count} GPUs")
+    return deal(plan, [[str(gpu) for gpu in range(count)]], f"nvidia-smi lists {count} GPUs")
+
+
+def gpu_names(visible: str) -> list[str]:
+    """The GPUs that a CUDA_VISIBLE_DEVICES of `visible` names. Raises `ValueError` for an empty, a
+    negative or a repeated name.
+    """
+    names = [name.strip() for name in visible.split(",")]
+    known = [name for name in names if name]
+    wrong = {
+        "an empty name": len(known) < len(names),
+        "a negative number, at which CUDA stops reading": any(name[0] == "-" for name in known),
+        "a GPU twice": len(set(known)) < len(known),
+    }
+    found = [what for what, is_so in wrong.items() if is_so]
+    require(
+        not found,
+        f"CUDA_VISIBLE_DEVICES is '{visible}', which has {' and '.join(found)}; set it to each GPU"
+        " once, separated by commas, such as 0,1,2",
+    )
+    return names
 
 
 def commands(
-    plan: Plan, gpus: Gpus, options: Options, *, command: str, port: int, state: Path
+    plan: Plan, gpus: Gpus, options: Options, command: str, *, port: int, state: Path
 ) -> list[Command]:
     """The commands that start Ray's head node, check whether Ray is ready, and start the trainer
     ranks, which run `megarl COMMAND`.
     """
     python = sys.executable
     shared = RAY_SETTINGS | {MARK: str(state)}
-    for_engines = [gpu for engine in gpus.engines for gpu in engine]
-    # Ray deals GPUs out to disaggregated engines only: colocated ones follow the trainer ranks.
+    for_engines = [gpu.name for engine in gpus.engines for gpu in engine]
+    # Ray deals GPUs out to disaggregated engines only: colocated ones follow the policy's ranks.
     num_dealt = 0 if plan.colocated else len(for_engines)
     ray = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    ray += ["--disable-usage-stats", f"--port={port}", f"--ray-client-server-port={free_port()}"]
-    ray += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    ray += ["--include-dashboard=false", f"--num-gpus={num_dealt}", f"--temp-dir={state}/ray"]
+    ray += [f"--port={port}", f"--ray-client-server-port={free_port()}", *HEAD_OPTIONS]
+    ray += [f"--num-gpus={num_dealt}", f"--temp-dir={state}/ray"]
     ready = [python, "-m", "ray.scripts.scripts", "health-check", "--address", f"127.0.0.1:{port}"]
     train = [python, "-m", "megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
     train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", command]
     train += [str(Path(options.recipe).resolve()), *options.overrides]
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.ranks)}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.name for gpu in gpus.ranks)}
     hidden = {plan.hidden: ""} if plan.hidden else {}
     threads = {"OMP_NUM_THREADS": str(plan.num_threads)}
     return [
@@ -176,7 +241,8 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
     try:
         state.mkdir(mode=0o700)
         with (state / "ray.log").open("wb") as log:
-            head = start(ray, environment, log)
+            # SIGTERM, on which Ray's head node ends its own processes.
+            head = start(ray, environment, signal.SIGTERM, log)
         processes.append((head, RAY_ENDS_WITHIN_S))
         if not wait_for_ray(head, ready, environment | RAY_SETTINGS):
             show_end(state / "ray.log")
@@ -186,7 +252,7 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
             )
             code = 1
         else:
-            ranks = start(trainers, environment)
+            ranks = start(trainers, environment, signal.SIGKILL)
             processes.append((ranks, TRAINERS_END_WITHIN_S))
             while ranks.poll() is None and head.poll() is None:
                 time.sleep(POLL_S)
@@ -212,11 +278,17 @@ def run(started: Sequence[Command], state: Path, port: int) -> int:
 
 
 def start(
-    command: Command, environment: dict[str, str], log: IO[bytes] | None = None
+    command: Command,
+    environment: dict[str, str],
+    at_our_end: signal.Signals,
+    log: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session; standard output and standard error go to `log`."""
+    """Start `command` in a new session; standard output and standard error go to `log`. The process
+    gets the signal `at_our_end` when this one ends, even if this one is killed.
+    """
+    follower = [sys.executable, "-c", FOLLOWER, str(os.getpid()), str(int(at_our_end))]
     return subprocess.Popen(
-        command.words,
+        [*follower, *command.words],
         env=environment | command.environment,
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -1,7 +1,7 @@
-"""What `megarl launch` would start on a node, computed before anything is: ranks, engines, and the
-GPU of each.
+"""What `megarl launch` would start, computed before anything is: ranks, engines, and the GPU of
+each.
 
-    arguments --parse--> Options,  recipe + Options --make_plan--> Plan --describe--> text
+    arguments --parse--> Options,  recipe + Options --make_plan--> Plan,  Plan + GPUs --deal--> Gpus
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.config import RunConfig
-from megarl.parallel.layout import resolve
 from megarl.schema import require
+from megarl.trainer.places import RolePlace, role_places
 
 USAGE = """\
 usage: megarl launch RECIPE.yaml [OPTIONS] [-- OVERRIDES]
 
 Runs a reinforcement learning recipe on one node: starts Ray and the trainer ranks, and ends them.
 
-  --gpus-train N     GPUs of the trainer ranks, the first ones (default: as many as the recipe's
-                     training.layout has ranks)
+  --gpus-train N     GPUs of the trainer ranks, the first ones, one for each rank of every role
+                     (default: ranks of training.layout and of roles on ranks of their own)
   --gpus-engine N    GPUs of the engines, the next ones (default: the recipe's rollout.num_engines x
-                     rollout.engine.tensor); colocated engines use those of the trainer ranks
+                     rollout.engine.tensor); colocated engines use those of the policy
   --port N           port of this run's Ray (default: a free one)
   --cpu              the same processes without GPUs, to rehearse with a small recipe
-  --dry-run          check the recipe, print every command, rank and GPU, and start nothing; needs
-                     no GPU and no network
+  --dry-run          check the recipe, print ranks, GPUs and memory of each role and engine, and
+                     every command, and start nothing; needs no GPU, no weights and no network
+  --nodes N          with --dry-run: plan for N nodes, and print what to start on each (default: 1)
+  --gpus-per-node G  with --dry-run: GPUs of each node (default with one node: as many as needed)
   -- OVERRIDES       settings of the recipe: -- --steps 10 --rollout.max_staleness 1
 
 GPUs are those of CUDA_VISIBLE_DEVICES, else all of the node. Exit codes: 0 done, 2 the recipe or
 this command is at fault, 130 / 143 ended by a signal, otherwise that of the rank that failed first.
 """
 
-NUMBERS = ("--gpus-train", "--gpus-engine", "--port")
+NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")
 SWITCHES = ("--cpu", "--dry-run")
 
 
@@ -46,6 +48,8 @@ class Options:
     num_train_gpus: int | None = None
     num_engine_gpus: int | None = None
     port: int | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
     on_cpu: bool = False
     dry_run: bool = False
     overrides: tuple[str, ...] = ()
@@ -54,16 +58,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes that a run starts on one node."""
+    """The processes of a run: trainer ranks, one for each GPU, and engines."""
 
     folder: str
     """The run folder."""
+    roles: dict[str, RolePlace]
+    """{role: its ranks and layout}, the policy's first."""
     num_ranks: int
+    """Ranks of all roles together."""
     num_engines: int
     tensor: int
     """Tensor-parallel ranks of each engine."""
     colocated: bool
-    """Whether the engines use the GPUs of the trainer ranks."""
+    """Whether the engines use the GPUs of the policy's ranks."""
     num_threads: int
     """CPU threads of each trainer rank."""
     hidden: str = ""
@@ -77,14 +84,26 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU of a node."""
+
+    node: int
+    """Number of the node, from 0."""
+    name: str
+    """The GPU as CUDA_VISIBLE_DEVICES names it."""
+
+
+@dataclass(frozen=True)
 class Gpus:
     """Which GPUs a plan's processes use; empty lists on the CPU."""
 
-    ranks: list[str]
+    ranks: list[Gpu]
     """GPU of each trainer rank."""
-    engines: list[list[str]]
+    engines: list[list[Gpu]]
     """For each engine, its GPUs. For disaggregated engines Ray decides which engine gets which of
     these sets."""
+    free: list[Gpu]
+    """GPUs that nothing uses."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -125,6 +144,20 @@ def parse(arguments: Sequence[str]) -> Options:
         f"megarl launch takes one recipe, but {len(recipes)} were given ({' '.join(recipes)});"
         " write: megarl launch RECIPE.yaml [OPTIONS] [-- OVERRIDES]",
     )
+    planned = [name for name in ("--nodes", "--gpus-per-node") if name in numbers]
+    require(
+        not planned or "--dry-run" in switches,
+        f"{' and '.join(planned)} plan a run without starting it, and megarl launch starts one"
+        " node; add --dry-run, which prints what to start on each node",
+    )
+    require(
+        not planned or "--cpu" not in switches,
+        f"{' and '.join(planned)} and --cpu exclude each other; leave one out",
+    )
+    require(
+        "--nodes" not in numbers or "--gpus-per-node" in numbers,
+        "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
+    )
     return Options(
         recipes[0],
         *(numbers.get(name) for name in NUMBERS),
@@ -136,37 +169,16 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def make_plan(config: RunConfig, options: Options) -> Plan:
     """The plan of a recipe's trainer ranks and engines. Raises `ValueError` if the options
-    contradict the recipe.
+    contradict the recipe, or if ranks and layouts of the roles do not fit.
     """
     rollout, training = config.rollout, config.training
-    layout, colocated = training.layout, rollout.placement == "colocated"
-    for name, role in config.other_roles.items():
-        require(
-            not role.ranks,
-            f"{name}.ranks is {list(role.ranks)}, and megarl launch does not deal out GPUs to a"
-            " role on ranks of its own; start the run with torchrun",
-        )
-    rest = layout.sequence * layout.tensor
-    num_ranks = options.num_train_gpus or layout.data * rest
-    require(
-        num_ranks > 0,
-        "training.layout.data is 0, so the recipe leaves the number of ranks open; set"
-        " --gpus-train",
-    )
-    if layout.data and num_ranks != layout.data * rest:
-        fits = num_ranks % rest == 0
-        other = f", or training.layout.data to {num_ranks // rest}" if fits else ""
-        raise ValueError(
-            f"--gpus-train is {num_ranks}, but training.layout is data {layout.data} x sequence"
-            f" {layout.sequence} x tensor {layout.tensor} = {layout.data * rest} ranks, one a GPU;"
-            f" set --gpus-train to {layout.data * rest}{other}"
-        )
+    colocated = rollout.placement == "colocated"
+    num_ranks = count_ranks(config, options)
     try:
-        resolved = resolve(
-            data=layout.data, sequence=layout.sequence, tensor=layout.tensor, num_ranks=num_ranks
-        )
+        roles = role_places(config, num_ranks)
     except ValueError as error:
-        raise ValueError(f"--gpus-train is {num_ranks}, one rank a GPU: {error}") from error
+        raise ValueError(f"{num_ranks} trainer ranks, one a GPU: {error}") from error
+    policy = roles["policy"]
     engines, tensor = rollout.num_engines, rollout.engine.tensor
     require(
         options.num_engine_gpus in (None, engines * tensor),
@@ -175,19 +187,21 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         f" {engines * tensor}, or rollout.num_engines to match",
     )
     require(
-        not colocated or engines * tensor == num_ranks,
+        not colocated or engines * tensor == len(policy.ranks),
         f"rollout.placement is 'colocated', but rollout.num_engines {engines} x"
         f" rollout.engine.tensor {tensor} = {engines * tensor} engine ranks cannot share the GPUs"
-        f" of {num_ranks} trainer ranks; set rollout.num_engines so that they are as many",
+        f" of the policy's {len(policy.ranks)} ranks; set rollout.num_engines so that they are as"
+        " many",
     )
     samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
     require(
-        samples >= resolved.data,
-        f"a mini-batch has {samples} samples for {resolved.data} data ranks; raise"
+        samples >= policy.layout.data,
+        f"a mini-batch has {samples} samples for {policy.layout.data} data ranks; raise"
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
     return Plan(
         config.folder,
+        roles,
         num_ranks,
         engines,
         tensor,
@@ -197,23 +211,103 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
     )
 
 
-def deal(plan: Plan, gpus: Sequence[str], found: str) -> Gpus:
-    """Assign the first of `gpus` to the trainer ranks and the following ones to the engines. A
-    colocated engine e shares the GPUs of ranks [e * tensor, (e + 1) * tensor).
+def count_ranks(config: RunConfig, options: Options) -> int:
+    """Number of trainer ranks of all roles together: `--gpus-train`, or as many as the policy's
+    layout and the roles on ranks of their own have. Raises `ValueError` if these differ, or if a
+    role has a rank beyond them.
+    """
+    layout, given = config.training.layout, options.num_train_gpus
+    rest = layout.sequence * layout.tensor
+    apart = {name: role.ranks for name, role in config.other_roles.items() if role.ranks}
+    num_apart = len({rank for ranks in apart.values() for rank in ranks})
+    beside = f", and {' and '.join(apart)} have {num_apart} ranks of their own" if apart else ""
+    num_ranks = given or (layout.data * rest and layout.data * rest + num_apart)
+    require(
+        num_ranks > 0,
+        "training.layout.data is 0, so the recipe leaves the number of ranks open; set"
+        " --gpus-train",
+    )
+    wanted = layout.data * rest + num_apart
+    if layout.data and num_ranks != wanted:
+        left = num_ranks - num_apart
+        fits = left > 0 and left % rest == 0
+        other = f", or training.layout.data to {left // rest}" if fits else ""
+        raise ValueError(
+            f"--gpus-train is {num_ranks}, but training.layout is data {layout.data} x sequence"
+            f" {layout.sequence} x tensor {layout.tensor} = {layout.data * rest} ranks, one a GPU"
+            f"{beside}; set --gpus-train to {wanted}{other}"
+        )
+    require(
+        num_ranks > num_apart,
+        f"--gpus-train is {num_ranks}, which leaves the policy no rank{beside}; set it to at least"
+        f" {num_apart + rest}",
+    )
+    for name, ranks in apart.items():
+        beyond = [rank for rank in ranks if rank >= num_ranks]
+        require(
+            not beyond,
+            f"{name}.ranks names rank {', '.join(map(str, beyond))}, but the run has {num_ranks}"
+            f" trainer ranks, numbered from 0 to {num_ranks - 1} without gaps:"
+            f" {num_ranks - num_apart} of the policy{beside}; set {name}.ranks to numbers below"
+            f" {num_ranks}, or training.layout.data so that the policy has more ranks",
+        )
+    return num_ranks
+
+
+def deal(plan: Plan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
+    """Assign the GPUs of one or several `nodes` to trainer ranks and engines: every node that has
+    ranks has equally many, on its first GPUs, and engines get the GPUs that are left, each engine
+    on one node. A colocated engine e shares the GPUs of the policy's ranks [e * tensor, (e + 1) *
+    tensor).
 
     `found` says where the list of GPUs comes from, for the `ValueError` raised if it is too short.
     """
-    ranks, tensor = plan.num_ranks, plan.tensor
+    pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
+    have = sum(map(len, pool))
     share = "colocated " if plan.colocated else ""
     require(
-        len(gpus) >= plan.num_gpus,
-        f"{ranks} trainer ranks and {plan.num_engines} {share}engines of {tensor} need"
-        f" {plan.num_gpus} GPUs, but {found}; change the recipe's training.layout and"
+        have >= plan.num_gpus,
+        f"{plan.num_ranks} trainer ranks and {plan.num_engines} {share}engines of {plan.tensor}"
+        f" need {plan.num_gpus} GPUs, but {found}; change the recipe's training.layout and"
         " rollout.num_engines, free GPUs, or rehearse with --cpu",
     )
-    first = 0 if plan.colocated else ranks
-    starts = [first + engine * tensor for engine in range(plan.num_engines)]
-    return Gpus(list(gpus[:ranks]), [list(gpus[start : start + tensor]) for start in starts])
+    for each in range(min(len(pool[0]), plan.num_ranks), 0, -1):
+        num_nodes, rest = divmod(plan.num_ranks, each)
+        if rest or num_nodes > len(pool):
+            continue
+        ranks = [gpu for node in pool[:num_nodes] for gpu in node[:each]]
+        left = [node[each:] if number < num_nodes else node for number, node in enumerate(pool)]
+        engines = _engines(plan, ranks, left)
+        if engines is not None:
+            used = {gpu for engine in engines for gpu in engine}
+            free = [gpu for node in left for gpu in node if gpu not in used]
+            return Gpus(ranks, engines, free)
+    raise ValueError(
+        f"{plan.num_ranks} trainer ranks do not fit on {len(pool)} nodes of {len(pool[0])} GPUs"
+        f" with {plan.num_engines} {share}engines of {plan.tensor}: every node with ranks has"
+        " equally many, and an engine is on one node; set --nodes, --gpus-per-node,"
+        " rollout.engine.tensor, or the number of ranks"
+    )
+
+
+def _engines(
+    plan: Plan, ranks: Sequence[Gpu], left: Sequence[Sequence[Gpu]]
+) -> list[list[Gpu]] | None:
+    """The GPUs of each engine, given the GPU of each rank and those left on each node; None if an
+    engine would be on several nodes.
+    """
+    if plan.colocated:
+        shared = [ranks[rank] for rank in plan.roles["policy"].ranks]
+        groups = [
+            shared[first : first + plan.tensor] for first in range(0, len(shared), plan.tensor)
+        ]
+        return groups if all(len({gpu.node for gpu in one}) == 1 for one in groups) else None
+    groups = [
+        list(node[first : first + plan.tensor])
+        for node in left
+        for first in range(0, len(node) - plan.tensor + 1, plan.tensor)
+    ]
+    return groups[: plan.num_engines] if len(groups) >= plan.num_engines else None
 
 
 def slurm_host(environment: Mapping[str, str], own: str) -> str:
@@ -227,7 +321,8 @@ def slurm_host(environment: Mapping[str, str], own: str) -> str:
     require(
         nodes == "1",
         f"the Slurm allocation has {nodes} nodes ({host}), but megarl launch runs on one; allocate"
-        " one: --nodes=1 (more nodes are not supported yet)",
+        f" one: --nodes=1, or start the ranks with torchrun: --dry-run --nodes {nodes}"
+        " --gpus-per-node G prints what to start on each node",
     )
     tasks = environment.get("SLURM_NTASKS") or "1"
     require(
@@ -239,45 +334,16 @@ def slurm_host(environment: Mapping[str, str], own: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A program to start in a new session, with the variables in `environment` added."""
+    """A program to start with the variables in `environment` added."""
 
     environment: dict[str, str]
     words: list[str]
 
     def __str__(self) -> str:
-        """The command as one line for a shell."""
+        """The command as one line for a shell, which waits for the program to end."""
         settings = [
             f"{name}={shlex.quote(value) if value else ''}"
             for name, value in self.environment.items()
         ]
-        start = ["env", *settings, "setsid"] if settings else []
+        start = ["env", *settings] if settings else []
         return " ".join([*start, *map(shlex.quote, self.words)])
-
-
-def describe(
-    plan: Plan, gpus: Gpus, facts: Mapping[str, str], port: int, commands: Sequence[Command]
-) -> str:
-    """A text that lists the processes to start and their GPUs, after the lines in `facts`."""
-
-    def on(numbers: Sequence[str]) -> str:
-        return f"GPU {','.join(numbers)}" if numbers else "CPU"
-
-    rows = [("process", "runs on")]
-    rows += [
-        (f"trainer rank {rank}", on(gpus.ranks[rank : rank + 1])) for rank in range(plan.num_ranks)
-    ]
-    rows += [
-        (f"engine {engine} (tensor {plan.tensor})", on(numbers))
-        for engine, numbers in enumerate(gpus.engines)
-    ]
-    rows += [("rollout service", "CPU"), (f"Ray (port {port})", "CPU")]
-    return "\n".join(
-        [
-            *(f"{name:9} {value}" for name, value in facts.items()),
-            "",
-            *(f"{process:24} {place}" for process, place in rows),
-            "",
-            "commands, each with the same random RAY_AUTH_TOKEN in its environment:",
-            *(f"  {command}" for command in commands),
-        ]
-    )

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
 from megarl.cluster.mailbox import fetch
@@ -148,11 +149,13 @@ class Cluster:
     def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
         """Start the rollout service in a named actor that every rank can look up; `build`
         constructs it there. Call `wait_for_service` before use. `held_out`: the problems it
-        evaluates on.
+        evaluates on. It runs on this process's node, where the run folder is, since it writes the
+        ledger there.
         """
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         handle = (
             ray.remote(ServiceActor)
-            .options(name=SERVICE, num_cpus=0, max_concurrency=100_000)
+            .options(name=SERVICE, num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
             .remote(build, held_out)
         )
         self._owned.insert(0, handle)
@@ -247,9 +250,18 @@ class RolloutClient:
         """Whether `stop_early`, and no signal, has ended the run."""
         return self._ask(self._service.is_early_stop.remote(), "asking why the run ended")
 
-    def answers(self, prompts: Sequence[Prompt], temperature: float, name: str) -> Any:
-        """Ask for one scored response to each problem, without waiting; see `collect`."""
-        return self._service.answers.remote(list(prompts), temperature, name)
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        name: str,
+        *,
+        takes_failures: bool = False,
+    ) -> Any:
+        """Ask for one scored response to each problem, without waiting; see `collect`.
+        `takes_failures`: failed verdicts are returned, however many.
+        """
+        return self._service.answers.remote(list(prompts), temperature, name, takes_failures)
 
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
         """Wait for evaluation results. `pending` are what calls of `answers` returned.

@@ -115,7 +115,7 @@ class RemoteEnvironment:
         actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
         self._handle: Any = actor.remote(config, codec, token)
         self._mailbox, self.pace = Mailbox(self._handle, pace), pace
-        self.has_start = bool(config.session)
+        self.has_start = config.has_sessions
 
     async def start(self) -> None:
         """Wait until the verifier is loaded; raises `ValueError` if it does not load."""

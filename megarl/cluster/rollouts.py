@@ -25,6 +25,7 @@ from megarl.cluster.service_process import build_service
 from megarl.config import RunConfig, longest_request
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
+from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
@@ -111,7 +112,15 @@ def start_generation(
     )
     progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
     step, ordinal = (progress.step, progress.next_ordinal) if progress is not None else (0, 0)
-    start_service(config, cluster, engines, inputs, first_step=step, first_ordinal=ordinal)
+    start_service(
+        config,
+        cluster,
+        engines,
+        inputs,
+        first_step=step,
+        first_ordinal=ordinal,
+        ledger=Path(config.folder).absolute() / FILE,
+    )
     return Generation(config, mesh, cluster, engines)
 
 
@@ -177,9 +186,11 @@ def start_service(
     *,
     first_step: int,
     first_ordinal: int,
+    ledger: Path | None = None,
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
-    service, so that they are read and tokenised only once.
+    service, so that they are read and tokenised only once. `ledger`: file in which the service
+    records what becomes of every group, or None.
     """
     assert inputs.prompts is not None
     builder = functools.partial(
@@ -188,9 +199,10 @@ def start_service(
         list(engines.handles),
         inputs.layout,
         inputs.prompts,
-        Codec.of(inputs.tokenizer),
+        Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used),
         first_step,
         first_ordinal,
         client_token(config.environment),
+        ledger,
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

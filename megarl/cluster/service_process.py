@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megarl.cluster.mailbox import Pace
@@ -14,6 +15,7 @@ from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.reward_client import Token
+from megarl.ledger.recorder import Recorder
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
@@ -30,10 +32,12 @@ def build_service(
     first_step: int,
     first_ordinal: int,
     token: Token | None,
+    ledger: Path | None = None,
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`, with the prompt at position `first_ordinal`.
-    `token`: of the reward servers, which only rank 0 can read.
+    `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which the service
+    records what becomes of every group; None for a command that trains nothing.
     """
     pace = Pace()
     environment = RemoteEnvironment(config.environment, codec, pace, token)
@@ -51,7 +55,10 @@ def build_service(
         first_ordinal=first_ordinal,
         first_step=first_step,
         compares_groups=config.compares_groups,
+        greedy_baseline=config.greedy_baseline,
+        max_turns=config.environment.max_turns,
         max_failure_share=config.environment.max_failure_share,
+        ledger=Recorder(ledger),
     )
     return service, environment
 
@@ -93,9 +100,11 @@ class ServiceActor:
         return await self._service.evaluate(self._held_out, temperature, name)
 
     async def answers(
-        self, prompts: list[Prompt], temperature: float, name: str
+        self, prompts: list[Prompt], temperature: float, name: str, takes_failures: bool
     ) -> list[dict[str, Any]]:
-        return await self._service.answers(prompts, temperature, name)
+        return await self._service.answers(
+            prompts, temperature, name, takes_failures=takes_failures
+        )
 
     async def use_engine(self, number: int, handle: Any) -> None:
         self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))

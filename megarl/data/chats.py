@@ -92,14 +92,24 @@ def check_question(chat: Sequence[Turn], *, place: str) -> None:
 
 
 def rendered(
-    tokenizer: PreTrainedTokenizerBase, chat: Sequence[Turn], place: str, *, asks: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Sequence[Turn],
+    place: str,
+    *,
+    asks: bool,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """A chat as the tokenizer's template writes it; with `asks`, up to where a reply begins. Raises
-    `ValueError` if the template refuses the chat.
+    """A chat as the tokenizer's template writes it; with `asks`, up to where a reply begins; with
+    `tools`, which the model may call. Raises `ValueError` if the template refuses the chat.
     """
     try:
         return str(
-            tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=asks)
+            tokenizer.apply_chat_template(
+                list(chat),
+                tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=asks,
+            )
         )
     except Exception as error:  # templates raise what they like, jinja2's errors among them
         raise ValueError(

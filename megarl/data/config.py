@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from megarl.schema import MOST_TOKENS, PathText, Range, config, require
@@ -12,12 +14,64 @@ first special tokens; `chat`, by the tokenizer's chat template; `rendered`, as t
 chat template has written them already, special tokens included."""
 
 
+WEIGHT_TOLERANCE = Fraction(1, 10**6)
+"""How far the sum of a mixture's weights may be from 1; within it the weights are scaled to 1."""
+
+
+@config
+class PromptSourceConfig:
+    """One source of a mixture. A setting that is None is that of the section around `sources`."""
+
+    source: PathText
+    """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
+    weight: Annotated[float, Range(1e-6, 1.0)]
+    """Share of the prompts that come from this source; the weights of a mixture add up to 1."""
+    environment: str | None = None
+    """Name in `environment.mixture` of the verifier for the rows of this source."""
+    environment_column: str | None = None
+    """Column with that name for each row, used instead of `environment`."""
+    subset: str | None = None
+    """As `prompts.subset`, for this source."""
+    split: str | None = None
+    """As `prompts.split`, for this source."""
+    unique: bool | None = None
+    """As `prompts.unique`, for this source."""
+    prompt_column: str | None = None
+    """As `prompts.prompt_column`, for this source."""
+    answer_column: str | None = None
+    """As `prompts.answer_column`, for this source."""
+    choices_column: str | None = None
+    """As `prompts.choices_column`, for this source."""
+    answer_after: str | None = None
+    """As `prompts.answer_after`, for this source."""
+    template: TemplateName | None = None
+    """As `prompts.template`, for this source."""
+    system: str | None = None
+    """As `prompts.system`, for this source."""
+    instruction: str | None = None
+    """As `prompts.instruction`, for this source."""
+    shuffle: bool | None = None
+    """As `prompts.shuffle`, for this source."""
+    limit: Annotated[int | None, Range(1, 10**9)] = None
+    """As `prompts.limit`, for this source."""
+
+
 @config
 class PromptsConfig:
-    """Rows of a data set, turned into prompts."""
+    """Rows of a data set, or of several in a mixture, turned into prompts."""
 
     source: PathText = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
+    sources: tuple[PromptSourceConfig, ...] = ()
+    """Several sources, used instead of `source`: `[{source: a.jsonl, weight: 0.7, environment:
+    math}, ...]`. Of any n consecutive prompts of training, each source gives its weight x n, with
+    an error of at most the number of sources. Each source has its own epochs. The other settings
+    of this section hold for every source that does not set its own."""
+    environment: str = ""
+    """Name in `environment.mixture` of the verifier for all rows; empty without a mixture."""
+    environment_column: str = ""
+    """Column with the name in `environment.mixture` of the verifier for each row, used instead of
+    `environment`. A name with dots selects a nested column."""
     subset: str = ""
     """Configuration of a hub data set that has several (openai/gsm8k: 'main')."""
     split: str = "train"
@@ -64,6 +118,73 @@ class PromptsConfig:
             "PromptsConfig.answer_column is empty, but answer_after or choices_column is set; set"
             " the column of the answers, or neither of the two",
         )
+        require(
+            not (self.environment and self.environment_column),
+            f"PromptsConfig.environment is '{self.environment}' and"
+            f" PromptsConfig.environment_column is '{self.environment_column}', but each names the"
+            " verifier of a row; set one of the two",
+        )
+        if self.sources:
+            self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        require(
+            not self.source,
+            f"PromptsConfig.source is '{self.source}' beside PromptsConfig.sources; set one of the"
+            " two",
+        )
+        weights = [part.weight for part in self.sources]
+        total = sum(map(exact, weights), Fraction(0))
+        require(
+            abs(total - 1) <= WEIGHT_TOLERANCE,
+            f"the weights of PromptsConfig.sources are {', '.join(f'{one:g}' for one in weights)},"
+            f" which add up to {float(total):g}; set weights that add up to 1",
+        )
+        for number in range(len(self.sources)):
+            require(
+                bool(self.sources[number].source),
+                f"PromptsConfig.sources[{number}].source is empty; set it to a data file or hub"
+                " name",
+            )
+            try:
+                self.part(number)
+            except ValueError as error:
+                raise ValueError(f"PromptsConfig.sources[{number}]: {error}") from None
+
+    def part(self, number: int) -> PromptsConfig:
+        """The settings of source `number` of the mixture, as those of a single source."""
+        part = self.sources[number]
+        own = {
+            field.name: getattr(part, field.name)
+            for field in dataclasses.fields(part)
+            if field.name != "weight" and getattr(part, field.name) is not None
+        }
+        # A source that says how its rows are judged does not take the other way from around it.
+        if "environment" in own:
+            own.setdefault("environment_column", "")
+        elif "environment_column" in own:
+            own["environment"] = ""
+        return dataclasses.replace(self, sources=(), **own)
+
+    @property
+    def parts(self) -> list[PromptsConfig]:
+        """The settings of each source: of a mixture several, without a mixture one."""
+        return [self.part(number) for number in range(len(self.sources))] or [self]
+
+    @property
+    def names_data(self) -> bool:
+        """Whether there is a source."""
+        return bool(self.source or self.sources)
+
+    @property
+    def label(self) -> str:
+        """The source, or the sources of a mixture, for messages and results."""
+        return self.source or " + ".join(part.source for part in self.sources)
+
+
+def exact(weight: float) -> Fraction:
+    """A weight as the decimal number that the recipe writes: 0.7 is 7/10."""
+    return Fraction(repr(weight))
 
 
 @config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
 
 from megarl.schema import require
 
@@ -13,13 +15,13 @@ class Order:
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
-        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self.num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
         self._epochs: dict[int, list[int]] = {}
 
     def row(self, ordinal: int) -> int:
         """Index of the row used at position `ordinal`, from 0."""
         require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
-        epoch, position = divmod(ordinal, self._num_rows)
+        epoch, position = divmod(ordinal, self.num_rows)
         return self._permutation(epoch)[position] if self._shuffle else position
 
     def _permutation(self, epoch: int) -> list[int]:
@@ -31,8 +33,59 @@ class Order:
                     f"{self._seed}/{epoch}/{row}".encode(), digest_size=16
                 ).digest()
 
-            found = sorted(range(self._num_rows), key=key)
+            found = sorted(range(self.num_rows), key=key)
             while len(self._epochs) >= 2:  # where one epoch runs into the next, both are in use
                 self._epochs.pop(next(iter(self._epochs)), None)
             self._epochs[epoch] = found
         return found
+
+
+class Interleaving:
+    """Which source of a mixture gives the prompt at position n: no draw, but the positions at which
+    rounded shares grow, so that the mixture of any stretch is that of the weights.
+
+    Source j takes the positions at which floor(m r + 1/2) grows, where m counts the positions that
+    the sources before it have left and r is the weight of source j divided by the weights from j
+    on. Of the first n positions a source of k gets n x weight, with an error of at most (k - 1) /
+    2; an independent draw for each position would be off by about the square root of n. In exact
+    arithmetic, any position is computed by itself in O(k).
+    """
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        """`weights`: above 0, of any sum."""
+        self._shares = [
+            weight / sum(weights[number:], Fraction(0)) for number, weight in enumerate(weights)
+        ]
+
+    def at(self, ordinal: int) -> tuple[int, int]:
+        """(index of the source, number of positions before `ordinal` that the source has)."""
+        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
+        for number, share in enumerate(self._shares):
+            before = _rounded(ordinal * share)
+            if _rounded((ordinal + 1) * share) > before:
+                return number, before
+            ordinal -= before
+        raise AssertionError("the last share is 1, whose positions are all")
+
+
+def _rounded(value: Fraction) -> int:
+    """The nearest integer; a half is rounded up."""
+    return (2 * value.numerator + value.denominator) // (2 * value.denominator)
+
+
+class MixedOrder:
+    """The order of a mixture's rows, which are numbered over all sources: each source has its own
+    shuffled epochs. It depends only on the seed, the weights and the ordinal.
+    """
+
+    def __init__(self, interleaving: Interleaving, orders: Sequence[Order]) -> None:
+        """`orders`: one for each source."""
+        self._interleaving, self._orders = interleaving, orders
+        self._first = [0]
+        for order in orders[:-1]:
+            self._first.append(self._first[-1] + order.num_rows)
+
+    def row(self, ordinal: int) -> int:
+        """Index of the row used at position `ordinal`, from 0."""
+        number, own = self._interleaving.at(ordinal)
+        return self._first[number] + self._orders[number].row(own)

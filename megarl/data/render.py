@@ -6,6 +6,7 @@ row --column--> value --render or text_of--> text
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +67,11 @@ def render(
     instruction: str = "",
     place: str,
     setting: str,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """Render a prompt, given as a text or a chat (a list of {role, content}, or the JSON of one as
     a text), to the text that the model sees before its response. Raises `ValueError` for a chat
-    that asks nothing (see `check_question`).
+    that asks nothing (see `check_question`). `tools`: see `megarl.data.source.load_prompts`.
     """
     if template != "chat":
         require(
@@ -96,7 +98,7 @@ def render(
             f"{place}: the chat has a system message of its own; remove {setting}.system",
         )
         chat.insert(0, {"role": "system", "content": system})
-    return rendered(tokenizer, chat, place, asks=True)
+    return rendered(tokenizer, chat, place, asks=True, tools=tools)
 
 
 def check_template(

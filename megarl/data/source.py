@@ -8,13 +8,14 @@ To read another kind of file, see `megarl.data.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.data.choices import Choices
-from megarl.data.config import PromptsConfig
+from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
-from megarl.data.order import Order
+from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import check_template, column, render, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
@@ -37,12 +38,15 @@ class PromptList:
         texts: list[str],
         token_ids: TokenLists,
         answers: list[str],
-        order: Order,
+        order: Order | MixedOrder,
         fingerprint: str,
         warning: str = "",
+        environments: list[str] | None = None,
     ) -> None:
+        """`environments`: for each row the name of its verifier; None without a mixture."""
         self._rows, self._texts, self._token_ids, self._answers = rows, texts, token_ids, answers
         self._order = order
+        self.environments = environments
         self.fingerprint = fingerprint
         """Digest of the prompts, their answers and their order."""
         self.warning = warning
@@ -68,6 +72,38 @@ class PromptList:
             token_ids=self._token_ids[index],
             answer=self._answers[index],
             fields=self._rows[index],
+            environment=self.environments[index] if self.environments else "",
+        )
+
+    @classmethod
+    def mixed(cls, parts: Sequence[PromptList], weights: Sequence[Fraction]) -> PromptList:
+        """The mixture of several lists of prompts, whose rows follow each other in file order and
+        are interleaved by weight in training order.
+        """
+        orders = [part._order for part in parts]
+        assert all(isinstance(order, Order) for order in orders), "a mixture of mixtures"
+        settings = [
+            ["mixture", str(weight), part.fingerprint]
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        texts = [text for part in parts for text in part._texts]
+        answers = [answer for part in parts for answer in part._answers]
+        names = [part.environments or [""] * len(part) for part in parts]
+        return cls(
+            [row for part in parts for row in part._rows],
+            texts,
+            TokenLists(
+                [
+                    ids[number]
+                    for ids in (part._token_ids for part in parts)
+                    for number in range(len(ids))
+                ]
+            ),
+            answers,
+            MixedOrder(Interleaving(weights), cast("list[Order]", orders)),
+            fingerprint(settings, zip(texts, answers, strict=True)),
+            "; ".join(dict.fromkeys(part.warning for part in parts if part.warning)),
+            [name for part in names for name in part],
         )
 
 
@@ -77,10 +113,35 @@ def load_prompts(
     *,
     seed: int,
     setting: str = "prompts",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> PromptList:
-    """Read, check and tokenise all prompts. Raises `ValueError` that names the file, the row and
-    the setting to change. `setting`: the section of the recipe that `config` is.
+    """Read, check and tokenise all prompts of a source or a mixture. Raises `ValueError` that names
+    the file, the row and the setting to change. `setting`: the section of the recipe that `config`
+    is. `tools`: shown to the model by the chat template, in OpenAI's format.
     """
+    if not config.sources:
+        return _load_source(config, tokenizer, seed, setting, tools)
+    parts = [
+        # Shuffled by seeds of their own, since a file may be in a mixture twice.
+        _load_source(part, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools)
+        for number, part in enumerate(config.parts)
+    ]
+    return PromptList.mixed(parts, [exact(part.weight) for part in config.sources])
+
+
+def _load_source(
+    config: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    setting: str,
+    tools: Sequence[dict[str, Any]],
+) -> PromptList:
+    """The prompts of a single source."""
+    require(
+        not tools or config.template == "chat",
+        f"{setting}.template is '{config.template}', but environment.tools are shown to the model"
+        f" by its chat template; set {setting}.template to 'chat'",
+    )
     table = read_rows(
         config.source,
         split=config.split,
@@ -107,9 +168,11 @@ def load_prompts(
             instruction=_instruction(config, table, index),
             place=table.place(index),
             setting=setting,
+            tools=tools,
         )
         for index, value in enumerate(values)
     ]
+    environments = _environments(config, table, setting)
     token_ids = prompt_tokens(tokenizer, texts, config.template)
     for index, length in enumerate(token_ids.lengths.tolist()):
         _check_length(config, table, index, length, setting)
@@ -118,6 +181,10 @@ def load_prompts(
         settings += [_choices(config, table, index).lines() for index in range(len(table.rows))]
     if config.template == "chat":
         settings.append(tokenizer.chat_template)
+    if tools:
+        settings.append(canonical_json(list(tools)))
+    if environments is not None:
+        settings += ["environments", *environments]
     return PromptList(
         table.rows,
         texts,
@@ -126,6 +193,7 @@ def load_prompts(
         Order(len(texts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, answers, strict=True)),
         lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}"),
+        environments,
     )
 
 
@@ -166,6 +234,23 @@ def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> st
     if config.choices_column:
         return _choices(config, table, index).label(answer)
     return answer.strip()
+
+
+def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str] | None:
+    """For each row the name of its verifier; None if the settings name none."""
+    if not config.environment_column:
+        return [config.environment] * len(table.rows) if config.environment else None
+    name, found = config.environment_column, []
+    for index, row in enumerate(table.rows):
+        place = table.place(index)
+        value = column(row, name, place=place, setting=f"{setting}.environment_column")
+        require(
+            isinstance(value, str) and bool(value),
+            f"{place}: the verifier's name (column '{name}') is {value!r:.80}; fill it with a name"
+            " of environment.mixture, or drop the row",
+        )
+        found.append(value)
+    return found
 
 
 def _choices(config: PromptsConfig, table: Table, index: int) -> Choices:

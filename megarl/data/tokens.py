@@ -75,6 +75,21 @@ def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
 
 
+def scored_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    template: TemplateName,
+) -> list[list[int]]:
+    """Token ids of each prompt with its response, as a reward model reads them. Prompt and
+    response are tokenised apart, as `megarl reward-model` does it with its data; an
+    end-of-sequence token follows.
+    """
+    asked = prompt_tokens(tokenizer, prompts, template)
+    replies = response_tokens(tokenizer, responses)
+    return [asked[number] + replies[number] for number in range(len(prompts))]
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],

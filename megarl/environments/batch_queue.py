@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Generic, TypeVar
 
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 
 T = TypeVar("T")
 

@@ -20,9 +20,10 @@ class Codec:
     """Whether `tokenizer` is a `tokenizers.Tokenizer` rather than a transformers tokenizer."""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Codec:
+    def of(cls, tokenizer: Any, *, whole: bool = False) -> Codec:
         """A codec equivalent to `tokenizer`: with only its `tokenizers.Tokenizer` if that decodes
-        the same, otherwise with the transformers tokenizer itself.
+        the same, otherwise, and with `whole`, with the transformers tokenizer itself, whose chat
+        template tools need.
         """
         kind = type(tokenizer)
         cleans = tokenizer.clean_up_tokenization_spaces
@@ -30,7 +31,7 @@ class Codec:
             hasattr(tokenizer, "backend_tokenizer")
             and kind._decode.__module__ == "transformers.tokenization_utils_tokenizers"
             and kind.decode.__module__ == "transformers.tokenization_utils_base"
-            and not cleans
+            and not (cleans or whole)
         ):
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()

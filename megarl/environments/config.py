@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.tools.config import ToolsConfig
+from megarl.environments.verifier_config import (
+    MARKED,
+    WEIGHT,
+    ChoiceConfig,
+    FormatConfig,
+    JsonSchemaConfig,
+    LengthConfig,
+    NamedVerifierConfig,
+    NumericConfig,
+    RegexConfig,
+    check_settings,
+    compares_answers,
+    names_used,
+)
 from megarl.schema import MOST_TOKENS, PathText, Range, config, require
-
-WEIGHT = Range(-1e6, 1e6)
-"""Range of the weight of a reward function."""
 
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 """Pattern of environment variable names that are removed from a verifier's process."""
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
 
 
 def is_remote(name: str) -> bool:
@@ -145,12 +160,17 @@ class RewardServerConfig:
         check_variable(self.token_variable, "server.token_variable")
 
 
+NO_SESSIONS: dict[str, Any] = {"session": "", "tools": ToolsConfig(), "max_turns": 0, "threads": 1}
+"""The settings of an environment without sessions."""
+
+
 @config
 class EnvironmentConfig:
     """The verifier or multi-turn session, its rewards, worker processes and time limits."""
 
     verifier: PathText = "exact_match"
-    """`exact_match`, `math` (boxed or final expression, compared by math-verify),
+    """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
+    `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/rewards.md),
     `path/to/file.py:function` for a user's function (docs/rewards.md),
     `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
     reward."""
@@ -158,14 +178,34 @@ class EnvironmentConfig:
     """Several reward functions with their weights, used instead of `verifier`; for example
     `{math: 1.0, "style.py:brevity": 0.2}`, also addresses of reward servers. The reward is the
     weighted sum; the first function says what counts as correct."""
+    mixture: dict[str, NamedVerifierConfig] = dataclasses.field(default_factory=dict)
+    """{name: verifier} of a mixture of data, used instead of `verifier`: each prompt names the one
+    that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
     remote: RemoteConfig = RemoteConfig()
     """How responses travel to reward servers."""
     session: PathText = ""
-    """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`); used
-    instead of `verifier`."""
+    """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`);
+    it scores its rollouts itself, or leaves that to `verifier` or `rewards`."""
+    max_turns: Annotated[int, Range(0, 100_000)] = 0
+    """With a session or tools: turns that the model has in a rollout; beyond, the rollout is cut
+    off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
+    threads: Annotated[int, Range(1, 1024)] = 1
+    """With a session or tools: calls of plain (not `async`) functions that each worker process runs
+    at a time. More than 1 only for functions that may run beside one another."""
+    tools: ToolsConfig = ToolsConfig()
+    """Tools that the model may call; its last response, without a call, is scored by `verifier` or
+    `rewards`."""
+    code: CodeConfig = CodeConfig()
+    """How the verifier `code` runs programs."""
     answer_after: str = ""
-    """`exact_match` compares only the text after the last occurrence of this marker in the
-    response; if empty, the whole response."""
+    """`exact_match`, `numeric` and `choice` read only the text after the last occurrence of this
+    marker in the response; if empty, the whole response."""
+    regex: RegexConfig = RegexConfig()
+    json_schema: JsonSchemaConfig = JsonSchemaConfig()
+    numeric: NumericConfig = NumericConfig()
+    choice: ChoiceConfig = ChoiceConfig()
+    format: FormatConfig = FormatConfig()
+    length: LengthConfig = LengthConfig()
     correct: Annotated[float, Range(-1e6, 1e6)] = 1.0
     """Reward of a correct answer."""
     wrong: Annotated[float, Range(-1e6, 1e6)] = 0.0
@@ -202,14 +242,30 @@ class EnvironmentConfig:
             "environment.verifier is empty; set 'exact_match', 'math' or 'file.py:function'",
         )
         require(
-            not self.session or self.verifier == "exact_match",
-            f"environment.session is '{self.session}' and environment.verifier is"
-            f" '{self.verifier}', but a session scores its rollouts itself; set one of the two",
+            self.tools.are_used or self.tools == ToolsConfig(),
+            "environment.tools has settings, but neither functions nor servers; set one of them",
         )
         require(
-            not self.rewards or (self.verifier == "exact_match" and not self.session),
-            "environment.rewards and environment.verifier or session are set, but each says by"
-            " itself what a response is worth; set one of them (a verifier may be one of rewards)",
+            not (self.session and self.tools.are_used),
+            "environment.session and environment.tools are set, but a session class brings its own"
+            " tools; set one of the two",
+        )
+        require(
+            not self.tools.are_used or self.time_limit_s > self.tools.time_limit_s,
+            f"environment.time_limit_s is {self.time_limit_s:g}, within which a turn's calls of"
+            f" {self.tools.time_limit_s:g} s (environment.tools.time_limit_s) may not be made;"
+            " raise it",
+        )
+        for name in ("max_turns", "threads"):
+            require(
+                self.has_sessions or getattr(self, name) == (0 if name == "max_turns" else 1),
+                f"environment.{name} is {getattr(self, name)}, but a verifier has one turn; leave"
+                " it out, or set environment.session or environment.tools",
+            )
+        require(
+            not self.rewards or self.verifier == "exact_match",
+            "environment.rewards and environment.verifier are set, but each says by itself what a"
+            " response is worth; set one of them (a verifier may be one of rewards)",
         )
         require(
             not self.rewards or any(self.rewards.values()) or self.overlong.limit_tokens > 0,
@@ -222,14 +278,83 @@ class EnvironmentConfig:
             " environment.rewards adds up rewards as they are; leave both out",
         )
 
-        names = [name for name in self.rewards or (self.verifier,) if is_remote(name)]
-        for name in names:
+        for name in self._remote_names():
             check_address(name, f"environment.{'rewards' if self.rewards else 'verifier'}")
+        remote = self._remote_names() or any(
+            part._remote_names() for part in self.named_parts.values()
+        )
         require(
-            bool(names) or self.remote == RemoteConfig(),
+            bool(remote) or self.remote == RemoteConfig(),
             "environment.remote has settings, but neither environment.verifier nor"
             " environment.rewards names a reward server (http://host:port/v1/score); leave it out",
         )
+
+        try:
+            check_settings(self)
+        except ValueError as error:
+            raise ValueError(f"environment.{error}") from None
+
+    def _remote_names(self) -> list[str]:
+        return [name for name in self.rewards or (self.verifier,) if is_remote(name)]
+
+    @property
+    def names_used(self) -> list[str]:
+        """The verifiers and reward functions that are used; empty for a mixture."""
+        return names_used(self)
+
+    @property
+    def reads_marker(self) -> bool:
+        """Whether a verifier is used that reads `answer_after`."""
+        return bool(set(MARKED) & set(self.names_used))
+
+    @property
+    def compares_answers(self) -> list[str]:
+        """The verifiers of the house that are used and compare with the reference answer."""
+        return compares_answers(self)
+
+    @property
+    def named_parts(self) -> dict[str, EnvironmentConfig]:
+        """{name: its settings, as those of an environment with one verifier} of `mixture`; empty
+        without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
+        """
+        require(
+            not self.mixture or not (self.rewards or self.verifier != "exact_match"),
+            "environment.mixture is set beside environment.verifier, rewards or session, but its"
+            " named verifiers score all responses; set one of them",
+        )
+        found: dict[str, EnvironmentConfig] = {}
+        for name, entry in self.mixture.items():
+            require(
+                NAME.fullmatch(name) is not None,
+                f"environment.mixture has a name {name!r:.80}; use letters, digits, _ and - in at"
+                " most 40 characters",
+            )
+            own = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+            own["remote"] = RemoteConfig()
+            if any(map(is_remote, entry.rewards or (entry.verifier,))):
+                own["remote"] = self.remote
+            try:
+                found[name] = dataclasses.replace(self, mixture={}, **NO_SESSIONS, **own)
+            except ValueError as error:
+                raise ValueError(f"environment.mixture.{name}: {error}") from None
+        return found
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether rollouts have sessions, which may take several turns."""
+        return bool(self.session) or self.tools.are_used
+
+    @property
+    def needs_verifier(self) -> bool:
+        """Whether a verifier is asked. A session without one scores by itself, unless it returns an
+        answer: then `exact_match` is asked.
+        """
+        named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
+        return not self.session or named
+
+    def without_sessions(self) -> EnvironmentConfig:
+        """The same configuration for verifiers alone, which score the answers of sessions."""
+        return dataclasses.replace(self, **NO_SESSIONS)
 
     @property
     def maps_no_scores(self) -> bool:

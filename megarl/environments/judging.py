@@ -13,15 +13,16 @@ import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, is_remote
-from megarl.environments.pool import Outcome, WorkerPool
+from megarl.environments.outcome import Outcome
+from megarl.environments.pool import WorkerPool
 from megarl.environments.reward_client import RewardClient, Token
 from megarl.environments.scores import BadScore, Score, add_up
-from megarl.environments.verifiers import local, named, setting_of, short_names
+from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.types import Prompt
 
 
 class Judge:
-    """Scores responses with the verifier or the reward functions of a recipe."""
+    """Scores responses with the verifier, the reward functions or the mixture of a recipe."""
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None, token: Token | None) -> None:
         """`codec`: see `WorkerPool`. `token`: of the reward servers. Raises `ValueError` as
@@ -29,26 +30,64 @@ class Judge:
         """
         self._config = config
         self.pool = WorkerPool(config, codec)
-        self._weights, self._local = named(config), local(config)
         self.clients = {
-            name: RewardClient(name, config, token) for name in self._weights if is_remote(name)
+            name: RewardClient(name, config, token) for name in named(config) if is_remote(name)
         }
-        self._shown = short_names(list(self._weights))
+        parts = config.named_parts or {"": config}
+        self._parts = {
+            name: _Part(
+                part, self.pool, {one: self.clients[one] for one in named(part) if is_remote(one)}
+            )
+            for name, part in parts.items()
+        }
 
-    async def judge(self, prompt: Prompt, response: str | np.ndarray) -> Outcome:
+    async def judge(
+        self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
+    ) -> Outcome:
         """Score a response, given as text or token ids. Failures are part of the outcome;
         `ValueError` is raised only if a verifier cannot be loaded.
+
+        `num_tokens`: tokens that the model has generated; None: the number of token ids, or
+        of tokens in a text, which is unknown without a codec.
         """
-        if not self.clients:
-            return await self.pool.judge(prompt, response)
+        try:
+            name = named_part(prompt, self._config) if self._config.mixture else ""
+        except ValueError as error:
+            return Outcome(failure="error", detail=str(error))
+        return await self._parts[name].judge(prompt, response, num_tokens)
+
+    async def close(self) -> None:
+        """End the worker processes and the connections."""
+        for client in self.clients.values():
+            await client.close()
+        await self.pool.close()
+
+
+class _Part:
+    """Scores responses with one verifier, or with several reward functions."""
+
+    def __init__(
+        self, config: EnvironmentConfig, pool: WorkerPool, clients: dict[str, RewardClient]
+    ) -> None:
+        self._config, self._pool, self._clients = config, pool, clients
+        self._weights, self._local = named(config), local(config)
+        self._shown = short_names(list(self._weights))
+
+    async def judge(
+        self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None
+    ) -> Outcome:
+        """See `Judge.judge`."""
+        if not self._clients:
+            return await self._pool.judge(prompt, response, num_tokens)
         if not isinstance(response, str):
+            num_tokens = len(response) if num_tokens is None else num_tokens
             try:
-                response = await self.pool.decode(response)
+                response = await self._pool.decode(response)
             except RuntimeError as error:
                 return Outcome(failure="error", detail=str(error))
-        calls = [client.score(prompt, response) for client in self.clients.values()]
+        calls = [client.score(prompt, response) for client in self._clients.values()]
         if self._local:
-            calls.append(self.pool.judge(prompt, response))
+            calls.append(self._pool.judge(prompt, response, num_tokens))
         outcomes = await asyncio.gather(*calls)
         if not self._config.rewards:
             return outcomes[0]
@@ -58,7 +97,7 @@ class Judge:
         """The weighted sum of the servers' outcomes and, if there are functions in worker
         processes, of theirs, which comes last and is added up already.
         """
-        names = [*self.clients, ""] if self._local else [*self.clients]
+        names = [*self._clients, ""] if self._local else [*self._clients]
         warning = "; ".join(filter(None, [one.warning for one in outcomes]))
         for name, outcome in zip(names, outcomes, strict=True):
             if outcome.failure:
@@ -82,12 +121,6 @@ class Judge:
             said = f"{setting_of(self._config)}: {error}"
             return Outcome(failure=error.failure, detail=said, warning=warning)
         return Outcome(total.reward, total.correct, total.metrics, warning=warning)
-
-    async def close(self) -> None:
-        """End the worker processes and the connections."""
-        for client in self.clients.values():
-            await client.close()
-        await self.pool.close()
 
 
 def _together(servers: Score, here: Score, *, decides: bool) -> Score:

@@ -86,6 +86,11 @@ CHOICE = re.compile(r"\(?([A-H])[).:]+\s+\S")
 """A letter of a multiple choice with what it stands for, as in `D. 5`."""
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 BRACKETS = {"{": "}", "(": ")"}
+CALCULUS = re.compile(r"\\(?:o?i{0,3}nt|lim)(?![A-Za-z])")
+"""Integrals and limits, which are not computed: sympy may search for their value without end."""
+TAGS = ("<answer>", "</answer>")
+SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
+"""Words of a sentence, which is searched for its answer; without them a line is the answer."""
 
 
 def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
@@ -93,7 +98,9 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     to the reference answer, else 0.0.
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
-    comes later; without either, it is what math-verify extracts. Plain numbers are compared
+    comes later; without either, it is what math-verify extracts. Of a response with the tags
+    `<answer>` and `</answer>` only what the last pair holds is read, where a line that is no
+    sentence is the final expression. Plain numbers are compared
     exactly, everything else by math-verify. A final percent sign is dropped on both sides. An
     expression longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as
     wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. The
@@ -118,13 +125,20 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     def parse_response(text: str) -> list[Any]:
         text = in_prose(text[-MAX_RESPONSE_CHARACTERS:])
         text = FORMULA.sub(
-            lambda found: "" if is_deep(found[0]) or is_huge(found[0]) else found[0], text
+            lambda found: (
+                ""
+                if is_deep(found[0]) or is_huge(found[0]) or CALCULUS.search(found[0])
+                else found[0]
+            ),
+            text,
         )
         return parse(text) if depth(text) <= MAX_DEPTH else []
 
     async def verify(prompt: Prompt, response: str) -> float:
         reference = cleaned(final_expression(prompt.answer) or prompt.answer)
+        response, line = in_tags(response)
         found = final_expression(response)
+        found = line if found is None else found
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
             return 0.0
         expression = cleaned(found or "")
@@ -181,6 +195,21 @@ def final_expression(text: str) -> str | None:
     return None
 
 
+def in_tags(response: str) -> tuple[str, str | None]:
+    """(what the last `<answer>` and `</answer>` hold, the same if it is one line and no sentence,
+    otherwise None); (response, None) without such tags.
+    """
+    end = response.rfind(TAGS[1])
+    start = response.rfind(TAGS[0], 0, max(end, 0))
+    if start < 0:
+        return response, None
+    inside = response[start + len(TAGS[0]) : end].strip()
+    is_line = (
+        bool(inside) and "\n" not in inside and not SENTENCE.search(inside[:NUMBER_CHARACTERS])
+    )
+    return inside, inside if is_line else None
+
+
 def cleaned(text: str) -> str:
     r"""A final expression without what does not change its value: Markdown's `**`, `$` or `\(`
     around it, a final percent sign, brackets that are doubled. Characters such as ½ and ², and
@@ -209,7 +238,7 @@ def cleaned(text: str) -> str:
 def compared_as_text(reference: str, expression: str) -> bool | None:
     """Whether two expressions are equal that must not be parsed as products: words, whose letters
     would commute; numbers in a base (1011_2), whose base must be equal; a letter of a multiple
-    choice; numbers too large to compute. None if they are none of these.
+    choice; numbers too large to compute; integrals and limits. None if they are none of these.
     """
     words = _plain_words(reference)
     if words is not None:
@@ -221,7 +250,7 @@ def compared_as_text(reference: str, expression: str) -> bool | None:
     choice = CHOICE.match(expression)
     if choice and re.fullmatch("[A-H]", reference):
         return choice[1] == reference
-    if is_huge(reference) or is_huge(expression):
+    if any(is_huge(one) or CALCULUS.search(one) for one in (reference, expression)):
         return re.sub(r"\s", "", reference) == re.sub(r"\s", "", expression)
     return None
 

@@ -22,9 +22,10 @@ from typing import Any
 from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.breaker import Breaker
 from megarl.environments.config import EnvironmentConfig, RemoteConfig
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 from megarl.environments.wire import (
     ROUTE,
+    WITHIN,
     BadMessage,
     read_answer,
     request_body,
@@ -38,6 +39,9 @@ REQUEST_BYTES = 8 * 2**20
 """A batch ends before its request grows beyond this, unless a single response does."""
 ANSWER_BYTES_PER_SAMPLE, ANSWER_BYTES = 64 * 2**10, 2**20
 """Largest answer that is read: so many bytes for each sample, and so many more."""
+ANSWER_SHARE = 0.9
+"""Share of an attempt's time within which the server is asked to answer; the rest is for the way
+back."""
 POLL_S = 0.02
 """Seconds between two looks at an open breaker while another request probes the server."""
 WORDS = 300
@@ -216,11 +220,14 @@ class RewardClient:
         """Set the outcome of `waiting`, with a warning if there is one that nobody has got."""
         if waiting.result.done():
             return
-        if self._token is not None:  # a server may repeat what it was sent
-            detail = outcome.detail.replace(self._token.value, "(token)")
-            outcome = replace(outcome, detail=detail)
-        waiting.answer(replace(outcome, warning=self._warning))
+        # Once more: what a server repeats may come out of its JSON only now.
+        detail, warning = self._without_token(outcome.detail), self._without_token(self._warning)
+        waiting.answer(replace(outcome, detail=detail, warning=warning))
         self._warning = ""
+
+    def _without_token(self, text: str) -> str:
+        """`text` with the token replaced: a server may repeat what it was sent."""
+        return text if self._token is None else text.replace(self._token.value, "(token)")
 
     async def _deliver(self, batch: Sequence[Waiting[bytes]], delivery: _Delivery) -> None:
         """Send a batch until it is answered, its attempts are used up, or its time is. A probe of a
@@ -255,12 +262,18 @@ class RewardClient:
                 await asyncio.sleep(min(pause, max(0.0, until - time.monotonic())))
                 continue
             for one, outcome in zip(wanted, outcomes, strict=True):
-                self._answer(one, outcome)
-            return
+                if outcome is not None:
+                    self._answer(one, outcome)
+            if left := [one for one in wanted if not one.result.done()]:
+                delivery.words = f"had not scored it when attempt {attempt} ended"
+                if attempt >= config.attempts:
+                    self._fail(left, f"{delivery.words}, the last one", timed_out=True)
 
-    async def _attempt(self, batch: Sequence[Waiting[bytes]], limit_s: float) -> list[Outcome]:
-        """Send a request; the outcomes of its samples. Raises `_Refused` or `_TooLarge`. The
-        breaker is told how it went.
+    async def _attempt(
+        self, batch: Sequence[Waiting[bytes]], limit_s: float
+    ) -> list[Outcome | None]:
+        """Send a request; the outcomes of its samples, None for those not scored yet. Raises
+        `_Refused` or `_TooLarge`. The breaker is told how it went.
         """
         sent_at, failed = time.monotonic(), True
         self.counters.requests += 1
@@ -286,10 +299,11 @@ class RewardClient:
                     f" a row: it {self._last_words}; requests wait until it answers again"
                 )
 
-    async def _post(self, batch: Sequence[Waiting[bytes]], limit_s: float) -> list[Outcome]:
+    async def _post(self, batch: Sequence[Waiting[bytes]], limit_s: float) -> list[Outcome | None]:
         import aiohttp
 
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers[WITHIN] = f"{ANSWER_SHARE * limit_s:.3f}"
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.value}"
         most = ANSWER_BYTES + ANSWER_BYTES_PER_SAMPLE * len(batch)
@@ -317,8 +331,11 @@ class RewardClient:
                 timed_out=True,
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            said = shortened(f"{type(error).__name__}: {error}", WORDS)
+            # Before it is shortened: a part of the token would not be found.
+            said = shortened(self._without_token(f"{type(error).__name__}: {error}"), WORDS)
             raise _Refused(f"cannot be reached: {said}", again=True) from None
+        if self._token is not None:
+            body = body.replace(self._token.value.encode(), b"(token)")
         if status != 200:
             self._refuse(status, bytes(body), after, len(batch))
         try:

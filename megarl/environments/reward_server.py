@@ -25,9 +25,11 @@ from starlette.routing import Route
 
 from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 from megarl.environments.reward_client import Token
-from megarl.environments.wire import ROUTE, BadMessage, Sample, answer_body, read_request
+from megarl.environments.wire import ROUTE, WITHIN, BadMessage, Sample, answer_body, read_request
+from megarl.errors import EngineLost
+from megarl.schema import LONGEST_WAIT_S
 
 NO_LIMIT_BYTES = 2**62
 HEALTH = "/health"
@@ -50,6 +52,8 @@ class Backend:
     """Most samples of one call."""
     linger_s: float = 0.0
     """Seconds that a sample waits for others to fill a call."""
+    drops: bool = False
+    """Whether a call is cancelled once nobody waits for its samples any more."""
 
 
 class Metrics:
@@ -74,7 +78,13 @@ class Metrics:
         )
         gauge = Gauge("megarl_reward_queue_samples", "Samples that wait", registry=self.registry)
         gauge.set_function(waiting)
-        for outcome in ("scored", "error", "timeout", "nan"):  # shown from the start, as 0
+        for outcome in (
+            "scored",
+            "error",
+            "timeout",
+            "nan",
+            "unfinished",
+        ):  # shown from the start, as 0
             self.samples.labels(outcome)
 
 
@@ -87,6 +97,8 @@ class RewardServer:
         self._lanes: list[asyncio.Task[None]] = []
         self.stopping = False
         """Whether new requests are refused with 503."""
+        self.lost = ""
+        """Why the backend cannot score any more; empty while it can."""
         self.metrics = Metrics(lambda: len(self._queue))
         routes = [
             Route(ROUTE, self._score, methods=["POST"]),
@@ -113,7 +125,16 @@ class RewardServer:
             batch = await self._queue.take(backend.most, backend.linger_s, NO_LIMIT_BYTES)
             self.metrics.batch.observe(len(batch))
             try:
-                outcomes = await backend.score([one.item for one in batch])
+                outcomes = await self._scored(batch)
+                if outcomes is None:
+                    continue
+            except EngineLost as error:
+                # 503 has the clients ask again: another server may be in its place by then.
+                self.stopping, self.lost = True, self.lost or str(error)
+                for one in batch:
+                    one.result.cancel()
+                self._queue.cancel()
+                return
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
                 outcomes = [Outcome(failure="error", detail=said)] * len(batch)
@@ -123,6 +144,25 @@ class RewardServer:
                 raise
             for one, outcome in zip(batch, outcomes, strict=True):
                 one.answer(outcome)
+
+    async def _scored(self, batch: Sequence[Waiting[Sample]]) -> list[Outcome] | None:
+        """The outcomes of `batch`; None if the call was cancelled, because nobody waits for it."""
+        call = asyncio.ensure_future(self._backend.score([one.item for one in batch]))
+
+        def drop(done: asyncio.Future[Outcome]) -> None:
+            if all(one.result.done() for one in batch):
+                call.cancel()
+
+        if self._backend.drops:
+            for one in batch:
+                one.result.add_done_callback(drop)
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            call.cancel()
+            await asyncio.wait([call])
+            raise
+        return None if call.cancelled() else call.result()
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "stopping" if self.stopping else "ok"})
@@ -155,16 +195,20 @@ class RewardServer:
             samples = read_request(body)
         except BadMessage as error:
             return _refusal(422, str(error))
+        if len(samples) > settings.queue_samples:  # however long the client waits
+            said = f"{len(samples)} samples, and at most {settings.queue_samples} may wait"
+            return _refusal(413, f"the request has {said}")
         if len(self._queue) + len(samples) > settings.queue_samples:
             waiting = f"{len(self._queue)} samples wait, at most {settings.queue_samples} may"
             return _refusal(429, waiting, after_s=1)
         waiting = [self._queue.put(sample) for sample in samples]
-        outcomes = await _unless_gone(request, waiting)
+        outcomes = await _unless_gone(request, waiting, _within_s(request))
         if outcomes is None:
             gone = "the server has stopped" if self.stopping else "the client went away"
             return _refusal(503 if self.stopping else 400, gone)
         for outcome in outcomes:
-            self.metrics.samples.labels(outcome.failure or "scored").inc()
+            kind = "unfinished" if outcome is None else outcome.failure or "scored"
+            self.metrics.samples.labels(kind).inc()
         return Response(answer_body(outcomes), media_type="application/json")
 
 
@@ -186,16 +230,29 @@ async def _body(request: Request, most: int) -> bytes | None:
     return bytes(body)
 
 
+def _within_s(request: Request) -> float | None:
+    """Seconds within which the client needs an answer; None if it does not say."""
+    try:
+        seconds = float(request.headers.get(WITHIN, ""))
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < LONGEST_WAIT_S else None
+
+
 async def _unless_gone(
-    request: Request, waiting: Sequence[Waiting[Sample]]
-) -> list[Outcome] | None:
-    """The outcomes of `waiting`; None if they were cancelled, or once the client has closed the
-    connection: nobody needs its samples any more.
+    request: Request, waiting: Sequence[Waiting[Sample]], within_s: float | None
+) -> list[Outcome | None] | None:
+    """The outcomes of `waiting`, None for those that are not scored after `within_s`; None for all
+    if they were cancelled, or once the client has closed the connection: nobody needs its samples
+    any more.
     """
     scored = asyncio.ensure_future(_all(waiting))
     gone = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait([scored, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([scored, gone], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if not scored.done() and not gone.done():
+            results = [one.result for one in waiting]
+            return [one.result() if one.done() and not one.cancelled() else None for one in results]
         return scored.result() if scored.done() and not scored.cancelled() else None
     finally:
         scored.cancel()
@@ -204,7 +261,7 @@ async def _unless_gone(
             one.result.cancel()
 
 
-async def _all(waiting: Sequence[Waiting[Sample]]) -> list[Outcome]:
+async def _all(waiting: Sequence[Waiting[Sample]]) -> list[Outcome | None]:
     return [await one.result for one in waiting]
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 from megarl.environments.reward_client import Token, read_token
+from megarl.environments.session_pool import SessionPool
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
@@ -56,22 +58,34 @@ class Environment:
         variable is not set. Errors inside the file are found by `start`.
         """
         self._config = config
-        self._judge = Judge(config, codec, token or client_token(config))
-        self.has_start = bool(config.session)
+        self._judge = Judge(config.without_sessions(), codec, token or client_token(config))
+        self._sessions = SessionPool(config, codec) if config.has_sessions else None
+        self.has_start = self._sessions is not None
 
     async def start(self, *, within_s: float | None = None) -> None:
         """Load the verifier before the first rollout; raises `ValueError` if it does not load, or
         takes longer than `within_s` seconds (None: two minutes, since a run's processes start
         beside it).
         """
-        await self._judge.pool.start(within_s)
+        if self._sessions is not None:
+            await self._sessions.start(within_s)
+        if self._config.needs_verifier:
+            await self._judge.pool.start(within_s)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The recipe's tools once the environment has started, as
+        `megarl.environments.tools.tool.Schema`; empty if there are none.
+        """
+        return self._sessions.tools if self._sessions is not None else []
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
-        outcome = await self._judge.pool.begin(key, prompt)
+        assert self._sessions is not None
+        outcome = await self._sessions.begin(key, prompt)
         if outcome.observation is None:
             return self._verdict(outcome, 0)
-        return observed(outcome.observation) if outcome.observation else None
+        return observed(outcome.observation, outcome.reward) if outcome.observation else None
 
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
@@ -79,40 +93,51 @@ class Environment:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
         truncated = segment.finish == "length"
         token_ids = segment.arrays.token_ids
-        if not self.has_start:
+        if self._sessions is None:
             return await self.score(prompt, token_ids, num_tokens, truncated)
         if truncated and self._config.require_stop:
-            return await self.cut_off(key, num_tokens)
-        outcome = await self._judge.pool.step(key, token_ids)
+            outcome = await self._sessions.cut_off(key, token_ids)
+            return replace(self._no_verdict(num_tokens), finish=outcome.finish)
+        outcome = await self._sessions.step(key, token_ids)
         if outcome.observation is not None:
-            return observed(outcome.observation)
+            return observed(outcome.observation, outcome.reward)
+        if outcome.answer is not None:
+            verdict = await self.score(prompt, outcome.answer, num_tokens, truncated=False)
+            return replace(verdict, metrics=outcome.metrics | verdict.metrics)
         return self._verdict(outcome, num_tokens)
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
         """See `megarl.rollout.attempts.EnvironmentHandle`. The rollout gets the reward of a wrong
         answer.
         """
-        await self._judge.pool.end(key)
-        return replace(self._verdict(Outcome(), num_tokens), judged=False)
+        if self._sessions is not None:
+            await self._sessions.cut_off(key)
+        return self._no_verdict(num_tokens)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
-        parts = (self._judge.pool.decode(part.arrays.token_ids) for part in segments)
+        pool = self._sessions or self._judge.pool
+        parts = (pool.decode(part.arrays.token_ids) for part in segments)
         return list(await asyncio.gather(*parts))
 
     async def score(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int, truncated: bool
     ) -> Verdict:
         """Score a response, given as text or token ids, and return the verdict with its reward.
-        `num_tokens`: length of the response. `truncated`: the response was cut off at the token
-        limit.
+        `num_tokens`: tokens that the model has generated; 0 for a text of another origin.
+        `truncated`: the response was cut off at the token limit.
 
         If the verifier fails, the verdict says so and nothing is raised. Raises `ValueError` only
         if the verifier does not load.
         """
         if truncated and self._config.require_stop:
-            return replace(self._verdict(Outcome(), num_tokens), judged=False)
-        return self._verdict(await self._judge.judge(prompt, response), num_tokens)
+            return self._no_verdict(num_tokens)
+        outcome = await self._judge.judge(prompt, response, num_tokens or None)
+        return self._verdict(outcome, num_tokens)
+
+    def _no_verdict(self, num_tokens: int) -> Verdict:
+        """The verdict on a rollout that was cut off, for which no verifier is asked."""
+        return replace(self._verdict(Outcome(), num_tokens), judged=False)
 
     def _verdict(self, outcome: Outcome, num_tokens: int) -> Verdict:
         config = self._config
@@ -137,14 +162,16 @@ class Environment:
 
     async def close(self) -> None:
         """End the worker processes and the connections to reward servers."""
+        if self._sessions is not None:
+            await self._sessions.close()
         await self._judge.close()
 
 
-def observed(token_ids: Sequence[int]) -> Segment:
+def observed(token_ids: Sequence[int], reward: float = 0.0) -> Segment:
     """A segment of kind "environment" with `token_ids`, which the model reads and is not trained
-    on.
+    on. `reward`: of the model segment before it.
     """
     arrays = TokenArrays(
         np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32)
     )
-    return Segment("environment", len(token_ids), arrays)
+    return Segment("environment", len(token_ids), arrays, reward=reward)

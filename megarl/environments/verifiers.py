@@ -12,7 +12,6 @@ and may hang: `megarl.environments.pool` bounds it.
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl.environments.answers import after_last, without_thousands
+from megarl.environments.code import code
 from megarl.environments.config import EnvironmentConfig, is_remote
+from megarl.environments.json_schema import json_schema
+from megarl.environments.length import length_reward
+from megarl.environments.matching import choice, format, regex
 from megarl.environments.mathematics import math
+from megarl.environments.numeric import numeric
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.user_code import Sources, check_two_parameters, load, split
 from megarl.schema import require
@@ -30,9 +35,6 @@ from megarl.types import Prompt
 Verifier = Callable[[Prompt, str], Awaitable[Any]]
 """A function (prompt, response text) -> number, dict or `Score` (`megarl.environments.scores`). It
 may raise and may be slow."""
-
-THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-"""A number with a comma before each group of three digits."""
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
@@ -43,19 +45,12 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
     marker = config.answer_after
 
     async def verify(prompt: Prompt, response: str) -> float:
-        if marker:
-            _, found, response = response.rpartition(marker)
-            if not found:
-                return 0.0
-        return float(_without_thousands(response) == _without_thousands(prompt.answer))
+        said = after_last(marker, response)
+        if said is None:
+            return 0.0
+        return float(without_thousands(said) == without_thousands(prompt.answer))
 
     return verify
-
-
-def _without_thousands(text: str) -> str:
-    """`text` without surrounding whitespace and, if it is one number, without its commas."""
-    text = text.strip()
-    return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
 def no_verifier(config: EnvironmentConfig) -> Verifier:
@@ -70,14 +65,27 @@ def no_verifier(config: EnvironmentConfig) -> Verifier:
 VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
     "exact_match": exact_match,
     "math": math,
+    "code": code,
+    "numeric": numeric,
+    "choice": choice,
+    "regex": regex,
+    "json_schema": json_schema,
+    "format": format,
+    "length": lambda config: length_reward(config, VERIFIERS),
     "none": no_verifier,
 }
 
 
 def named(config: EnvironmentConfig) -> dict[str, float]:
-    """{name of each verifier or reward function: its weight}; empty for a session."""
-    if config.session:
-        return {}
+    """{name of each verifier or reward function: its weight}. Of a mixture,
+    all functions that its named verifiers use.
+    """
+    if config.mixture:
+        return {
+            name: weight
+            for part in config.named_parts.values()
+            for name, weight in named(part).items()
+        }
     return dict(config.rewards) or {config.verifier: 1.0}
 
 
@@ -90,6 +98,10 @@ def setting_of(config: EnvironmentConfig) -> str:
     """The setting that names the code which scores responses, for error messages."""
     if config.session:
         return "environment.session"
+    if config.tools.are_used:
+        return "environment.tools"
+    if config.mixture:
+        return "environment.mixture"
     return "environment.rewards" if config.rewards else "environment.verifier"
 
 
@@ -100,6 +112,15 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
     setting = setting_of(config)
     if config.session:
         return [split(config.session, setting)[0]]
+    if config.tools.are_used:
+        functions = config.tools.functions
+        return list(dict.fromkeys(split(name, f"{setting}.functions")[0] for name in functions))
+    if config.mixture:
+        files: list[Path] = []
+        for name, part in config.named_parts.items():
+            with _in_part(name):
+                files += own_files(part)
+        return list(dict.fromkeys(files))
     others = f"one of {', '.join(VERIFIERS)}, or to "
     return [split(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
 
@@ -111,6 +132,8 @@ def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> 
 
     `sources`: content of files to be loaded from there instead of from disk.
     """
+    if config.mixture:
+        return _by_name(config, sources)
     setting, weights = setting_of(config), local(config)
     loaded = {name: _load_one(name, config, setting, sources) for name in weights}
     if not loaded:
@@ -143,9 +166,45 @@ def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> 
     return verify
 
 
+def _by_name(config: EnvironmentConfig, sources: Sources | None) -> Verifier:
+    """A verifier that scores each response with the named verifier of its prompt."""
+    verifiers: dict[str, Verifier] = {}
+    for name, part in config.named_parts.items():
+        with _in_part(name):
+            verifiers[name] = load_verifier(part, sources)
+
+    def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
+        return verifiers[named_part(prompt, config)](prompt, response)
+
+    return verify
+
+
+@contextmanager
+def _in_part(name: str) -> Iterator[None]:
+    """A context in which the message of a `ValueError` begins with the mixture's entry."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"environment.mixture.{name}: {error}") from error
+
+
+def named_part(prompt: Prompt, config: EnvironmentConfig) -> str:
+    """The name in `environment.mixture` of the prompt's verifier. Raises `ValueError` for a name
+    that is not there.
+    """
+    require(
+        prompt.environment in config.mixture,
+        f"row {prompt.index} of the data names the verifier '{prompt.environment:.80}', which is"
+        f" not in environment.mixture ({', '.join(config.mixture)})",
+    )
+    return prompt.environment
+
+
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Raise what is raised in the block with `name` before its words."""
+    """A context in which the message of every exception begins with `name`: `BadScore` stays
+    `BadScore`, with its kind of failure; every other exception becomes a `RuntimeError`.
+    """
     try:
         yield
     except BadScore as error:
@@ -174,7 +233,7 @@ def _load_one(
     check_two_parameters(found, name, setting)
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
-        score: Any = found(prompt, response)
+        score: Any = found(prompt, str(response))  # a plain text, not `length.Counted`
         return score if inspect.isawaitable(score) else _ready(score)
 
     return verify

@@ -3,8 +3,9 @@
     request  {"samples": [{"prompt": {answer, fields, text, token_ids, index}, "response"}, ...]}
     answer   {"scores": [score of the first sample, ...]}
 
-A score is what a reward function may return (a number, or an object with `reward`), or
-{"failure", "detail"} for a sample that could not be scored.
+A score is what a reward function may return (a number, or an object with `reward`),
+{"failure", "detail"} for a sample that could not be scored, or {"unfinished": true} for one that
+was not scored within the time that the request's header `WITHIN` gives: the client asks again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 from megarl.environments.worker import DETAIL_CHARACTERS, score_reply
 from megarl.types import Prompt
 
 ROUTE = "/v1/score"
 """Path at which `megarl serve-reward` scores."""
+WITHIN = "Megarl-Answer-Within"
+"""Header of a request: seconds within which the client needs an answer."""
 PROMPT_KEYS = {"answer": str, "text": str, "fields": dict, "token_ids": list, "index": int}
 """{key of a prompt: its type}. A server may be sent any part of them; `Prompt` says what they are.
 """
@@ -94,19 +97,22 @@ def _prompt(tree: dict[str, Any], where: str) -> Prompt:
     )
 
 
-def answer_body(outcomes: Sequence[Outcome]) -> bytes:
-    """The body of a server's answer."""
+def answer_body(outcomes: Sequence[Outcome | None]) -> bytes:
+    """The body of a server's answer; None stands for a sample that is not scored yet."""
     return json.dumps({"scores": [_score(outcome) for outcome in outcomes]}).encode()
 
 
-def _score(outcome: Outcome) -> dict[str, Any]:
+def _score(outcome: Outcome | None) -> dict[str, Any]:
+    if outcome is None:
+        return {"unfinished": True}
     if outcome.failure or outcome.score is None:
         return {"failure": outcome.failure or "error", "detail": outcome.detail}
     return {"reward": outcome.score, "correct": outcome.correct, **outcome.metrics}
 
 
-def read_answer(body: bytes, count: int, *, maps_scores: bool = False) -> list[Outcome]:
-    """The outcomes of `count` samples. A score that is none is that sample's failure. Raises
+def read_answer(body: bytes, count: int, *, maps_scores: bool = False) -> list[Outcome | None]:
+    """The outcomes of `count` samples, None for one that the server has not scored yet. A score
+    that is none is that sample's failure. Raises
     `BadMessage` if the answer is not JSON or does not have `count` scores. `maps_scores`: see
     `megarl.environments.worker.score_reply`.
     """
@@ -119,7 +125,9 @@ def read_answer(body: bytes, count: int, *, maps_scores: bool = False) -> list[O
     return [_outcome(score, maps_scores) for score in scores]
 
 
-def _outcome(score: Any, maps_scores: bool) -> Outcome:
+def _outcome(score: Any, maps_scores: bool) -> Outcome | None:
+    if isinstance(score, dict) and score.get("unfinished") is True:
+        return None
     if isinstance(score, dict) and "failure" in score and "reward" not in score:
         kind: Literal["error", "timeout", "nan"] = "error"
         if score["failure"] in ("timeout", "nan"):

@@ -1,7 +1,7 @@
 """`megarl distill`: on-policy distillation. The policy writes responses, and at each token of them
 it learns the teacher's distribution of that token.
 
-    prompts -> rollouts of the policy -> lessons of the teacher -> divergence -> new weights
+    prompts -> rollouts of the policy -> soft targets of a teacher -> divergence -> new weights
 
 The loop is that of `megarl train` (`megarl.loops.rl`): rollouts, publishing, evaluation,
 checkpoints and signals are the same. Only a step's training differs, and is here: no rewards, no

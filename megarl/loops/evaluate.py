@@ -118,13 +118,24 @@ def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
 
 
 def generate(
-    client: RolloutClient, prompts: list[Any], temperature: float, names: list[str]
+    client: RolloutClient,
+    prompts: list[Any],
+    temperature: float,
+    names: list[str],
+    *,
+    takes_failures: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The records of one response to each problem for each of `names`, which tell the sampling
-    seeds apart; sample by sample, in the order of the problems.
+    seeds apart; sample by sample, in the order of the problems. `takes_failures`: failed verdicts
+    are returned, however many, where they otherwise end the command.
     """
     pending = [
-        client.answers(prompts[first : first + PROBLEMS_PER_CALL], temperature, name)
+        client.answers(
+            prompts[first : first + PROBLEMS_PER_CALL],
+            temperature,
+            name,
+            takes_failures=takes_failures,
+        )
         for name in names
         for first in range(0, len(prompts), PROBLEMS_PER_CALL)
     ]
@@ -145,10 +156,15 @@ def over_samples(
     """avg@n, pass@k and maj@n of records that lie sample by sample."""
     by_problem = [records[number::num_problems] for number in range(num_problems)]
     correct = [[one["correct"] for one in rows] for rows in by_problem]
-    answers = None
-    if environment.verifier in ("exact_match", "math") and not environment.session:
+    answers, parts = None, environment.named_parts or {"": environment}
+    named = ("exact_match", "math")
+    if not environment.session and all(
+        part.verifier in named and not (environment.mixture and part.rewards)
+        for part in parts.values()
+    ):
         answers = [
-            [final_answer(one["response"], environment) for one in rows] for rows in by_problem
+            [final_answer(one["response"], parts[one.get("environment", "")]) for one in rows]
+            for rows in by_problem
         ]
     return repeated_metrics(correct, answers)
 

@@ -6,6 +6,7 @@ PairBatch --PairTask.begin--> PairStep: micro-batches, their loss, metrics
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -39,9 +40,9 @@ class PairStep(Protocol):
         ...
 
 
-class PairTask:
-    """Training of one role on pairs; a subclass says with which loss. All ranks call every method
-    together.
+class PairTask(ABC):
+    """Training of one model on pairs of responses. A subclass gives the loss in `begin`. All ranks
+    call every method together.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class PairTask:
         self._held_out = merged(batches)
         self._guard = StepGuard(role, allowed=config.training.max_skipped_steps)
 
+    @abstractmethod
     def begin(self, batch: PairBatch) -> PairStep:
-        """Prepare the loss of a batch, which is the same on every rank."""
-        raise NotImplementedError
+        """Prepare the loss of `batch`, which has the same rows on every rank: the micro-batches of
+        this rank, and what its loss needs beside them.
+        """
 
     def take(self, first: int, count: int, *, stops: bool) -> PairBatch | None:
         return take(self._rows, self._mesh, first, count, reference=self._reference, stops=stops)

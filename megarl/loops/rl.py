@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from megarl import console
 from megarl.config import RunConfig
+from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, build
 from megarl.loops.schedule import due, reached
 from megarl.observe.report import write_report
@@ -32,12 +33,17 @@ from megarl.types import StepBatch, StepReport
 
 @dataclass(frozen=True)
 class Method:
-    """How a command trains on the rollouts of a step."""
+    """What a command does with the rollouts of a step: the two functions in which `megarl train`
+    and `megarl distill`, which share the loop of this module, differ.
+    """
 
     train: Callable[[Parts, StepBatch], StepReport]
-    """One step of a rank of the policy. All of them call it together."""
+    """Trains the policy on one batch and returns the step's report. All ranks of the policy call
+    the function together, in every step."""
     serve: Callable[[ServingParts, int], None]
-    """What a rank without a part of the policy does meanwhile; the number is the step."""
+    """The part of a rank that holds other roles, but no part of the policy: it computes its roles'
+    columns of the batch that `train` trains on. The number is the step, from 0. All such ranks call
+    the function together, in every step."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
@@ -141,7 +147,9 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 def save(parts: Parts, done: int) -> None:
     """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
     tell(parts, "save", done)
-    parts.checkpoints.save(step=done, next_ordinal=parts.rollouts.cursor(done))
+    learner = parts.learner
+    algorithm = learner.state() if isinstance(learner, PolicyGradient) else {}
+    parts.checkpoints.save(step=done, next_ordinal=parts.rollouts.cursor(done), algorithm=algorithm)
 
 
 Order = Literal["train", "save", "end"]
@@ -213,8 +221,20 @@ def serve(parts: ServingParts, method: Method) -> None:
             stop.end(step, is_main=False)
 
 
+def refuse_lost(parts: Parts, done: int) -> None:
+    """End the run with `UserError` on every rank if another run owns its folder by now. All ranks
+    of the policy call it together, after `done` steps and before anything is written.
+    """
+    if lost := parts.context.lost_folder():
+        tell(parts, "end", done)
+        raise UserError(lost)
+
+
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
-    """On rank 0, write the metrics and transcripts of a step."""
+    """On rank 0, write the metrics and transcripts of a step. All ranks of the policy call it
+    together. Raises `UserError` on each of them if another run owns the run folder.
+    """
+    refuse_lost(parts, report.step + 1)
     if parts.observer is not None:
         parts.observer.transcripts(report.step, transcripts)
         parts.observer.step(report)
@@ -238,6 +258,7 @@ def evaluate(parts: Parts, step: int) -> bool:
         if found is None:
             return False
         metrics, transcripts = found
+        refuse_lost(parts, step)
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}

@@ -14,12 +14,12 @@ from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
-from megarl.trainer.config import RoleConfig
-from megarl.trainer.context import RunContext, RunInputs, role_training, trained_roles
+from megarl.trainer.context import RunContext, RunInputs, trained_roles
 from megarl.trainer.critic import Critic
 from megarl.trainer.distillation import Distillation
 from megarl.trainer.heads import HeadName
 from megarl.trainer.model_rewards import RewardModels
+from megarl.trainer.places import base_as_reference, role_training
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
@@ -39,6 +39,7 @@ class Parts:
     """
 
     config: RunConfig
+    context: RunContext
     first_step: int
     """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
     policy: Role
@@ -49,7 +50,7 @@ class Parts:
     rewards: RewardModels
     """Adds the scores of the reward models, if there are any, to the rewards of each batch."""
     teacher: Teacher | None
-    """Gives the lessons of `megarl distill`; None otherwise."""
+    """Computes the soft targets of `megarl distill`; None otherwise."""
     serving: Axis | None
     """All ranks of the job, if some hold no part of the policy and follow its ranks; else None."""
     learner: PolicyGradient | Distillation
@@ -113,6 +114,8 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     teacher = make_teacher(context, config, inputs, policy, everyone)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
+    if progress and isinstance(learner, PolicyGradient):
+        learner.restore(progress.algorithm)
     learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
     observer = context.observe(first_step)
     with phase("engines, beside the model"):
@@ -122,6 +125,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     stack.callback(publisher.close)
     return Parts(
         config=config,
+        context=context,
         first_step=first_step,
         policy=policy,
         reference=reference,
@@ -214,7 +218,8 @@ def make_teacher(
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     """Seconds that the rollouts of a step, or the evaluation on the held-out problems, may take."""
     draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
-    requests = int((1 + config.rollout.max_staleness) * draws * config.rollout.group_size)
+    per_group = config.rollout.group_size + bool(config.greedy_baseline)
+    requests = int((1 + config.rollout.max_staleness) * draws * per_group)
     return patience_s(config, max(requests, num_held_out))
 
 
@@ -263,14 +268,6 @@ def make_transfer(
         device=context.device,
         micro_batch_tokens=config.training.micro_batch_tokens,
     )
-
-
-def base_as_reference(config: RunConfig) -> bool:
-    """Whether the policy without its adapters is the reference, so that no second model is
-    loaded.
-    """
-    role = config.reference
-    return config.training.lora.is_on and role == RoleConfig()
 
 
 def make_roles(

@@ -120,7 +120,7 @@ def good(group: Sequence[Record], least: float) -> list[Record]:
     found = [
         record
         for record in group
-        if record["response"].strip() and record["finish"] != "length" and record["reward"] >= least
+        if record["response"].strip() and record["finish"] == "stop" and record["reward"] >= least
     ]
     return sorted(found, key=lambda record: -record["reward"])
 

@@ -1,32 +1,34 @@
-"""`megarl serve-reward`: verifiers, reward functions or a reward model as an HTTP server, which
-runs until SIGTERM or Ctrl-C and then answers what is under way.
+"""`megarl serve-reward`: verifiers, reward functions, a reward model or a judge as an HTTP server,
+which runs until SIGTERM or Ctrl-C and then answers what is under way.
 
-    requests --RewardServer--> queue --Backend--> Judge (worker processes) or TextScorer
+    requests --RewardServer--> queue --Backend--> verifiers, torch or vLLM (`reward_backends`)
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import socket
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import uvicorn
 
 from megarl import console
 from megarl.checks.reward_server import ServeInputs
+from megarl.environments.bounded_http import BoundedProtocol
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.judging import Judge
-from megarl.environments.pool import Outcome
 from megarl.environments.reward_server import Backend, RewardServer
-from megarl.environments.scoring import client_token
-from megarl.environments.wire import ROUTE, Sample
-from megarl.errors import UserError
+from megarl.environments.wire import ROUTE
+from megarl.errors import EngineLost, UserError
+from megarl.loops.reward_backends import (
+    engine_backend,
+    judge_backend,
+    torch_backend,
+    verifier_backend,
+)
 from megarl.serve_config import ServeRewardConfig
-from megarl.trainer.config import TrainingConfig
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open."""
@@ -50,6 +52,13 @@ def listening(server: RewardServerConfig) -> socket.socket:
     """A socket that listens at the server's address. Raises `UserError` if it cannot."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
+        socket.getaddrinfo(server.host, None)
+    except OSError as error:
+        raise UserError(
+            f"server.host {server.host!r} is no address of this machine ({error.strerror}); set it"
+            " to 127.0.0.1, or to 0.0.0.0 for every network"
+        ) from None
+    try:
         return socket.create_server((server.host, server.port), family=family, backlog=1024)
     except OSError as error:
         raise UserError(
@@ -61,14 +70,14 @@ def listening(server: RewardServerConfig) -> socket.socket:
 async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket.socket) -> None:
     """Serve on `listener` until a signal has stopped uvicorn, which then raises it once more."""
     settings = config.server
-    made = model_backend(config) if config.reward_model.model.path else judge_backend(config)
-    async with made as backend:
+    async with backend_of(config, inputs) as backend:
         server = RewardServer(backend, settings, inputs.token)
         server.start()
         web = Uvicorn(
             server,
             uvicorn.Config(
                 server.app,
+                http=functools.partial(BoundedProtocol, head_limit_s=settings.read_limit_s),  # pyright: ignore[reportArgumentType]
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
@@ -76,9 +85,9 @@ async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket
                 log_level="warning",
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=settings.connections,
+                limit_concurrency=settings.connections + 1,  # uvicorn refuses the last one
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=round(settings.drain_s),
+                timeout_graceful_shutdown=math.ceil(settings.drain_s),
             ),
         )
         host, port = listener.getsockname()[:2]
@@ -89,6 +98,20 @@ async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket
             await web.serve(sockets=[listener])
         finally:
             await server.close()
+        if server.lost:
+            raise EngineLost(server.lost)
+
+
+def backend_of(
+    config: ServeRewardConfig, inputs: ServeInputs
+) -> AbstractAsyncContextManager[Backend]:
+    """What the recipe serves, as a context that starts and ends it."""
+    if inputs.model is None:
+        return verifier_backend(config)
+    if config.judge.model.path:
+        return judge_backend(config, inputs.model)
+    made = {"torch": torch_backend, "vllm": engine_backend}[config.reward_model.backend]
+    return made(config, inputs.model)
 
 
 class Uvicorn(uvicorn.Server):
@@ -98,74 +121,11 @@ class Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._server = server
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; returns whether to stop."""
+        return await super().on_tick(counter) or bool(self._server.lost)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is under way, for as long as the configuration allows, and end."""
         self._server.stopping = True
         await super().shutdown(sockets)
-
-
-@asynccontextmanager
-async def judge_backend(config: ServeRewardConfig) -> AsyncIterator[Backend]:
-    """A backend of the recipe's verifier or reward functions, in their worker processes."""
-    judge = Judge(config.environment, None, client_token(config.environment))
-
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        return [await judge.judge(prompt, response) for prompt, response in samples]
-
-    try:
-        with console.phase("verifier"):
-            await judge.pool.start()
-        # A call that asks another server waits without a process.
-        lanes = config.environment.num_workers
-        if judge.clients:
-            lanes *= config.environment.remote.batch_size
-        yield Backend(score, lanes=lanes, most=1)
-    finally:
-        await judge.close()
-
-
-@asynccontextmanager
-async def model_backend(config: ServeRewardConfig) -> AsyncIterator[Backend]:
-    """A backend of the recipe's reward model, which one thread loads and runs."""
-    # Torch and transformers, which a server of verifiers does without.
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.loops.text_scores import Text, TextScorer
-
-    served, loop = config.reward_model, asyncio.get_running_loop()
-    training = TrainingConfig(
-        precision=served.precision, micro_batch_tokens=served.micro_batch_tokens
-    )
-    thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
-    with console.phase(f"reward model {served.model.path}"):
-        scorer = await loop.run_in_executor(
-            thread,
-            lambda: TextScorer(
-                served.model,
-                training,
-                tokenizer=load_tokenizer(
-                    served.model.tokenizer or served.model.path,
-                    trust_remote_code=served.model.trust_remote_code,
-                ),
-                template=served.template,
-                seed=0,
-            ),
-        )
-
-    def scores(samples: Sequence[Sample]) -> list[Outcome]:
-        texts = [Text(prompt.text, response) for prompt, response in samples]
-        return [
-            Outcome(score)
-            if math.isfinite(score)
-            else Outcome(failure="nan", detail=f"the reward model scored {score}")
-            for score in scorer.scores(texts)
-        ]
-
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        return await loop.run_in_executor(thread, scores, samples)
-
-    settings = config.server
-    try:
-        yield Backend(score, 1, settings.batch_size, settings.linger_ms / 1e3)
-    finally:
-        await loop.run_in_executor(thread, scorer.close)
-        thread.shutdown()

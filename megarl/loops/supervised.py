@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import console
+from megarl.errors import UserError
 from megarl.loops.schedule import due
 from megarl.observe.report import LiveReport, write_report
 from megarl.observe.summary import read_run
@@ -77,6 +78,14 @@ def summary(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def refuse_lost(context: RunContext) -> None:
+    """Raise `UserError` on every rank if another run owns the run folder by now. All ranks call it
+    together, before anything is written.
+    """
+    if lost := context.lost_folder():
+        raise UserError(lost)
+
+
 def train(context: RunContext, make: MakeTask) -> None:
     """Train until `steps` steps are done. A signal ends the run after the present step, with a
     checkpoint of it; raises `Ended` then.
@@ -94,6 +103,7 @@ def train(context: RunContext, make: MakeTask) -> None:
 
     def evaluate(done: int) -> None:
         metrics = task.evaluate()
+        refuse_lost(context)
         if observer is not None and metrics:
             observer.evaluation(done, metrics, [])
 
@@ -109,6 +119,7 @@ def train(context: RunContext, make: MakeTask) -> None:
                     checkpoints.save(step=step, next_ordinal=ordinal)
                 stop.end(step, is_main=observer is not None)
             found = task.train(batch, step)
+            refuse_lost(context)
             if observer is not None:
                 observer.step(found)
                 report.refresh()

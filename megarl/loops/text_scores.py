@@ -13,7 +13,7 @@ import torch
 from megarl.config import RunConfig
 from megarl.data.config import TemplateName
 from megarl.data.tokenizer import load_tokenizer
-from megarl.data.tokens import prompt_tokens, response_tokens
+from megarl.data.tokens import scored_tokens
 from megarl.errors import UserError
 from megarl.loops.pairs import pack_pairs, totals
 from megarl.parallel import mesh as mesh_module
@@ -73,20 +73,21 @@ class TextScorer:
         )
 
     def scores(self, texts: Sequence[Text]) -> list[float]:
-        """The score of each text, which may be no finite number. Prompt and response are tokenised
-        apart, as `megarl reward-model` does it with its data.
+        """The score of each text, which may be no finite number. It is tokenised as by
+        `megarl.data.tokens.scored_tokens`.
         """
-        asked = prompt_tokens(self._tokenizer, [text.prompt for text in texts], self._template)
-        replies = response_tokens(self._tokenizer, [text.response for text in texts])
+        prompts, replies = [text.prompt for text in texts], [text.response for text in texts]
+        found = scored_tokens(self._tokenizer, prompts, replies, self._template)
+        return self.token_scores(
+            [ids[: None if text.ends else -1] for ids, text in zip(found, texts, strict=True)]
+        )
+
+    def token_scores(self, texts: Sequence[list[int]]) -> list[float]:
+        """The score of each text, given as token ids, which may be no finite number."""
         found: list[float] = []
         for first in range(0, len(texts), AT_ONCE):
-            numbers = range(first, min(first + AT_ONCE, len(texts)))
-            samples = Samples.concatenate(
-                [
-                    Samples.one(n - first, asked[n] + replies[n][: None if texts[n].ends else -1])
-                    for n in numbers
-                ]
-            )
+            part = texts[first : first + AT_ONCE]
+            samples = Samples.concatenate([Samples.one(n, ids) for n, ids in enumerate(part)])
             found += _scores(self._role, samples).tolist()
         return found
 

@@ -30,7 +30,8 @@ losses are computed."""
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64.
 
-tokens_N are the response tokens of each sample.
+tokens_N are the response tokens of each sample that are trained on. It is 0 for the greedy
+responses that `remax` compares with, and for no others.
 """
 
 
@@ -130,6 +131,44 @@ def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     return _by_group(rewards_N, groups_N).centred_N
 
 
+def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """alpha x (r - mean) within each group: GPG, arXiv:2504.02546, with F_norm = 1.
+
+    alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
+    all samples; alpha keeps it from shrinking with the groups that teach nothing.
+    """
+    check_rewards(rewards_N, groups_N, tokens_N)
+    groups = _by_group(rewards_N, groups_N)
+    differing = rewards_N.new_zeros(groups.num_groups).index_add(
+        0, groups.index_N, groups.centred_N.abs()
+    )
+    num_teaching = int((differing[groups.index_N] > 0).sum())
+    return groups.centred_N * (rewards_N.numel() / max(1, num_teaching))
+
+
+def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """r minus the reward of the greedy response to the same prompt: ReMax, arXiv:2310.10505,
+    algorithm 1.
+
+    The greedy response of a group is its sample with 0 in `tokens_N`; its own advantage is 0. One
+    further sample in each group is enough. Raises `ValueError` if a group does not have exactly one
+    greedy response.
+    """
+    check_rewards(rewards_N, groups_N, tokens_N)
+    labels, index_N = torch.unique(groups_N, return_inverse=True)
+    greedy_N = tokens_N == 0
+    per_group = torch.bincount(index_N[greedy_N], minlength=labels.numel())
+    if bool((per_group != 1).any()):
+        wrong = int((per_group != 1).nonzero()[0])
+        raise ValueError(
+            f"group {int(labels[wrong])} has {int(per_group[wrong])} greedy responses (samples"
+            " without trained tokens), and remax needs one; add it to the group"
+        )
+    baselines = rewards_N.new_zeros(labels.numel())
+    baselines[index_N[greedy_N]] = rewards_N[greedy_N]
+    return rewards_N - baselines[index_N]
+
+
 def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019).
 
@@ -167,7 +206,9 @@ def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "gpg": gpg,
     "rloo": rloo,
+    "remax": remax,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }

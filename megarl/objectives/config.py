@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from megarl.schema import MOST_TOKENS, Range, config, require
@@ -11,7 +12,9 @@ from megarl.schema import MOST_TOKENS, Range, config, require
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
+    "gpg",
     "rloo",
+    "remax",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "reinforce_plus_plus_tokens",
@@ -23,22 +26,34 @@ PresetName = Literal[
     "grpo",
     "dr_grpo",
     "rloo",
+    "remax",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "ppo",
     "gspo",
     "cispo",
     "sapo",
+    "gpg",
 ]
-COMPARING = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+COMPARING = ("grpo", "dr_grpo", "gpg", "rloo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
 teaches nothing."""
+WITH_GREEDY_BASELINE = ("remax",)
+"""Advantages that compare each sample with a greedy response to the same prompt, which the engines
+generate beside the group and which is not trained on."""
 
-LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sapo"]
+LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
-CorrectionName = Literal["none", "tis", "icepop"]
+CorrectionName = Literal["none", "decoupled", "tis", "icepop", "sequence_mask", "geometric_mask"]
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "tis": (None, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_mask": (0.0, 2.0),
+    "geometric_mask": (0.99, 1.01),
+}
+"""{correction: usual (low, high)}; None where it has no such bound, as the others have none."""
 
 
 @config
@@ -52,8 +67,24 @@ class KLConfig:
     sample's reward, or with `reinforce_plus_plus_tokens` and `gae` from each token's."""
     estimator: KLName = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log-prob - reference log-prob."""
+    target: Annotated[float | None, Range(1e-9, 1e3)] = None
+    """Mean divergence of a token (metric `kl`) that the coefficient is steered to: after each step
+    it is multiplied by 1 + gain x (kl / target - 1), the last term bounded by 0.2 (the adaptive
+    controller of arXiv:1909.08593, 2.2). null: the coefficient stays as it is."""
+    gain: Annotated[float, Range(1e-6, 1.0)] = 0.1
+    """How fast the coefficient follows, for `target`; 0.1 in the paper."""
 
     def __post_init__(self) -> None:
+        require(
+            self.target is None or self.coefficient > 0,
+            f"algorithm.kl.target is {self.target}, but algorithm.kl.coefficient is 0, which no"
+            " factor changes; set the coefficient to begin with, for example 0.01",
+        )
+        require(
+            self.target is not None or self.gain == 0.1,
+            f"algorithm.kl.gain is {self.gain:g}, which does nothing without algorithm.kl.target;"
+            " set the target, or leave gain out",
+        )
         require(
             self.coefficient == 0 or self.where == "reward" or self.estimator != "k1",
             "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or"
@@ -63,25 +94,45 @@ class KLConfig:
 
 @config
 class CorrectionConfig:
-    """Per-token weight w = exp(trainer log-prob - engine log-prob), because the engine sampled."""
+    """Weight of each token's loss from w = exp(trainer log-prob - engine log-prob), because the
+    engine sampled.
+    """
 
     kind: CorrectionName = "none"
-    """`tis` uses min(w, high); `icepop` uses w inside [low, high] and 0 outside."""
-    low: Annotated[float, Range(0.0, 1.0)] = 0.5
-    """Lower bound of the weight, for `icepop`."""
+    """`decoupled`: w. `tis`: min(w, high). `icepop`: w inside [low, high], 0 outside.
+    `sequence_mask`: the product of a sample's w inside [low, high], 0 outside. `geometric_mask`: 1
+    if the geometric mean of a sample's w is inside [low, high], otherwise 0."""
+    low: Annotated[float | None, Range(0.0, 1.0)] = None
+    """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
+    `geometric_mask`."""
     high: Annotated[float | None, Range(1.0, 1e4)] = None
-    """Upper bound of the weight; None: 2 for `tis`, 5 for `icepop` (arXiv:2510.18855)."""
+    """Upper bound; null: 2 for `tis`, 5 for `icepop`, 2 for `sequence_mask`, 1.01 for
+    `geometric_mask`."""
     allow_uncorrected: bool = False
     """Allow `rollout.max_staleness` above 0 with `kind: none` and `algorithm.old_logprobs:
     trainer`. The age of the rollouts is then ignored: the first mini-batch's ratio is 1, whatever
     weights have sampled."""
 
     @property
+    def lower(self) -> float:
+        """`low`, or its usual value for `kind`; 0 where `kind` has no lower bound."""
+        return self.low if self.low is not None else BOUNDS.get(self.kind, (None, None))[0] or 0.0
+
+    @property
     def upper(self) -> float:
-        """`high`, or its default for `kind`."""
-        if self.high is not None:
-            return self.high
-        return 5.0 if self.kind == "icepop" else 2.0
+        """`high`, or its usual value for `kind`; infinity where `kind` has no upper bound."""
+        usual = BOUNDS.get(self.kind, (None, None))[1]
+        return self.high if self.high is not None else math.inf if usual is None else usual
+
+    def __post_init__(self) -> None:
+        usual = BOUNDS.get(self.kind, (None, None))
+        for name, value, bound in (("low", self.low, usual[0]), ("high", self.high, usual[1])):
+            kinds = [kind for kind, both in BOUNDS.items() if both[name == "high"] is not None]
+            require(
+                value is None or bound is not None,
+                f"algorithm.correction.{name} is {value}, which correction.kind '{self.kind}' does"
+                f" not use; leave it out, or set kind to {' or '.join(map(repr, kinds))}",
+            )
 
 
 @config
@@ -117,6 +168,13 @@ class AlgorithmConfig:
     `reinforce_plus_plus_tokens` for that from the token on, as the paper does (arXiv:2501.03262,
     eq. 8).
     """
+    credit: Literal["response", "turn"] = "response"
+    """What an advantage is of, in rollouts of several turns: `response`, all tokens of a rollout by
+    its total reward; `turn`, each turn by the rewards from this turn on, compared with the same
+    turn of the group's other rollouts (megarl.objectives.turn_advantages)."""
+    turn_discount: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """With `credit: turn`: how much the reward of a turn counts for the turn before it, squared for
+    the one before that, and so on. 0: each turn is judged by its own reward alone."""
     loss: LossName = "ppo_clip"
     """The policy loss: a name in megarl.objectives.losses.LOSSES."""
     aggregation: AggregationName = "token"
@@ -145,6 +203,23 @@ class AlgorithmConfig:
     reported by the engine that sampled."""
 
     def __post_init__(self) -> None:
+        require(
+            self.credit == "response" or self.advantage in COMPARING,
+            f"algorithm.credit is 'turn', but algorithm.advantage '{self.advantage}' compares no"
+            f" rollouts of a group; set advantage to one of {', '.join(COMPARING)}, or leave credit"
+            " out",
+        )
+        require(
+            self.credit == "turn" or self.turn_discount == 1.0,
+            "algorithm.turn_discount is of algorithm.credit 'turn', which is 'response'; set credit"
+            " to turn, or leave turn_discount out",
+        )
+        require(
+            self.loss != "reinforce" or self.old_logprobs == "trainer",
+            "algorithm.old_logprobs is 'engine', the denominator of a ratio that algorithm.loss"
+            " 'reinforce' does not have; leave it out (for rollouts of other weights set"
+            " algorithm.correction.kind)",
+        )
         require(
             self.aggregation != "constant" or self.constant_tokens > 0,
             "algorithm.aggregation is 'constant' but algorithm.constant_tokens is 0; set it"

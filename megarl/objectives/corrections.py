@@ -1,10 +1,12 @@
 """Off-policy correction: trainer and engine give different log-probs to the same sampled tokens.
 
-To add a correction, write a function of (trainer_logp_T, engine_logp_T, config) that returns
-detached weights, add a line to `CORRECTIONS`, its name to `CorrectionName` in `config.py`, and its
-closed form to `tests/unit/test_algorithms.py`.
+To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
+returns detached weights, add a line to `CORRECTIONS`, its name to `CorrectionName` in `config.py`,
+and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
+Together with a loss that clips the ratio to them, this is PPO with three policies: the engine's
+(behaviour), the trainer's at the start of the step (proximal) and the one that learns (current).
 Weights multiply `LossTerms.per_token` and do not change the normalisers: a token of weight 0 still
 counts. `mismatch`, `merge` and `summarise` measure the difference over micro-batches and ranks.
 """
@@ -29,35 +31,118 @@ OUTSIDE_RATIO = 1.25
 MAXIMA = frozenset({"max_abs"})
 """Keys of `mismatch` to be reduced with maximum; all others with sum."""
 
-CorrectionFunction = Callable[[Tensor, Tensor, CorrectionConfig], Tensor]
-"""(trainer_logp_T, engine_logp_T, config) -> weights_T, detached."""
+SequenceSum = Callable[[Tensor], Tensor]
+"""[T] -> [T]: each token's value becomes the sum over the response tokens of its sample, which may
+be on several ranks; all of them call it, even without tokens."""
+
+CorrectionFunction = Callable[[Tensor, Tensor, SequenceSum, CorrectionConfig], Tensor]
+"""(trainer_logp_T, engine_logp_T, sequence_sum, config) -> weights_T, detached."""
 
 
-def _weights(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> Tensor:
-    """[T] w = the trainer's probability / the engine's probability, detached."""
-    log_w_T = trainer_logp_T.detach() - engine_logp_T.detach()
+def _log_weights(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> Tensor:
+    """[T] log w = trainer's log-prob - engine's log-prob, detached, without a bound."""
+    return trainer_logp_T.detach() - engine_logp_T.detach()
+
+
+def _bounded_exp(log_w_T: Tensor) -> Tensor:
+    """[T] exp(log_w_T), with |log_w_T| bounded by LOG_WEIGHT_LIMIT."""
     return log_w_T.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
 
 
-def none(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
+def _inside(weights_T: Tensor, config: CorrectionConfig) -> Tensor:
+    """[T] bool, True where low <= weight <= high."""
+    return (weights_T >= config.lower) & (weights_T <= config.upper)
+
+
+def none(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
     """No correction: [T] ones."""
     return torch.ones_like(trainer_logp_T, requires_grad=False)
 
 
-def tis(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
+def decoupled(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
+    """Decoupled PPO: [T] w as it is (up to e^20), so that the loss is w x clipped objective.
+
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298.
+    """
+    return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+
+
+def tis(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
     """Truncated importance sampling: [T] min(w, high), by default high 2. https://fengyao.notion.site/off-policy-rl"""
-    return _weights(trainer_logp_T, engine_logp_T).clamp(max=config.upper)
+    return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T)).clamp(max=config.upper)
 
 
-def icepop(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
+def icepop(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
     """IcePop, arXiv:2510.18855: [T] w where low <= w <= high, else 0; by default 0.5 and 5, as
     there.
     """
-    weights_T = _weights(trainer_logp_T, engine_logp_T)
-    return torch.where((weights_T >= config.low) & (weights_T <= config.upper), weights_T, 0.0)
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    return torch.where(_inside(weights_T, config), weights_T, 0.0)
 
 
-CORRECTIONS: dict[str, CorrectionFunction] = {"none": none, "tis": tis, "icepop": icepop}
+def sequence_mask(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
+    """Masked importance sampling of whole samples: [T] W where low <= W <= high, else 0, by default
+    0 and 2, with W = product of w over the sample's response tokens (up to e^20).
+
+    The gradient of a sample that is kept has no bias from the difference between trainer and
+    engine. Over long responses W leaves any bounds, and all samples are dropped: then
+    `geometric_mask`.
+    """
+    weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_logp_T, engine_logp_T)))
+    return torch.where(_inside(weights_T, config), weights_T, 0.0)
+
+
+def geometric_mask(
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
+) -> Tensor:
+    """Drops whole samples: [T] 1 where low <= g <= high, else 0, by default 0.99 and 1.01, with g =
+    geometric mean of w over the sample's response tokens.
+
+    g does not depend on the sample's length, as W of `sequence_mask` does. The weights only drop
+    samples; they do not correct those that are kept.
+    """
+    log_w_T = _log_weights(trainer_logp_T, engine_logp_T)
+    lengths_T = sequence_sum(torch.ones_like(log_w_T))
+    means_T = _bounded_exp(sequence_sum(log_w_T) / lengths_T.clamp(min=1.0))
+    return _inside(means_T, config).to(log_w_T.dtype)
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {
+    "none": none,
+    "decoupled": decoupled,
+    "tis": tis,
+    "icepop": icepop,
+    "sequence_mask": sequence_mask,
+    "geometric_mask": geometric_mask,
+}
 """{name in `algorithm.correction.kind`: function from log-probs to weights}"""
 
 

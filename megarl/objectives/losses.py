@@ -173,6 +173,23 @@ def sapo(
     return LossTerms(-gate_T * advantages_T, torch.zeros_like(tau_T).bool(), ratio_T.detach())
 
 
+def reinforce(
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
+) -> LossTerms:
+    """REINFORCE: -A x logp, the policy gradient itself, without a ratio and without clipping.
+
+    Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient holds
+    for samples of the present policy: with several mini-batches or epochs in a step, later updates
+    are off-policy.
+    """
+    ratio_T = _log_ratio(logp_T, old_T).exp().detach()
+    return LossTerms(-advantages_T.detach() * logp_T, torch.zeros_like(ratio_T).bool(), ratio_T)
+
+
 def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
     """[N] float64: 1 / divisor for samples with response tokens, else 0."""
     weights_N = torch.zeros(tokens_N.shape, dtype=torch.float64, device=tokens_N.device)
@@ -211,6 +228,7 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
+    "reinforce": reinforce,
 }
 """{name in `algorithm.loss`: policy loss}"""
 

@@ -12,6 +12,8 @@ STEP_METRICS = (
     *("groups/drawn", "groups/rejected", "staleness/max", "staleness/mean"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),
     *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),
+    *("reward/greedy_mean", "accuracy_greedy", "kl_coefficient"),
+    *("correction/mean", "correction/dropped_share"),
     *("loss", "entropy", "clip_share", "kl", "grad_norm", "learning_rate", "skipped_steps"),
     *("critic/loss", "critic/clip_share", "critic/explained_variance"),
     *("critic/grad_norm", "critic/learning_rate", "critic/skipped_steps"),

@@ -113,8 +113,31 @@ def _side(when: str, one: dict[str, Any]) -> str:
     return (
         f'<div class="side"><div><span class="mark {mark[0]}">{mark[1]}</span>'
         + "".join(f"<span>{part}</span>" for part in about)
-        + f"</div><pre>{_text(one['response'])}</pre></div>"
+        + f"</div>{_turns(one)}</div>"
     )
+
+
+def _turns(one: dict[str, Any]) -> str:
+    """HTML of a response: of a single turn its text; of several each turn, with who wrote it, its
+    length and its reward. The model's turns, which are trained on, and the environment's have
+    colours of their own.
+    """
+    if not one.get("turns"):
+        return f"<pre>{_text(one['response'])}</pre>"
+    parts = []
+    for turn in one["turns"]:
+        is_model = turn["by"] == "model"
+        about = ["model, trained on" if is_model else "environment, read only"]
+        about.append(f"{turn['tokens']:,} tokens")
+        if turn.get("reward"):
+            about.append(f"reward {turn['reward']:+.2f}".replace("-", "\N{MINUS SIGN}"))
+        if turn.get("finish", "stop") != "stop":
+            about.append(f"cut off: {safe_html(turn['finish'])}")
+        parts.append(
+            f'<div class="turn {"said" if is_model else "read"}">'
+            f"<small>{' · '.join(about)}</small><pre>{_text(turn['text'])}</pre></div>"
+        )
+    return "".join(parts)
 
 
 def _text(text: object) -> str:

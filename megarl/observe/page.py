@@ -66,6 +66,8 @@ align-items:baseline}
 .side>div{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:center;font-size:13px;color:var(--soft);margin-bottom:6px}
 pre{margin:0;font:13px/1.55 var(--mono);white-space:pre-wrap;overflow-wrap:anywhere;max-height:340px;overflow-y:auto;min-width:0}
 .mark{font-weight:600;border-radius:999px;padding:1px 9px}
+.turn{border-left:3px solid var(--c1);padding:2px 0 2px 10px;margin-top:6px}.turn.read{border-color:var(--c5);color:var(--soft)}
+.turn small{font-size:12px;color:var(--soft)}
 .mark.right{color:var(--good);background:var(--goodbg)}.mark.wrong{color:var(--bad);background:var(--badbg)}
 .moves{border-collapse:collapse;margin-top:12px;font-size:14px}.moves th,.moves td{padding:5px 16px 5px 0;text-align:right}
 .moves th{font-weight:400;color:var(--soft)}.moves th:first-child{text-align:left}.moves td{font-weight:600}

@@ -133,7 +133,9 @@ class TensorBoardSink:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log every metric at `step`; None is left out."""
+        """Write each metric as a TensorBoard scalar of its name, at step `step`. A metric whose value
+        is None is left out.
+        """
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, float(value), step)

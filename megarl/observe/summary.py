@@ -152,9 +152,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def _overlap(run: Run) -> float | None:
-    """Time of the steps over the time of the longer of rollout and training; 1 is perfect overlap.
-
-    Leaves out the first five steps.
+    """Seconds of all steps, divided by the sum over the steps of the longer of a step's rollout and
+    its training: 1 if rollouts and training overlap wholly, up to 2 if they take turns. The first
+    five steps are left out; None if no step is left that has all three times.
     """
     parts = {
         name: dict(zip(*map(np.ndarray.tolist, run.series(f"time/{name}_s")), strict=True))
@@ -166,9 +166,9 @@ def _overlap(run: Run) -> float | None:
 
 
 def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """A metric at the first and the last evaluation.
-
-    A single evaluation counts as "before" at step 0, else as "after".
+    """(before, after): the metric `eval/NAME` of the first and of the last evaluation of a run. A
+    run with one evaluation has one of the two, before if the evaluation is of step 0, else after;
+    the other one is None, and both are None without evaluation.
     """
     steps, values = run.evaluated("eval/" + name)
     if len(values) == 0:

@@ -8,14 +8,16 @@ Model tokens are handed on as sampled; they are never tokenised again.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.rollout.requests import EnginePool
+from megarl.rollout.requests import EnginePool, Route
 from megarl.types import Prompt, Segment, Verdict
 
 
@@ -44,7 +46,7 @@ class EnvironmentHandle(Protocol):
         ...
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        """End the session of rollout `key`, whose token limit is used up; returns the verdict."""
+        """End the session of rollout `key`, of which a limit is used up; returns the verdict."""
         ...
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
@@ -69,6 +71,8 @@ class Attempts:
     run_seed: int
     max_new_tokens: int
     """Token limit of a rollout: all segments together, without the prompt."""
+    max_turns: int = 0
+    """Limit of model segments in a rollout; 0 is none."""
     max_failure_share: float = 1.0
     """An evaluation raises `UserError` if at least this share of its verdicts has failed."""
 
@@ -86,53 +90,78 @@ class Attempts:
         `request_seed(run_seed, *place, n)`.
         """
         key = "/".join(map(str, place))
+        try:
+            return await self._attempt(key, prompt, place, temperature)
+        except BaseException:
+            if self.environment.has_start:  # or the session stays open in its process
+                end = asyncio.ensure_future(self.environment.cut_off(key, 0))
+                end.add_done_callback(_ignore)
+            raise
+
+    async def _attempt(
+        self, key: str, prompt: Prompt, place: tuple[int | str, ...], temperature: float
+    ) -> tuple[list[Segment], Verdict]:
         prompt_ids = np.asarray(prompt.token_ids, dtype=np.int32)
+        generate = functools.partial(
+            self._generate, prompt, prompt_ids, place=place, temperature=temperature, route=Route()
+        )
         segments: list[Segment] = []
         if self.environment.has_start:
             first = await self.environment.begin(key, prompt)
             if isinstance(first, Verdict):
                 # A rollout ends with a model segment: one token, trained with the failure's reward.
-                part = await self._generate(prompt, prompt_ids, [], place, 0, 1, temperature)
-                return [part], first
+                return [await generate([], turn=0, max_tokens=1)], first
             if first is not None:
                 segments.append(first)
                 if first.num_tokens >= self.max_new_tokens:
-                    raise RuntimeError(
+                    verdict = await self.environment.cut_off(key, 0)
+                    detail = (
                         f"the environment's first observation has {first.num_tokens} tokens, but"
                         f" rollout.max_new_tokens is {self.max_new_tokens}; set it higher, or make"
                         " the observation shorter"
                     )
+                    part = await generate([], turn=0, max_tokens=1)
+                    return [part], replace(verdict, failure="error", detail=detail, judged=True)
         turn, used = 0, sum(part.num_tokens for part in segments)
         while True:
-            left = self.max_new_tokens - used
-            part = await self._generate(
-                prompt, prompt_ids, segments, place, turn, left, temperature
-            )
+            part = await generate(segments, turn=turn, max_tokens=self.max_new_tokens - used)
             segments.append(part)
             used += part.num_tokens
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             answer = await self.environment.step(key, prompt, part, num_tokens=said)
-            if isinstance(answer, Segment) and (
-                part.finish == "length" or used + answer.num_tokens >= self.max_new_tokens
-            ):
-                # No token is left for the model to answer with.
-                segments[-1] = replace(part, finish="length")
-                answer = await self.environment.cut_off(key, said)
+            if isinstance(answer, Segment):
+                reached = self._limit_reached(part, turn, used + answer.num_tokens)
+                if reached:
+                    segments[-1] = replace(part, finish=reached)
+                    verdict = await self.environment.cut_off(key, said)
+                    return segments, replace(verdict, reward=verdict.reward + answer.reward)
             if isinstance(answer, Verdict):
+                if answer.finish:
+                    segments[-1] = replace(part, finish=answer.finish)
                 return segments, answer
             segments.append(answer)
             used += answer.num_tokens
             turn += 1
+
+    def _limit_reached(self, part: Segment, turn: int, used: int) -> Literal["", "length", "turns"]:
+        """Which limit keeps the model from replying to an observation, if one does. `used`: tokens
+        of the rollout, observation included.
+        """
+        if part.finish == "length" or used >= self.max_new_tokens:
+            return "length"
+        return "turns" if turn + 1 == self.max_turns else ""
 
     async def _generate(
         self,
         prompt: Prompt,
         prompt_ids: np.ndarray,
         segments: list[Segment],
+        *,
         place: tuple[int | str, ...],
         turn: int,
         max_tokens: int,
         temperature: float,
+        route: Route,
     ) -> Segment:
         return await self.engines.generate(
             prompt,
@@ -141,4 +170,11 @@ class Attempts:
             seed=self.seed(*place, *([turn] if turn else [])),
             max_tokens=max_tokens,
             temperature=temperature,
+            route=route,
         )
+
+
+def _ignore(task: asyncio.Future[Verdict]) -> None:
+    """Read the error of a task that nobody awaits, so that it is not reported."""
+    if not task.cancelled():
+        task.exception()

@@ -30,7 +30,10 @@ class SamplePlan:
     prompt_ids: np.ndarray
     """[P] int32 prompt tokens; all samples of a group share one array."""
     segments: list[Segment]
-    reward: float
+    final_reward: float
+    """Reward at the end of the rollout; those of earlier turns are in the segments."""
+    is_trained: bool = True
+    """False for a greedy response, which is only compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,13 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
             start, end = end, end + part.num_tokens
             token_ids, logprobs = next(arrays)
             made["token_ids"][start:end] = token_ids
+            if one.is_trained and part.reward:
+                made["rewards"][start - 1] = part.reward  # of the model segment before this one
             if part.kind == "model":
                 made["engine_logprobs"][start:end] = logprobs
-                made["mask"][start:end] = True
-        if end > 0:
-            made["rewards"][end - 1] = one.reward  # the last segment is the model's
+                made["mask"][start:end] = one.is_trained
+        if end > 0 and one.is_trained:
+            made["rewards"][end - 1] = one.final_reward  # the last segment is the model's
     return Samples(
         ids=np.array([one.sample_id for one in samples], np.int64), offsets=offsets, **made
     )
@@ -108,27 +113,35 @@ def shares(
     micro_batch_tokens: int,
     transcripts: int,
     warning: str = "",
+    with_greedy: bool = False,
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
     lengths are read.
 
+    A group's greedy response is a sample of the step without trained tokens. `with_greedy`: also
+    send its tokens to the ranks, whose reward models are to score it.
+
     With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
     accepted groups trains on nothing.
     """
-    rollouts = [(group, rollout) for group in accepted for rollout in group.rollouts]
+    rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
     lengths = [
         len(one.prompt_ids) + sum(part.num_tokens for part in one.segments) for one in samples
     ]
-    sizes = [len(group.rollouts) for group in accepted]
+    sizes = [len(_members(group)) for group in accepted]
     group_of = np.repeat(np.arange(len(accepted)), sizes)
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
     dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
     packed: list[list[list[list[int]]]] = [[] for _ in range(num_data_ranks)]
     for part in range(num_parts):
-        members = np.flatnonzero(mini_batch_of == part).tolist()
+        members = [
+            number
+            for number in np.flatnonzero(mini_batch_of == part).tolist()
+            if with_greedy or samples[number].is_trained
+        ]
         split = balance.split([lengths[number] for number in members], num_data_ranks)
         of_rank = [[members[position] for position in positions] for positions in split]
         rows = balance.rows_in_step(
@@ -141,9 +154,15 @@ def shares(
         step=step,
         samples=[],
         micro_batches=[],
-        rewards=np.array([rollout.verdict.reward for _, rollout in rollouts], dtype=np.float64),
+        rewards=np.array([rollout.reward for rollout in rollouts], dtype=np.float64),
         groups=group_of,
-        response_tokens=np.array([rollout.num_tokens for _, rollout in rollouts], dtype=np.int64),
+        response_tokens=np.array(
+            [
+                rollout.num_tokens if sample.is_trained else 0
+                for rollout, sample in zip(rollouts, samples, strict=True)
+            ],
+            dtype=np.int64,
+        ),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds),
         warning=warning,
@@ -155,14 +174,26 @@ def shares(
     return StepGroups(step, plans, drawn[:transcripts])
 
 
+def _members(group: Group) -> list[Rollout]:
+    """The rollouts of a group and, at the end, its greedy response if it has one."""
+    return group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
+
+
 def _plans(groups: list[Group]) -> list[SamplePlan]:
     """The samples of `groups`, with consecutive sample ids."""
     made: list[SamplePlan] = []
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
-        for rollout in group.rollouts:
-            reward = rollout.verdict.reward
-            made.append(SamplePlan(len(made), prompt_ids, rollout.segments, reward))
+        for rollout in _members(group):
+            made.append(
+                SamplePlan(
+                    len(made),
+                    prompt_ids,
+                    rollout.segments,
+                    rollout.verdict.reward,
+                    is_trained=rollout is not group.greedy,
+                )
+            )
     return made
 
 
@@ -173,29 +204,56 @@ def describe(
     alone would give biased averages.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
-    rewards = [rollout.verdict.reward for rollout in rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_tokens for rollout in rollouts]
-    failures = [rollout.verdict.failure for rollout in rollouts]
-    oldest = [rollout.oldest_version for rollout in rollouts]
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "accuracy": statistics.fmean(rollout.verdict.correct for rollout in rollouts),
-        "length/mean": statistics.fmean(lengths),
-        "length/max": max(lengths),
-        "length/truncated_share": statistics.fmean(rollout.truncated for rollout in rollouts),
-        "length/penalty": statistics.fmean(rollout.verdict.penalty for rollout in rollouts),
-        "groups/drawn": len(drawn),
-        "groups/rejected": len(drawn) - len(accepted),
-        "staleness/max": max(step - version for version in oldest),
-        "staleness/mean": statistics.fmean(step - version for version in oldest),
-        "verifier/errors": failures.count("error"),
-        "verifier/timeouts": failures.count("timeout"),
-        "verifier/nans": failures.count("nan"),
-        "tokens/generated": sum(lengths),
-        "tokens/generated_per_s": sum(lengths) / max(seconds, 1e-9),
-        "time/rollout_s": seconds,
-    } | own_metrics([rollout.verdict.metrics for rollout in rollouts])
+    greedy = [group.greedy for group in drawn if group.greedy is not None]
+    failures = [rollout.verdict.failure for rollout in (*rollouts, *greedy)]
+    oldest = [rollout.oldest_version for rollout in (*rollouts, *greedy)]
+    of_greedy = (
+        {
+            "reward/greedy_mean": statistics.fmean(one.reward for one in greedy),
+            "accuracy_greedy": statistics.fmean(one.verdict.correct for one in greedy),
+        }
+        if greedy
+        else {}
+    )
+    generated = sum(lengths) + sum(one.num_tokens for one in greedy)
+    return (
+        {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "accuracy": statistics.fmean(rollout.verdict.correct for rollout in rollouts),
+            "length/mean": statistics.fmean(lengths),
+            "length/max": max(lengths),
+            "length/truncated_share": statistics.fmean(rollout.truncated for rollout in rollouts),
+            "length/penalty": statistics.fmean(rollout.verdict.penalty for rollout in rollouts),
+            "groups/drawn": len(drawn),
+            "groups/rejected": len(drawn) - len(accepted),
+            "staleness/max": max(step - version for version in oldest),
+            "staleness/mean": statistics.fmean(step - version for version in oldest),
+            "verifier/errors": failures.count("error"),
+            "verifier/timeouts": failures.count("timeout"),
+            "verifier/nans": failures.count("nan"),
+            "tokens/generated": generated,
+            "tokens/generated_per_s": generated / max(seconds, 1e-9),
+            "time/rollout_s": seconds,
+        }
+        | of_greedy
+        | own_metrics([rollout.verdict.metrics for rollout in rollouts])
+        | source_metrics(
+            [
+                (
+                    group.prompt.environment,
+                    rollout.verdict.correct,
+                    rollout.verdict.reward,
+                    rollout.num_tokens,
+                    rollout.truncated,
+                )
+                for group in drawn
+                for rollout in group.rollouts
+            ]
+        )
+    )
 
 
 def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -209,28 +267,23 @@ def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
-def to_transcript(step: int, group: Group, responses: Sequence[str]) -> dict[str, Any]:
-    """The record of a group for the transcripts. `responses`: the decoded responses of its
-    rollouts.
+def source_metrics(
+    responses: Sequence[tuple[str, bool, float, int, bool]],
+) -> dict[str, float]:
+    """{"source/<name>/<metric>": mean} for each named verifier of a mixture, and the number of its
+    responses; empty without a mixture. `responses`: (name, whether the response is correct, reward,
+    tokens, whether it was cut off at the token limit).
     """
-    return {
-        "step": step,
-        "ordinal": group.ordinal,
-        "prompt": group.prompt.text,
-        "answer": group.prompt.answer,
-        "rollouts": [_transcript(*pair) for pair in zip(group.rollouts, responses, strict=True)],
-    }
-
-
-def _transcript(rollout: Rollout, response: str) -> dict[str, Any]:
-    return {
-        "response": response,
-        "reward": rollout.verdict.reward,
-        "correct": rollout.verdict.correct,
-        "failure": rollout.verdict.failure,
-        "detail": rollout.verdict.detail,
-        **({"metrics": rollout.verdict.metrics} if rollout.verdict.metrics else {}),
-        "tokens": rollout.num_tokens,
-        "finish": rollout.segments[-1].finish,
-        "versions": [list(span) for part in rollout.segments for span in part.versions],
-    }
+    found: dict[str, float] = {}
+    for name in sorted({one[0] for one in responses if one[0]}):
+        _, correct, rewards, lengths, truncated = zip(
+            *(one for one in responses if one[0] == name), strict=True
+        )
+        found |= {
+            f"source/{name}/accuracy": statistics.fmean(correct),
+            f"source/{name}/reward/mean": statistics.fmean(rewards),
+            f"source/{name}/length/mean": statistics.fmean(lengths),
+            f"source/{name}/length/truncated_share": statistics.fmean(truncated),
+            f"source/{name}/responses": float(len(correct)),
+        }
+    return found

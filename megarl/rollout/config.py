@@ -70,8 +70,8 @@ PLAIN = Sampling()
 class DynamicSamplingConfig:
     """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantages, and is
     replaced by a new group. It is not used with an `algorithm.advantage` that does not compare the
-    samples of a group (`reinforce_plus_plus`, `reinforce_plus_plus_tokens` and `gae`), nor by
-    `megarl distill`.
+    samples of a group (`remax`, `reinforce_plus_plus`, `reinforce_plus_plus_tokens` and `gae`), nor
+    by `megarl distill`.
     """
 
     enabled: bool = True

@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.quick_imports import quick_imports
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
+from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
 from megarl.rollout.engine_core import fork_core, import_core_ahead
 from megarl.types import Segment, TokenArrays
 
@@ -69,41 +70,27 @@ class Engine:
         self._requests, self._asleep = 0, False
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
-        self._on_cpu = "VLLM_CPU_KVCACHE_SPACE" in environment
-        self._arguments: dict[str, Any] = {
-            "model": model,
-            "trust_remote_code": trust_remote_code,
-            "skip_tokenizer_init": not tokenizer,
-            "tokenizer": tokenizer or None,
+        self._on_cpu = is_on_cpu(environment)
+        self._arguments: dict[str, Any] = engine_arguments(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            max_tokens=max_tokens,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            on_cpu=self._on_cpu,
+        ) | {
             "generation_config": "vllm",
             "load_format": "auto" if load else "dummy",
-            "dtype": config.dtype,
-            "seed": seed,
-            "tensor_parallel_size": config.tensor,
-            "max_model_len": max_tokens,
-            "max_num_seqs": config.max_num_sequences,
-            "max_num_batched_tokens": max(config.max_batched_tokens, max_tokens),
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enforce_eager": not config.compile or self._on_cpu,
-            "enable_prefix_caching": True,
             # Log-probs of the law that was sampled from: temperature applied. The default would be
             # raw.
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": WORKER_EXTENSION,
             "enable_sleep_mode": sleeps,
-            "disable_log_stats": True,
         }
         if adapter_rank:
             rank = min(rank for rank in VLLM_RANKS if rank >= adapter_rank)
             self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-        if self._on_cpu:
-            # Half a prompt in one step would need a seeded generator to go back, which CPU
-            # generators cannot.
-            self._arguments["enable_chunked_prefill"] = False
-        if config.tensor > 1 or self._on_cpu:
-            # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for
-            # them.
-            self._arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
 
     async def start(self) -> dict[str, Any]:
         """Start vLLM and allocate its key-value cache; returns {processes, seconds}. Errors of vLLM
@@ -265,6 +252,11 @@ class Engine:
         weights, allocates the key-value cache and resumes generation.
         """
         await self._llm.wake_up(tags=["weights"])
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether vLLM's process has died, so that no request will be answered any more."""
+        return self._llm.errored
 
     async def stop(self) -> None:
         """Shut down vLLM's processes."""

@@ -8,9 +8,13 @@ an engine starts as vLLM has it: there a process must not fork after CUDA is ini
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import multiprocessing
 import os
+import select
+import signal
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -52,20 +56,32 @@ def fork_core() -> None:
 
 class CoreContext(ForkServerContext):
     """The multiprocessing context of the engine core: its processes get the environment variables
-    that vLLM has set since the fork server started.
+    that vLLM has set since the fork server started, and end with the process that wanted them.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any]
     ) -> ForkServerProcess:
-        arguments = (dict(os.environ), target, kwargs)
+        arguments = (dict(os.environ), os.getpid(), target, kwargs)
         return ForkServerProcess(target=run_in_environment, name=name, args=arguments)
 
 
 def run_in_environment(
-    environment: dict[str, str], target: Callable[..., None], kwargs: dict[str, Any]
+    environment: dict[str, str], owner: int, target: Callable[..., None], kwargs: dict[str, Any]
 ) -> None:
-    """Call `target` with the environment variables of the process that started this one."""
+    """Call `target` with the environment variables of the process that started this one, whose id
+    is `owner`.
+    """
     os.environ.clear()
     os.environ.update(environment)
+    threading.Thread(target=end_with, args=(owner,), daemon=True).start()
     target(**kwargs)
+
+
+def end_with(owner: int) -> None:
+    """Kill this process once the process `owner` has ended. One that is killed by force cannot shut
+    its engine core down, and the core's own parent, the fork server, waits for the core.
+    """
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(owner)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.batch import own_metrics
+from megarl.rollout.batch import own_metrics, source_metrics
+from megarl.rollout.transcripts import about, record_of
 from megarl.rollout.verdicts import failure_warning
 from megarl.types import Prompt, Segment, Verdict
 
@@ -30,48 +31,44 @@ async def evaluate(
 
 
 async def answers(
-    attempts: Attempts, prompts: Sequence[Prompt], temperature: float, name: str, *, num_texts: int
+    attempts: Attempts,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    name: str,
+    *,
+    num_texts: int,
+    takes_failures: bool = False,
 ) -> list[dict[str, Any]]:
     """Generate and score one response to each problem: a record of each, those of the first
     `num_texts` problems with their text. The sampling seeds depend only on the problem and `name`.
-    Raises `UserError` if too many verdicts have failed.
+    Raises `UserError` if too many verdicts have failed, unless `takes_failures`.
     """
 
-    async def one(prompt: Prompt, *, shown: bool) -> tuple[dict[str, Any], list[Segment], Verdict]:
+    async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:
         segments, verdict = await attempts.attempt(
             prompt, name, prompt.index, temperature=temperature
         )
-        record = {
-            "prompt": prompt.text,
-            "answer": prompt.answer,
-            "response": "",
-            "correct": verdict.correct,
-            "reward": verdict.reward,
-            "failure": verdict.failure,
-            "detail": verdict.detail,
-            "tokens": sum(part.num_tokens for part in segments if part.kind == "model"),
-            "finish": segments[-1].finish,
-            "metrics": verdict.metrics,
-        }
-        return record, segments if shown else [], verdict
+        return prompt, segments, verdict
 
     running = []
     try:
         for prompt in prompts:
-            shown = len(running) < num_texts
-            running.append(asyncio.create_task(one(prompt, shown=shown)))
+            running.append(asyncio.create_task(one(prompt)))
             await asyncio.sleep(0)  # thousands of tasks at once would block the event loop
         found = await asyncio.gather(*running)
     finally:
         for task in running:
             task.cancel()
     verdicts = [verdict for _, _, verdict in found]
-    failure_warning(verdicts, attempts.max_failure_share, f"evaluation '{name}'")
-    parts = [part for _, segments, _ in found for part in segments]
+    if not takes_failures:
+        failure_warning(verdicts, attempts.max_failure_share, f"evaluation '{name}'")
+    parts = [part for _, segments, _ in found[:num_texts] for part in segments]
     texts = iter(await attempts.environment.texts(parts) if parts else [])
-    for record, segments, _ in found:
-        record["response"] = "".join(next(texts) for _ in segments)
-    return [record for record, _, _ in found]
+    records = []
+    for number, (prompt, segments, verdict) in enumerate(found):
+        of_rollout = [next(texts) for _ in segments] if number < num_texts else []
+        records.append(about(prompt) | {"metrics": {}} | record_of(segments, verdict, of_rollout))
+    return records
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -81,11 +78,26 @@ def summarise(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / count
 
-    return {
-        "accuracy": mean(one["correct"] for one in records),
-        "reward/mean": mean(one["reward"] for one in records),
-        "length/mean": mean(one["tokens"] for one in records),
-        "length/truncated_share": mean(one["finish"] == "length" for one in records),
-        "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
-        "problems": float(len(records)),
-    } | own_metrics([one["metrics"] for one in records])
+    return (
+        {
+            "accuracy": mean(one["correct"] for one in records),
+            "reward/mean": mean(one["reward"] for one in records),
+            "length/mean": mean(one["tokens"] for one in records),
+            "length/truncated_share": mean(one["finish"] != "stop" for one in records),
+            "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
+            "problems": float(len(records)),
+        }
+        | own_metrics([one["metrics"] for one in records])
+        | source_metrics(
+            [
+                (
+                    one.get("environment", ""),
+                    one["correct"],
+                    one["reward"],
+                    one["tokens"],
+                    one["finish"] != "stop",
+                )
+                for one in records
+            ]
+        )
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -38,8 +39,20 @@ class EngineHandle(Protocol):
         ...
 
 
+@dataclass
+class Route:
+    """The engine that a rollout's requests go to. Its later turns find their tokens in that
+    engine's cache.
+    """
+
+    engine: int | None = None
+    """Number of the engine; None before the first request."""
+
+
 class EnginePool:
-    """All engines of a run; a request is sent to the engine with the fewest open requests."""
+    """All engines of a run. The first request of a rollout goes to the engine with the fewest open
+    requests, its later ones to the same engine.
+    """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
         self.engines, self._config = list(engines), config
@@ -77,13 +90,17 @@ class EnginePool:
         seed: int,
         max_tokens: int,
         temperature: float,
+        route: Route,
     ) -> Segment:
-        """Generate the next model segment of a rollout on the engine with the fewest open requests.
+        """Generate the next model segment of a rollout. `route`: the rollout's, which the first
+        request sets.
 
         Raises `RuntimeError` if the engine does not answer within `rollout.request_timeout_s`, or
         dies while the trainer waits.
         """
-        number = min(range(len(self.engines)), key=self._load.__getitem__)
+        if route.engine is None:
+            route.engine = min(range(len(self.engines)), key=self._load.__getitem__)
+        number = route.engine
         self._load[number] += 1
         deadline = self._config.request_timeout_s
         try:

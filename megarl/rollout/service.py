@@ -16,17 +16,22 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megarl.errors import UserError
+from megarl.ledger.recorder import Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle
-from megarl.rollout.batch import SharePlan, StepGroups, shares, to_transcript
+from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluation import Evaluated, answers, evaluate
 from megarl.rollout.requests import EngineHandle, EnginePool
+from megarl.rollout.transcripts import group_record
 from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.window import Window
 from megarl.types import Group, Prompt, Rollout
+
+GREEDY = -1
+"""Number of a group's greedy response among its rollouts."""
 
 
 class PromptSource(Protocol):
@@ -64,13 +69,21 @@ class RolloutService:
         first_ordinal: int = 0,
         first_step: int = 0,
         compares_groups: bool = True,
+        greedy_baseline: Literal["", "reward", "tokens"] = "",
+        max_turns: int = 0,
         max_failure_share: float = 1.0,
+        ledger: Recorder | None = None,
     ) -> None:
         """`compares_groups`: whether the advantage is 0 for a group of equal rewards, so that
-        dynamic sampling rejects such groups. `max_failure_share`: the service fails if at least
-        this share of the verdicts of a step or evaluation has failed. For the others see
+        dynamic sampling rejects such groups. `greedy_baseline`: whether each group has a greedy
+        response to compare with, of which the trainer gets the reward or, for its reward models,
+        the tokens too. `max_turns`: limit of model segments in a rollout, 0 for none.
+        `max_failure_share`: the service fails if at least this share of the
+        verdicts of a step or evaluation has failed. `ledger`: records what becomes of every
+        group; None records nothing. For the others see
         `megarl.cluster.service_process.build_service`.
         """
+        self._greedy_baseline = greedy_baseline
         self.config, self.prompts, self.environment = config, prompts, environment
         self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
             num_data_ranks,
@@ -97,8 +110,9 @@ class RolloutService:
         )
         self.engines = EnginePool(engines, config)
         self._attempts = Attempts(
-            self.engines, environment, seed, config.max_new_tokens, max_failure_share
+            self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
         )
+        self._ledger = ledger or Recorder()
         self._groups: dict[int, Group] = {}
         """Finished groups that are not yet part of a complete batch, by ordinal."""
         self._ready: dict[int, StepGroups] = {}
@@ -127,6 +141,14 @@ class RolloutService:
     async def start(self) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines."""
         self._closed_at = time.monotonic()
+        window = self.window
+        self._ledger.start(
+            step=window.step,
+            cursor=window.first,
+            max_staleness=window.staleness,
+            groups_per_step=window.per_step,
+            max_draws=window.max_draws,
+        )
         await self._dispatch()
 
     async def interrupt(self, *, is_early_stop: bool = False) -> None:
@@ -171,6 +193,7 @@ class RolloutService:
         """Tell the service that weights `version` are on the engines. It discards the batches of
         earlier steps, and starts the groups that the staleness limit now allows.
         """
+        self._ledger.release(version)
         self.window.version = max(self.window.version, version)
         self._released_at.setdefault(version, time.monotonic())
         for step in [step for step in self._ready if step < version]:
@@ -188,8 +211,10 @@ class RolloutService:
 
     async def cursor(self, step: int) -> int:
         """Ordinal of the first prompt not used by the first `step` steps. A checkpoint needs no
-        other state of the prompts.
+        other state of the prompts. By then the events of these steps are on the disk, if there is
+        a ledger.
         """
+        await self._ledger.durable()
         return self._cursors[step]
 
     async def evaluate(
@@ -214,18 +239,33 @@ class RolloutService:
             interrupted.cancel()
 
     async def answers(
-        self, prompts: Sequence[Prompt], temperature: float, name: str
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        name: str,
+        *,
+        takes_failures: bool = False,
     ) -> list[dict[str, Any]]:
-        """Generate and score one response to each of `prompts`: a record of each, with its text."""
+        """Generate and score one response to each of `prompts`: a record of each, with its text.
+        See `megarl.rollout.evaluation.answers`.
+        """
         with self.engines.trainer_waits():
-            return await answers(self._attempts, prompts, temperature, name, num_texts=len(prompts))
+            return await answers(
+                self._attempts,
+                prompts,
+                temperature,
+                name,
+                num_texts=len(prompts),
+                takes_failures=takes_failures,
+            )
 
     async def stop(self) -> None:
-        """Cancel all running tasks."""
+        """Cancel all running tasks, and end the ledger."""
         tasks = [*self._tasks, *self._evaluations.values(), *self._transcripts.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ledger.end(self._failure)
 
     # ----------------------------------------------------------------------------------- collection
 
@@ -245,11 +285,15 @@ class RolloutService:
         """
         try:
             prompt, version = self.prompts.at(ordinal), self.window.version
+            self._ledger.dispatch(ordinal, prompt.index, version, self._attempts.seed(ordinal, 0))
             samples = range(self.config.group_size)
-            rollouts = await asyncio.gather(
-                *(self._rollout(prompt, ordinal, sample, version) for sample in samples)
-            )
-            self._groups[ordinal] = group = Group(ordinal, prompt, list(rollouts))
+            running = [self._rollout(prompt, ordinal, sample, version) for sample in samples]
+            if self._greedy_baseline:
+                running.append(self._rollout(prompt, ordinal, GREEDY, version))
+            rollouts = await asyncio.gather(*running)
+            greedy = rollouts.pop() if self._greedy_baseline else None
+            self._groups[ordinal] = group = Group(ordinal, prompt, rollouts, greedy)
+            self._ledger.finish(group)
             self.window.finish(ordinal, self._accepts(group))
             while (closing := self._close()) is not None:
                 # In a thread: thousands of samples are dealt out in a tenth of a second.
@@ -274,9 +318,7 @@ class RolloutService:
             return True
         # Without the length penalty: answers that are all wrong stay a group to reject, however
         # long they are.
-        scores = {
-            round(rollout.verdict.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts
-        }
+        scores = {round(rollout.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts}
         return len(scores) > 1
 
     def _close(self) -> Callable[[], StepGroups] | None:
@@ -290,7 +332,10 @@ class RolloutService:
         now = time.monotonic()
         drawn = [self._groups.pop(ordinal) for ordinal in range(first, self.window.first)]
         chosen = set(accepted)
-        verdicts = [rollout.verdict for group in drawn for rollout in group.rollouts]
+        self._ledger.close(step, drawn, chosen)
+        verdicts = [
+            one.verdict for group in drawn for one in (*group.rollouts, group.greedy) if one
+        ]
         limit = self._attempts.max_failure_share
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
         # A batch's time begins when its groups might first start, or when the batch before it was
@@ -310,6 +355,7 @@ class RolloutService:
             micro_batch_tokens=self.micro_batch_tokens,
             transcripts=self.transcripts_per_step,
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
+            with_greedy=self._greedy_baseline == "tokens",
         )
 
     async def _written(self, closed: StepGroups) -> list[dict[str, Any]]:
@@ -319,18 +365,19 @@ class RolloutService:
         ]
         texts = iter(await self.environment.texts(segments) if segments else [])
         return [
-            to_transcript(
+            group_record(
                 closed.step,
                 group,
-                ["".join(next(texts) for _ in rollout.segments) for rollout in group.rollouts],
+                [next(texts) for one in group.rollouts for _ in one.segments],
             )
             for group in closed.shown
         ]
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
-        """Generate and score one rollout of a group."""
+        """Generate and score one rollout of a group; the greedy one if `sample` is `GREEDY`."""
+        temperature = 0.0 if sample == GREEDY else self.config.temperature
         segments, verdict = await self._attempts.attempt(
-            prompt, ordinal, sample, temperature=self.config.temperature
+            prompt, ordinal, sample, temperature=temperature
         )
         return Rollout(
             sample=sample,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.checkpoints.adapter_files import SCORE
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.config import ModelConfig, TrainingConfig
@@ -69,7 +70,8 @@ def fill_network(
     weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
     if network.adapters is not None:
         whole = whole_shapes(network.model, network.shards)
-        shapes = {name: whole[name] for name in network.adapters.parameters}
+        head = [SCORE] if network.head in SCORING else []
+        shapes = {name: whole[name] for name in [*network.adapters.parameters, *head]}
         weights = adapter_weights(weights, shapes, training.lora, seed=seed)
     if training.zero_stage == 3:
         replicas = mesh.gradient

@@ -144,7 +144,12 @@ class LoraConfig:
         return self.rank > 0
 
     def __post_init__(self) -> None:
-        for name, default in (("targets", ()), ("adapter", ""), ("publish", "merged")):
+        for name, default in (
+            ("alpha", 32.0),
+            ("targets", ()),
+            ("adapter", ""),
+            ("publish", "merged"),
+        ):
             require(
                 self.is_on or getattr(self, name) == default,
                 f"LoraConfig.{name} is set, but LoraConfig.rank is 0, with which there are no"
@@ -203,6 +208,9 @@ class CheckpointConfig:
     """Number of steps between checkpoints; 0 writes one only after the last step."""
     keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
+    owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
+    """Seconds after which a run takes over the run folder of a run on another host that gives no
+    sign of life; a run gives one every 5 seconds. On one host the process itself is looked for."""
 
 
 @config

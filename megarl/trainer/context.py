@@ -15,9 +15,9 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -25,7 +25,8 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console
-from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.checkpoint import Checkpoints, remove_unfinished
+from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
@@ -37,7 +38,9 @@ from megarl.parallel.collectives import barrier, broadcast_object, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.schema import shortened
-from megarl.trainer.config import CriticConfig, LoraConfig, ModelConfig, TrainingConfig
+from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
+from megarl.trainer.places import RolePlace, role_training
+from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
 
 if TYPE_CHECKING:
@@ -48,15 +51,6 @@ if TYPE_CHECKING:
 
 DataRows = DemonstrationList | PreferenceList
 """The data set of a run that is not reinforcement learning."""
-
-
-@dataclass(frozen=True)
-class RolePlace:
-    """The ranks that a role runs on, and its parallel layout there."""
-
-    ranks: tuple[int, ...]
-    """Ranks of the job that the role uses, in the order of its layout."""
-    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -87,6 +81,10 @@ class RunInputs:
     """Ranks that the policy uses; None: all ranks of the job."""
     roles: dict[str, RolePlace] = field(default_factory=dict)
     """{name: ranks and layout} of the roles beside the policy, such as `reference`."""
+    owner: Lease | None = None
+    """On rank 0: the lease of this run on its run folder; None where the folder is not checked."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools that prompts show, as `megarl.environments.tools.tool.Schema`."""
 
     @property
     def num_rows(self) -> int:
@@ -109,6 +107,8 @@ class RunContext:
     inputs: RunInputs
     mesh: ProcessMesh
     device: torch.device
+    run_id: str
+    """Random id of the run, the same on every rank; "" where nobody owns the run folder."""
     stack: ExitStack
     """Exit stack for what the training loop opens; closed in reverse order, also after an error."""
 
@@ -186,7 +186,23 @@ class RunContext:
             others=others,
             roles=roles,
             everyone=everyone,
+            base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
+            owner=self.inputs.owner,
+            run_id=self.run_id,
         )
+
+    def lost_folder(self) -> str:
+        """Why this run must write nothing more to its folder, "" while it owns the folder; the same
+        on every rank of the run's mesh. All of them call it together.
+        """
+        owner = self.inputs.owner
+        lost = owner.problem() if self.is_main and owner is not None else ""
+        return broadcast_object(lost, self.mesh.world)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether LoRA adapters are trained instead of the model's own weights."""
+        return self.config.training.lora.is_on
 
     def is_finished(self) -> bool:
         """Whether the checkpoint to resume from is of the last step already; rank 0 says so then.
@@ -256,22 +272,6 @@ class RunContext:
         )
 
 
-def role_training(config: RunConfig, name: str) -> TrainingConfig:
-    """`training` as it holds for the role of section `name`: with its ZeRO stage, and for the
-    critic with its optimizer and schedule.
-    """
-    role, training = config.other_roles[name], config.training
-    if isinstance(role, CriticConfig):
-        # Its value head is new, and the backbone's states were not made for values: it is trained
-        # whole.
-        training = replace(
-            training, optimizer=role.optimizer, schedule=role.schedule, lora=LoraConfig()
-        )
-    if role.zero_stage is not None:
-        training = replace(training, zero_stage=role.zero_stage)
-    return training
-
-
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
     """{name: layout, as `written_under` says it} of the roles beside the policy that are
     trained, which a checkpoint holds.
@@ -281,6 +281,10 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
         for name, role in config.other_roles.items()
         if isinstance(role, CriticConfig)
     }
+
+
+OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
+"""Settings of a resumed run whose change is no news: what they say counts for a new run only."""
 
 
 def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
@@ -295,7 +299,7 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     return [
         f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
         for name, value in now.items()
-        if name in before and before[name] != value and name not in ("folder", "resume")
+        if name in before and before[name] != value and name not in OF_THE_CHECKPOINT
     ]
 
 
@@ -330,13 +334,19 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                 timeout_s=training.collective_timeout_s,
             )
         )
-        run = RunContext(config, inputs, mesh, device, stack)
+        run_id = inputs.owner.run_id if inputs.owner is not None else ""
+        run_id = broadcast_object(run_id, mesh_module.all_ranks())
+        run = RunContext(config, inputs, mesh, device, run_id, stack)
         if run.is_main:
+            if run_id:
+                remove_unfinished(run.folder / "checkpoints")
             console.open_log(run.folder)
             stack.callback(console.hold(run.folder))
             recipe = run.folder / "recipe.yaml"
             if inputs.resume_from is not None and (changed := changed_settings(recipe, config)):
                 console.say(f"the run goes on with other settings: {', '.join(changed)}")
+                if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
+                    console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
             recipe.write_text(dump(config))
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there

@@ -31,7 +31,7 @@ SUMS = ("loss", "divergence", "teacher_logprob", "entropy", "tokens")
 
 
 class Distillation:
-    """Trains the policy on the lessons of a teacher."""
+    """Trains the policy on the soft targets of a teacher."""
 
     def __init__(
         self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
@@ -71,8 +71,8 @@ class Distillation:
                 weights: torch.Tensor = weights,
                 at_start: bool = epoch == number == 0,
             ) -> torch.Tensor:
-                lesson = teacher.lesson(number, micro)
-                found = self.policy.engine(micro, self.config.temperature, lesson)
+                soft_targets = teacher.soft_targets(number, micro)
+                found = self.policy.engine(micro, self.config.temperature, soft_targets)
                 return self._loss(micro, found, weights, metrics, at_start=at_start)
 
             taken = optimizer_step(self.policy, micro_batches, loss, self.guard)

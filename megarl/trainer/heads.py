@@ -27,14 +27,25 @@ from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
 HeadName = Literal["logprobs", "value", "scalar", "states"]
 SCORING: tuple[HeadName, ...] = ("value", "scalar")
 """Heads that are a `ScoreHead`."""
-SCORE = "score.weight"
-"""Name of the weight of a `ScoreHead` in a checkpoint."""
+
+
+def refuse_head(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if the model's output head is not a linear layer without bias. A sequence
+    classifier's score is checked elsewhere.
+    """
+    output = model.get_output_embeddings()
+    if hasattr(model, "score") or (isinstance(output, nn.Linear) and output.bias is None):
+        return
+    raise ValueError(
+        f"model {model.name_or_path} has an output head other than a linear layer without bias;"
+        " choose another model"
+    )
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a student learns from at M tokens: the teacher's next-token distributions, as the
-    factors of their logits.
+class SoftTargets:
+    """A teacher's next-token distributions at M tokens, which a student learns. They are stored as
+    the two factors of the teacher's logits, states @ weight.T.
     """
 
     states: torch.Tensor
@@ -61,24 +72,24 @@ class LogProbHead(nn.Linear):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
-        lesson: Lesson | None = None,
+        soft_targets: SoftTargets | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """hidden [M, H], targets [M] -> log-probs [M], entropies [M], both float32.
 
-        With a `lesson`, whose temperature is used then: divergences [M], and without gradients
-        entropies [M], log-probs [M] and the teacher's log-probs [M].
+        With `soft_targets`, at their own temperature instead: divergences [M], and without
+        gradients entropies [M], log-probs [M] and the teacher's log-probs [M].
         """
-        if lesson is None:
+        if soft_targets is None:
             return linear_logprobs(
                 hidden, self.weight, targets, temperature, self.shard, self.backend
             )
         found = linear_divergence(
             hidden,
             self.weight,
-            lesson.states,
-            lesson.weight,
+            soft_targets.states,
+            soft_targets.weight,
             targets,
-            lesson.divergence,
+            soft_targets.divergence,
             self.shard,
         )
         # A tuple of tensors, in which ZeRO 3 finds what to hook.

@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from megarl.checkpoints.adapter_files import SCORE
 from megarl.parallel.reshard.boxes import Owned, matrix
 from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.tensor import Shard, whole_shapes
@@ -30,7 +31,7 @@ from megarl.schema import require
 from megarl.third_party import opening
 from megarl.trainer.attention import ATTENTION, refuse_unsupported
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.heads import SCORE, SCORING, HeadName, use_score_head
+from megarl.trainer.heads import SCORING, HeadName, refuse_head, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
     CheckpointWeights,
@@ -97,6 +98,8 @@ def open_weights(
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
+    if head not in SCORING:
+        refuse_head(whole)
     if not config.from_scratch:
         shape = shape_of(config.path, SCORE)
         classifies = shape is not None

@@ -244,10 +244,11 @@ KEPT = 4
 def adapter_weights(
     weights: Any, shapes: Mapping[str, tuple[int, ...]], config: LoraConfig, *, seed: int
 ) -> Any:
-    """The tensors of `weights` and of the adapters, new ones or those of `config.adapter`.
+    """The tensors of `weights` and of the adapters, new ones or those of `config.adapter`. A score
+    head is that of `config.adapter`, if it has one.
 
-    `shapes`: {name: whole shape} of the adapters' parameters. Raises `ValueError` if the adapter
-    does not fit the model or the recipe.
+    `shapes`: {name: whole shape} of the adapters' parameters, and of a score head. Raises
+    `ValueError` if the adapter does not fit the model or the recipe.
     """
     if not config.adapter:
         return NewAdapters(weights, shapes, seed)
@@ -255,13 +256,14 @@ def adapter_weights(
 
 
 class StoredAdapters:
-    """The tensors of `weights` and those of adapters in a file."""
+    """The tensors of `weights` and those of an adapter's files, which may have a score head."""
 
     def __init__(self, weights: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.weights, self.tensors = weights, tensors
 
     def flat(self, name: str) -> torch.Tensor:
-        return self.tensors[name].reshape(-1) if is_adapter(name) else self.weights.flat(name)
+        found = self.tensors.get(name)
+        return self.weights.flat(name) if found is None else found.reshape(-1)
 
     def has(self, name: str) -> bool:
         return self.weights.has(name)

@@ -27,9 +27,10 @@ from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.heads import (
     HeadName,
-    Lesson,
     LogProbHead,
+    SoftTargets,
     drop_output_head,
+    refuse_head,
     use_score_head,
 )
 from megarl.trainer.lora import Adapters, add_adapters, is_adapter
@@ -74,13 +75,7 @@ class RoleModel(nn.Module):
         head: HeadName = "logprobs",
     ) -> None:
         super().__init__()
-        output = model.get_output_embeddings()
-        has_score = hasattr(model, "score")
-        if not has_score and (not isinstance(output, nn.Linear) or output.bias is not None):
-            raise ValueError(
-                f"model {model.name_or_path} has an output head other than a linear layer without"
-                " bias; choose another model"
-            )
+        refuse_head(model)
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
         self.sequence = training.sequence
@@ -95,7 +90,7 @@ class RoleModel(nn.Module):
             self._use_logprob_head(training)
         elif head == "states":
             drop_output_head(model)
-        elif not has_score:  # under AutoTP it has been loaded with its model
+        elif not hasattr(model, "score"):  # under AutoTP it has been loaded with its model
             use_score_head(model)
         remaining = dict(model.named_parameters())
         self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
@@ -144,12 +139,12 @@ class RoleModel(nn.Module):
         self.model.set_output_embeddings(head)
 
     def forward(
-        self, batch: MicroBatch, temperature: float = 1.0, lesson: Lesson | None = None
+        self, batch: MicroBatch, temperature: float = 1.0, soft_targets: SoftTargets | None = None
     ) -> Any:
         """Run the model on a micro-batch. M is the number of tokens with `batch.mask` True, K the
         number of documents that end on this rank. Returns, by head:
 
-        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`; with a `lesson` from a
+        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`; with `soft_targets` of a
           teacher what `LogProbHead.forward` says
         * `value`: values [M]
         * `scalar`: (scores [K], sample ids [K])
@@ -171,7 +166,7 @@ class RoleModel(nn.Module):
         if self.head == "states":
             return hidden[chosen]
         output: Any = self.model.get_output_embeddings()
-        return output(hidden[chosen], batch.targets[chosen], temperature, lesson)
+        return output(hidden[chosen], batch.targets[chosen], temperature, soft_targets)
 
     def _last_tokens(self, batch: MicroBatch) -> torch.Tensor:
         """[K] indices, among this rank's tokens, of the last token of each sample. Padding, which

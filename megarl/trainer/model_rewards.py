@@ -50,7 +50,9 @@ class RewardModels:
         """
         if not scores:
             return batch
-        added, samples, metrics = np.zeros(len(batch.rewards)), list(batch.samples), {}
+        added, samples = np.zeros(len(batch.rewards)), list(batch.samples)
+        metrics: dict[str, float] = {}
+        trained = batch.response_tokens > 0  # all but greedy responses to compare with
         for name, column in scores.items():
             mine = torch.zeros(len(batch.rewards), dtype=torch.float64, device=device)
             for part, values in zip(batch.samples, column, strict=True):
@@ -62,19 +64,24 @@ class RewardModels:
                     f" that is not finite; set reward_models.{name}.model.path to another model"
                 )
             added += self.weights[name] * found
-            metrics |= {
-                f"reward_model/{name}/mean": float(found.mean()) if len(found) else 0.0,
-                f"reward_model/{name}/std": float(found.std()) if len(found) else 0.0,
-            }
+            mean, std = mean_std(found[trained])
+            metrics |= {f"reward_model/{name}/mean": mean, f"reward_model/{name}/std": std}
         totals = batch.rewards + added
         if len(totals):
-            metrics |= {"reward/mean": float(totals.mean()), "reward/std": float(totals.std())}
+            metrics["reward/mean"], metrics["reward/std"] = mean_std(totals[trained])
+        if not trained.all():
+            metrics["reward/greedy_mean"] = mean_std(totals[~trained])[0]
         return replace(
             batch,
             rewards=totals,
             samples=[_with_rewards(part, added[part.ids]) for part in samples],
             metrics=batch.metrics | metrics,
         )
+
+
+def mean_std(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation (of the population) of [N] values; 0 and 0 of none."""
+    return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
 
 
 def _with_rewards(samples: Samples, added: np.ndarray) -> Samples:

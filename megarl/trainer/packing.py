@@ -123,8 +123,8 @@ PER_TOKEN = (
 
 
 class SequenceMean:
-    """Replaces a per-token quantity by its mean over the response tokens of the same sample;
-    differentiable.
+    """Replaces a per-token quantity by its mean, or by its sum (`sum`), over the response tokens of
+    the same sample; differentiable.
 
     `sample_ids` [M]: the sample of each response token on this rank. `members`: all samples of the
     packed sequence (see `MicroBatch`).
@@ -140,7 +140,15 @@ class SequenceMean:
         """[M] per-token values -> [M] means. All ranks of the sequence axis call it, even without
         tokens.
         """
-        sums = torch.zeros(len(self._counts), dtype=values.dtype, device=values.device).index_add(
-            0, self._index, values
-        )
-        return (sum_both(sums, self._axis) / self._counts.to(values.dtype))[self._index]
+        return (self._sums(values) / self._counts.to(values.dtype))[self._index]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] per-token values -> [M] sums. All ranks of the sequence axis call it, even without
+        tokens.
+        """
+        return self._sums(values)[self._index]
+
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] per-token values -> [S] sums of the samples in `members`."""
+        sums = torch.zeros(len(self._counts), dtype=values.dtype, device=values.device)
+        return sum_both(sums.index_add(0, self._index, values), self._axis)

@@ -18,6 +18,7 @@ import torch
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import CORRECTIONS, mismatch
 from megarl.objectives.kl import KL_ESTIMATORS
+from megarl.objectives.kl_control import KLControl
 from megarl.objectives.losses import LOSSES
 from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
@@ -36,6 +37,7 @@ class PolicyGradient:
         log-probs too.
         """
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
+        self.kl = KLControl(algorithm.kl)
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
         self.empty_steps = EmptySteps(policy.training.max_empty_steps)
 
@@ -45,6 +47,13 @@ class PolicyGradient:
         `reference_logprobs`).
         """
         return self.algorithm.kl.coefficient > 0
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed because the engine's probabilities differ from the
+        trainer's.
+        """
+        return self.algorithm.correction.kind != "none"
 
     def prepare(
         self,
@@ -73,7 +82,22 @@ class PolicyGradient:
             self.guard.skip(problem)
             return {}
         data, device = self.policy.mesh.data, self.policy.device
-        return columns | step_advantages(batch, columns, self.algorithm, data=data, device=device)
+        return columns | step_advantages(
+            batch,
+            columns,
+            self.algorithm,
+            kl_coefficient=self.kl.coefficient,
+            data=data,
+            device=device,
+        )
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of the algorithm; `restore` takes it."""
+        return {"kl_coefficient": self.kl.coefficient} if self.kl.is_adaptive else {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from the `state` of a checkpoint, which may lack what its run did not use."""
+        self.kl.restore(state.get("kl_coefficient", self.kl.coefficient))
 
     def train(
         self,
@@ -92,9 +116,12 @@ class PolicyGradient:
         packed = packed if columns else ()
         first = self._first_scored()
         kl = ("kl",) if self.needs_reference else ()
+        weights = ("correction", "dropped") if self.corrects else ()
         gaps = [f"mismatch/{name}" for name in GAPS]
         metrics = StepMetrics(
-            self.policy.device, ("loss", "entropy", "clipped", "tokens", *kl, *gaps), ("max_abs",)
+            self.policy.device,
+            ("loss", "entropy", "clipped", "tokens", *kl, *weights, *gaps),
+            ("max_abs",),
         )
         norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
         epochs = self.policy.training.epochs_per_step
@@ -189,7 +216,7 @@ class PolicyGradient:
         advantages = columns["advantages"][places]
         terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages, mean, algorithm)
         correction = CORRECTIONS[algorithm.correction.kind](
-            behaviour, engine_logprobs, algorithm.correction
+            behaviour, engine_logprobs, mean.sum, algorithm.correction
         )
         policy_loss = (weight * correction * terms.per_token).sum()
         loss = policy_loss - algorithm.entropy_coefficient * (weight * entropy).sum()
@@ -199,12 +226,15 @@ class PolicyGradient:
             clipped=terms.clipped.sum().double(),
             tokens=float(logprobs.numel()),
         )
+        if self.corrects:
+            dropped = (correction == 0).sum()
+            metrics.add(correction=correction.sum().double(), dropped=dropped.double())
         if self.needs_reference:
             reference = columns["reference_logprobs"][places]
             divergence = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, reference)
             metrics.add(kl=divergence.detach().sum().double())
             if algorithm.kl.where == "loss":
-                loss = loss + algorithm.kl.coefficient * (weight * divergence).sum()
+                loss = loss + self.kl.coefficient * (weight * divergence).sum()
         if at_start:
             gap = mismatch(current, engine_logprobs, torch.ones_like(current, dtype=torch.bool))
             metrics.maximum("max_abs", gap["max_abs"])
@@ -223,4 +253,11 @@ class PolicyGradient:
         }
         if self.needs_reference:
             found["kl"] = value["kl"] / tokens
+        if self.corrects:
+            found["correction/mean"] = value["correction"] / tokens
+            found["correction/dropped_share"] = value["dropped"] / tokens
+        if self.kl.is_adaptive:
+            found["kl_coefficient"] = self.kl.coefficient
+            if value["tokens"]:
+                self.kl.update(found["kl"])
         return found | mismatch_metrics(value)

@@ -16,7 +16,8 @@ from megarl.objectives.advantages import ADVANTAGES, check_rewards
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.token_advantages import TOKEN_ADVANTAGES, TokenRewards, value_targets
-from megarl.parallel.collectives import all_reduce
+from megarl.objectives.turn_advantages import turn_advantages, turn_of_tokens, turn_sums
+from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
 from megarl.trainer.role import Column
 from megarl.types import StepBatch
@@ -27,13 +28,14 @@ def step_advantages(
     columns: Mapping[str, Column],
     algorithm: AlgorithmConfig,
     *,
+    kl_coefficient: float,
     data: Axis,
     device: torch.device,
 ) -> dict[str, Column]:
     """The column `advantages` of a batch, and with a column `values` also `returns`, which the
     critic learns to predict. All ranks of the policy call it together; `data` is its data axis.
 
-    A KL penalty in the reward is subtracted before.
+    A KL penalty in the reward is subtracted before, with weight `kl_coefficient`.
     """
     masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
     ids = [
@@ -45,17 +47,20 @@ def step_advantages(
     ]
     totals = torch.from_numpy(batch.rewards).to(device, copy=True)
     kl = algorithm.kl
-    if kl.coefficient > 0 and kl.where == "reward":
+    if kl_coefficient > 0 and kl.where == "reward":
         charges = torch.zeros_like(totals)
         pairs = zip(columns["logprobs"], columns["reference_logprobs"], strict=True)
         for number, (mine, theirs) in enumerate(pairs):
             per_token = KL_ESTIMATORS[kl.estimator](mine, theirs).double() * masks[number]
-            rewards[number] = rewards[number] - kl.coefficient * per_token
+            rewards[number] = rewards[number] - kl_coefficient * per_token
             chosen = masks[number]
             charges.index_add_(0, ids[number][chosen], per_token[chosen])
-        totals -= kl.coefficient * all_reduce(charges, data)
+        totals -= kl_coefficient * all_reduce(charges, data)
     groups = torch.from_numpy(batch.groups).to(device)
     tokens = torch.from_numpy(batch.response_tokens).to(device)
+    if algorithm.credit == "turn":
+        check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
+        return {"advantages": _of_turns(rewards, masks, ids, groups, algorithm, data)}
     if algorithm.advantage in ADVANTAGES:
         function = ADVANTAGES[algorithm.advantage]
         per_sample = function(totals.cpu(), groups.cpu(), tokens.cpu()).float().to(device)
@@ -75,3 +80,34 @@ def step_advantages(
         found["returns"] = value_targets(step, algorithm)
     lengths = [len(mask) for mask in masks]
     return {name: list(column.float().split(lengths)) for name, column in found.items()}
+
+
+def _of_turns(
+    rewards: Column,
+    masks: Column,
+    ids: Column,
+    groups: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    data: Axis,
+) -> Column:
+    """The advantage of each token's turn, for `algorithm.credit: turn`."""
+    turns = [turn_of_tokens(mask, of) for mask, of in zip(masks, ids, strict=True)]
+    most = torch.ones(1, dtype=torch.int64, device=groups.device)
+    for turn, mask in zip(turns, masks, strict=True):
+        if bool(mask.any()):
+            most = torch.maximum(most, turn[mask].max() + 1)
+    shape = (len(groups), int(all_reduce_max(most, data)))
+    sums = torch.zeros((2, *shape), dtype=torch.float64, device=groups.device)
+    for reward, mask, of in zip(rewards, masks, ids, strict=True):
+        sums[0] += turn_sums(reward, mask, of, shape)
+        sums[1] += turn_sums(torch.ones_like(reward), mask, of, shape)
+    sums = all_reduce(sums, data).cpu()
+    found = turn_advantages(
+        ADVANTAGES[algorithm.advantage],
+        sums[0],
+        sums[1].long(),
+        groups.cpu(),
+        discount=algorithm.turn_discount,
+    )
+    found = found.float().to(groups.device)
+    return [found[of, turn] for of, turn in zip(ids, turns, strict=True)]

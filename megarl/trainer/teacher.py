@@ -19,7 +19,7 @@ import torch
 from megarl.kernels.divergence import Divergence
 from megarl.trainer.build import DTYPES
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.heads import Lesson
+from megarl.trainer.heads import SoftTargets
 from megarl.trainer.loading import output_rows
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.role import Column, Role
@@ -29,8 +29,8 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Teacher:
-    """Gives the policy's ranks the lesson of each micro-batch. All ranks of the job create it and
-    call `read` together.
+    """Computes the soft targets of each micro-batch on the policy's ranks. All ranks of the job
+    create a `Teacher` and call `read` together.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Teacher:
         self._column: Column = []
 
     def read(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> None:
-        """Prepare the lessons of a batch. Ranks outside the policy pass None as `batch`."""
+        """Prepare the soft targets of a batch. Ranks outside the policy pass None as `batch`."""
         self._column = []
         if self.transfer.is_shared:
             return
@@ -68,9 +68,9 @@ class Teacher:
             column = role.score(here.batch, here.packed)
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
-    def lesson(self, number: int, micro: MicroBatch) -> Lesson:
-        """What the policy learns from at the trained tokens of a micro-batch of mini-batch
-        `number`. All ranks that share the micro-batch call it together.
+    def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:
+        """The teacher's distributions at the trained tokens of micro-batch `micro` of mini-batch
+        `number`. All ranks that share the micro-batch call this method together.
         """
         assert self.weight is not None, "this rank has no part of the policy"
         if self.transfer.is_shared:
@@ -78,7 +78,7 @@ class Teacher:
             states = self.transfer.role.engine(micro, 1.0)
         else:
             states = self._column[number][micro.places[micro.mask]]
-        return Lesson(states, self.weight, self.divergence)
+        return SoftTargets(states, self.weight, self.divergence)
 
     def forget(self) -> None:
         """Free the hidden states of the batch that was read last."""

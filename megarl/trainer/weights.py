@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
 from transformers import PreTrainedModel
 
-from megarl.checkpoints.store import INDEX, WHOLE, Store, open_whole, refuse_others, refuse_untied
+from megarl.checkpoints.store import (
+    INDEX,
+    WHOLE,
+    Store,
+    open_whole,
+    refuse_others,
+    refuse_untied,
+    sampled_digest,
+)
 
 RECOMPUTED = "rotary_emb.inv_freq"
 """Suffix of a buffer that old checkpoints store; it is ignored, since every model recomputes it."""
@@ -107,6 +116,12 @@ def weight_files(path: str) -> list[Path]:
         return [folder / WHOLE]
     names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     return [folder / name for name in sorted(names)]
+
+
+@functools.cache
+def base_digest(path: str) -> str:
+    """Digest (`sampled_digest`) of the weights of the model at `path`, to which adapters belong."""
+    return sampled_digest(open_whole(_folder(path)))
 
 
 def shape_of(path: str, name: str) -> tuple[int, ...] | None:

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_local_grad
 
+from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
@@ -28,7 +29,6 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
-from megarl.trainer.heads import SCORE
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate

@@ -110,7 +110,12 @@ def learn(folder: str, place: Any, device: Any) -> Learnt:
         predicted.append({})
         if batch is not None:
             found = step_advantages(
-                batch, {"values": values}, algorithm, data=policy.data, device=device
+                batch,
+                {"values": values},
+                algorithm,
+                kl_coefficient=algorithm.kl.coefficient,
+                data=policy.data,
+                device=device,
             )
             returns = found["returns"] if step != 1 else None  # a batch that is not trained on
             for samples, column in zip(batch.samples, values, strict=True):

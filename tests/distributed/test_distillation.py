@@ -13,7 +13,7 @@ from support.training_cases import write
 STEPS = 3
 VOCABULARY = 41
 """Tokens, which neither 2 nor 4 divides. The teacher's head has seven more rows."""
-LESSONS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "reverse_kl": dict(divergence="reverse_kl", temperature=0.8),
     "top-k": dict(divergence="forward_kl", top_k=5, aggregation="sequence"),
     "jensen_shannon": dict(divergence="jensen_shannon", beta=0.3),
@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[POLICY, POLICY | None]] = {
 
 
 def run_cases(student: str, teacher: str, cases: Any) -> list[Any]:
-    """Per (place, lesson): metrics of each step and the weights after them; None on ranks without a
+    """Per (place, setting): metrics of each step, weights afterwards; None on ranks without a
     part of the policy."""
     import torch
 
@@ -40,12 +40,12 @@ def run_cases(student: str, teacher: str, cases: Any) -> list[Any]:
 
     torch.set_num_threads(1)
     device = mesh_module.initialise(timeout_s=120)
-    found = [learn(student, teacher, place, lesson, device) for place, lesson in cases]
+    found = [learn(student, teacher, place, setting, device) for place, setting in cases]
     mesh_module.finalise()
     return found
 
 
-def learn(student: str, teacher: str, place: Any, lesson: Any, device: Any) -> Any:
+def learn(student: str, teacher: str, place: Any, setting: Any, device: Any) -> Any:
     from contextlib import ExitStack
 
     from megarl.kernels.divergence import Divergence
@@ -61,7 +61,7 @@ def learn(student: str, teacher: str, place: Any, lesson: Any, device: Any) -> A
     from megarl.trainer.transfer import BatchTransfer
 
     (ranks, degrees, stage), theirs = place
-    wanted = DistillationConfig(**lesson)
+    wanted = DistillationConfig(**setting)
     parts = 1 if wanted.divergence == "reverse_kl" else 2
     with ExitStack() as stack:
         mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
@@ -130,7 +130,7 @@ def learn(student: str, teacher: str, place: Any, lesson: Any, device: Any) -> A
     return (reports, weights) if weights is not None else None
 
 
-def first_loss(student: str, teacher: str, lesson: dict[str, Any]) -> float:
+def first_loss(student: str, teacher: str, setting: dict[str, Any]) -> float:
     """Mean reverse KL over the tokens of the first step, by transformers' own models in float64."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -139,7 +139,7 @@ def first_loss(student: str, teacher: str, lesson: dict[str, Any]) -> float:
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
         for path in (student, teacher)
     ]
-    temperature, found = lesson.get("temperature", 1.0), []
+    temperature, found = setting.get("temperature", 1.0), []
     for group in groups(3, 3, seed=0):
         for rollout in group.rollouts:
             prompt, response = group.prompt.token_ids, rollout.segments[0].arrays.token_ids
@@ -175,10 +175,10 @@ def models(tmp_path_factory: Any) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(models: tuple[str, str]) -> dict[str, Any]:
-    """{lesson: what one rank learns}."""
-    cases = [(ALONE, lesson) for lesson in LESSONS.values()]
+    """{setting: what one rank learns}."""
+    cases = [(ALONE, setting) for setting in SETTINGS.values()]
     (found,) = run_ranks(1, __file__, "run_cases", *models, cases)
-    return dict(zip(LESSONS, found, strict=True))
+    return dict(zip(SETTINGS, found, strict=True))
 
 
 def test_one_rank_learns_by_the_formula(models: Any, alone: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def test_one_rank_learns_by_the_formula(models: Any, alone: dict[str, Any]) -> N
         assert all(one["grad_norm"] > 1e-3 for one in reports), name
         assert all(one["divergence"] > 0 for one in reports), name
         assert reports[-1]["skipped_steps"] == 0
-    wanted = first_loss(*models, LESSONS["reverse_kl"])
+    wanted = first_loss(*models, SETTINGS["reverse_kl"])
     first = alone["reverse_kl"][0][0]
     assert first["divergence"] == pytest.approx(wanted, rel=1e-6)
     assert first["loss"] == pytest.approx(wanted, rel=1e-6)
@@ -195,13 +195,13 @@ def test_one_rank_learns_by_the_formula(models: Any, alone: dict[str, Any]) -> N
 
 
 def test_every_layout_learns_alike(models: Any, alone: dict[str, Any]) -> None:
-    names = list(LESSONS)
+    names = list(SETTINGS)
     cases = [
         (name, where, place)
         for number, (where, place) in enumerate(PLACES.items())
         for name in (names[number % 3], names[(number + 1) % 3])
     ]
-    given = [(place, LESSONS[name]) for name, _, place in cases]
+    given = [(place, SETTINGS[name]) for name, _, place in cases]
     for rank, found in enumerate(run_ranks(4, __file__, "run_cases", *models, given)):
         for (name, where, place), result in zip(cases, found, strict=True):
             assert (result is not None) == (rank in place[0][0]), where

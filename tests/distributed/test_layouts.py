@@ -17,7 +17,7 @@ from support import training_cases
 from support.ranks import run_ranks
 from support.training_cases import Case, assert_bitwise, assert_equal, layouts, write
 
-from megarl.objectives.config import KLConfig
+from megarl.objectives.config import CorrectionConfig, KLConfig
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,13 @@ def variants(folder: Path) -> list[Case]:
         "kl": KLConfig(coefficient=0.05, where="reward"),
     }
     gspo = {"loss": "gspo", "aggregation": "sequence"}
+    # Bounds with which about half of the samples are dropped, whose tokens several ranks share.
+    dropping = {
+        "loss": "reinforce",
+        "correction": CorrectionConfig(kind="geometric_mask", low=0.17, high=1e4),
+        "kl": KLConfig(coefficient=0.05, target=0.1),
+    }
+    weighing = {"correction": CorrectionConfig(kind="sequence_mask", low=1e-6, high=1e4)}
     return [
         qwen3 | {"layout": (1, 1, 4), "stage": 3},
         qwen3 | {"layout": (1, 2, 2), "stage": 2, "training": recomputed},
@@ -113,6 +120,8 @@ def variants(folder: Path) -> list[Case]:
         # Advantages per token, from samples that sequence ranks share.
         tied | {"layout": (2, 2, 1), "stage": 2, "algorithm": per_token, "num_mini_batches": 2},
         tied | {"layout": (1, 2, 2), "stage": 3, "algorithm": per_token},
+        tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": dropping},
+        tied | {"layout": (2, 2, 1), "stage": 3, "algorithm": weighing},
         # Fewer samples than data ranks: some have nothing at all.
         llama | {"layout": (4, 1, 1), "stage": 2, "groups": (1, 2)},
         llama

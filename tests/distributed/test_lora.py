@@ -76,7 +76,7 @@ def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list
 
 
 def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
-    from megarl.checkpoints.adapter_files import write_adapter
+    from megarl.checkpoints.adapter_files import SCORE, write_adapter
     from megarl.checkpoints.export import WeightExport
     from megarl.parallel.collectives import barrier
     from megarl.parallel.reshard.owned import training_owned
@@ -113,13 +113,15 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     with role.adapters_off():
         off = role.logprobs(samples)
     adapters, module = role.engine.whole_adapters(), role.engine.module
+    score = torch.linspace(-1, 1, module.model.config.hidden_size)[None]
     owned = training_owned(role.shapes, role.shards, mesh.layout, stage)
     (folder / "model").mkdir(parents=True, exist_ok=True)
     barrier(mesh.world)
     export = WeightExport(owned, role.shapes, torch.float32)
     export.write(folder / "model", role.engine.owned(), mesh.world)
     if mesh.world.rank == 0:
-        write_adapter(folder / "adapter", adapters, LORA, base=model)
+        write_adapter(folder / "adapter", adapters, LORA, base=model, base_digest="")
+        write_adapter(folder / "judge", adapters | {SCORE: score}, LORA, base=model, base_digest="")
         module.model.config.save_pretrained(folder / "model")
     role.engine.save(str(folder / "state"))
     learn(role)
@@ -135,6 +137,10 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     other = Role("policy", optimizer_steps=4, **common | {"training": starts})
     started = other.logprobs(samples)
     other.destroy()
+    judges = replace(training, lora=replace(LORA, adapter=str(folder / "judge")))
+    judge = Role("reward model", optimizer_steps=4, head="scalar", **common | {"training": judges})
+    head = judge.engine.whole_adapters()[SCORE]
+    judge.destroy()
     return {
         "same": {
             "a new adapter changes nothing": (before, at_start),
@@ -142,6 +148,7 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
             "resumed": (trained, resumed),
             "trained on": (third, fourth),
             "started from the adapter's files": (trained, started),
+            "score head of the adapter's files": (score, head.cpu()),
         },
         "learned": float((trained - before).abs().max()),
         "trained": trained,

@@ -125,7 +125,9 @@ def run(case: Case, folder: Path, model: Path) -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, settings, clear=True))
         if not case.verifier:
             # A process a case is most of its time; the cases of verifiers start one.
-            stack.enter_context(mock.patch("megarl.checks.preflight.check_verifier"))
+            stack.enter_context(
+                mock.patch("megarl.checks.preflight.check_verifier", return_value=[])
+            )
         printed = stack.enter_context(captured())
         started = time.monotonic()
         kind, said = "passed", ""

@@ -46,6 +46,10 @@ def run_ranks(
         for rank in range(num_ranks):
             environment = {
                 **os.environ,
+                # With another ninja than that of sys.executable, DeepSpeed compiles again.
+                "PATH": os.pathsep.join(
+                    [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+                ),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),

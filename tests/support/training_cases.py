@@ -109,6 +109,10 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         "mismatch/mean_abs": 1e-3,
         "tokens/trained": 1.0,
     }
+    if "correction/mean" in one[0][0]:
+        scales |= {"correction/mean": 1e-3, "correction/dropped_share": 1e-3}
+        # Bounds that keep or drop everything would compare nothing.
+        assert 0 < one[0][0]["correction/dropped_share"] < 1
     numbers = {
         name: max(
             abs(a[name] - b[name]) / max(abs(a[name]), scale)

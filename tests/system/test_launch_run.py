@@ -4,6 +4,7 @@ nothing is left of them, also after a signal.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -33,13 +34,47 @@ def states(pid: int) -> list[Path]:
 
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
 def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
-    options = ("--cpu", "--gpus-train", "1", "--", "--rollout.placement", placement)
-    process, mark = start(command("launch", recipe(place, placement), *options))
+    """A colocated engine shares with the policy alone: reference and critic have ranks of their
+    own. The other run has two sources of prompts, each with its own verifier.
+    """
+    apart: dict[str, object] = {
+        "algorithm": {"preset": "ppo", "kl": {"coefficient": 0.05, "where": "reward"}},
+        "reference": {"ranks": [2]},
+        "critic": {"ranks": [1], "zero_stage": 1},
+    }
+    one = {"source": str(place / "prompts.jsonl"), "weight": 0.5}
+    mixed: dict[str, object] = {
+        "prompts": {
+            "sources": [{**one, "environment": "scored"}, {**one, "environment": "sums"}],
+            "max_prompt_tokens": 8,
+        },
+        "environment": {
+            "require_stop": False,
+            "mixture": {
+                "scored": {"verifier": f"{place}/reward.py:score"},
+                "sums": {"verifier": "exact_match"},
+            },
+        },
+        "evaluation": {},
+    }
+    ranks, changes = ("1", mixed) if placement == "disaggregated" else ("3", apart)
+    options = ("--cpu", "--gpus-train", ranks, "--", "--rollout.placement", placement)
+    options += ("--rollout.dynamic_sampling.enabled", "false")  # every prompt is trained on
+    process, mark = start(command("launch", recipe(place, placement, **changes), *options))
     done = finish(process, mark, timeout_s=400)
     assert done.code == 0, (done.out[-2000:], done.err[-4000:])
     assert done.survivors == []
-    assert "trainer rank 0           CPU" in done.err
-    assert [row["step"] for row in records(place / placement / "metrics.jsonl")] == [1, 2]
+    assert re.search(r"^policy +trained .* 0 +CPU ", done.err, re.MULTILINE)
+    assert re.search(r"^engine 0 +vLLM .* CPU ", done.err, re.MULTILINE)
+    assert len(re.findall(r"^(reference|critic) .* [12] +CPU ", done.err, re.MULTILINE)) == (
+        2 if placement == "colocated" else 0
+    )
+    steps = records(place / placement / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2]
+    if placement == "disaggregated":
+        for row in steps:
+            assert row["source/scored/responses"] == row["source/sums/responses"] == 8
+            assert row["source/scored/reward/mean"] > row["source/sums/reward/mean"] == 0.0
     assert states(process.pid) == []
 
 

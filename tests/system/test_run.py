@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ def done(place: Path) -> Done:
     finished = megarl("train", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
     assert finished.code == 0, finished.err[-4000:]
     return finished
+
+
+def ledger(run: Path) -> dict[str, Any]:
+    """What `megarl ledger RUN --json` says of a run; it must not contradict itself."""
+    finished = megarl("ledger", str(run), "--json")
+    assert finished.code == 0, finished.err
+    return json.loads(finished.out)
 
 
 def test_standard_output_is_one_json_object(done: Done) -> None:
@@ -87,6 +95,11 @@ def test_the_run_folder_holds_what_it_should(done: Done, place: Path) -> None:
     ]
     rollout = records(run / "transcripts.jsonl")[0]["rollouts"][0]
     assert set(rollout) >= {"response", "reward", "correct", "tokens", "versions"}
+    found = ledger(run)
+    assert found["steps"] == STEPS and found["ended"] and found["age_max"] == 0
+    assert found["void"] == 0 and found["in_flight"] == [] and found["trained"] > 0
+    drawn = sum(row["groups/drawn"] for row in records(run / "metrics.jsonl"))
+    assert found["dispatched"] == found["cursor"] == drawn
 
 
 def test_the_checkpoint_is_a_hugging_face_model(done: Done, place: Path) -> None:
@@ -157,6 +170,10 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
     )
     before, after = (records(folder / "metrics.jsonl") for folder in (place / "run", again))
     assert [row["step"] for row in after] == list(range(1, STEPS + 1))
+    one, other = ledger(place / "run"), ledger(again)
+    assert (other["restores"], other["steps"], other["cursor"]) == (1, STEPS, one["cursor"])
+    assert other["void"] == sum(row["groups/drawn"] for row in before[2:])
+    assert other["trained"] == one["trained"] and other["run"] == one["run"]
     for one, other in zip(before, after, strict=True):
         mine, theirs = (
             {k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other)

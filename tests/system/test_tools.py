@@ -286,6 +286,13 @@ def test_bench_attention() -> None:
     assert "does not divide" in refused("attention", "--heads", "3", "--kv-heads", "2")
 
 
+def test_bench_code_verdicts() -> None:
+    found = run("code_verdicts", "--verdicts", "4", "--rounds", "1", "--tests", "2")
+    rates = found["verdicts_per_s"]
+    assert list(rates) == ["stdin", "calls", "asserts", "check"]
+    assert all(row["min"] > 0 for row in rates.values())
+
+
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
     tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "publish")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

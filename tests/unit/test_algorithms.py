@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.config_checks import check_used
 from megarl.objectives.advantages import ADVANTAGES
-from megarl.objectives.config import AlgorithmConfig, CorrectionConfig
+from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from megarl.objectives.corrections import CORRECTIONS, merge, mismatch, summarise
 from megarl.objectives.kl import KL_ESTIMATORS
+from megarl.objectives.kl_control import KLControl
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -65,15 +68,31 @@ def leave_one_out(r: list[float]) -> list[float]:
     return [x - np.mean(r[:i] + r[i + 1 :]) if len(r) > 1 else 0.0 for i, x in enumerate(r)]
 
 
+def teaching_share(r: list[float], g: list[int]) -> float:
+    """Samples / samples in groups whose rewards differ."""
+    teaching = [n for n in range(len(r)) if len({r[m] for m in range(len(r)) if g[m] == g[n]}) > 1]
+    return len(r) / max(1, len(teaching))
+
+
+def minus_greedy(r: list[float], g: list[int], t: list[int]) -> np.ndarray:
+    """Reward less that of the group's only sample without trained tokens."""
+    greedy = {group: x for x, group, tokens in zip(r, g, t, strict=True) if tokens == 0}
+    return np.asarray([x - greedy[group] for x, group in zip(r, g, strict=True)])
+
+
 minus_mean = by_group(lambda r: [x - np.mean(r) for x in r])
 ADVANTAGE_FORMS: dict[str, Callable[..., np.ndarray]] = {
     "grpo": by_group(lambda r: [(x - np.mean(r)) / (np.std(r) + 1e-6) for x in r]),
     "dr_grpo": minus_mean,
+    "gpg": lambda r, g, t: teaching_share(r, g) * minus_mean(r, g, t),
+    "remax": lambda r, g, t: minus_greedy(r, g, t),
     "rloo": by_group(leave_one_out),
     "reinforce_plus_plus": lambda r, g, t: normalised(r, t),
     "reinforce_plus_plus_baseline": lambda r, g, t: normalised(list(minus_mean(r, g, t)), t),
 }
-GROUP_BASELINES = ["grpo", "dr_grpo", "rloo"]
+GROUP_BASELINES = ["grpo", "dr_grpo", "gpg", "rloo"]
+SAMPLED = [name for name in ADVANTAGES if name != "remax"]
+"""Advantages of sampled responses alone; `remax` needs a greedy one in each group."""
 OVER_TOKENS = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 reward = st.sampled_from([-1.0, 0.0, 0.1, 1 / 3, 1.0]) | st.floats(-10, 10, allow_subnormal=False)
@@ -86,7 +105,7 @@ def advantages(name: str, rewards: object, groups: object, tokens: object) -> Te
     return ADVANTAGES[name](f64(rewards), torch.as_tensor(groups), torch.as_tensor(tokens))
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", SAMPLED)
 @FEW
 @given(step=steps)
 def test_advantage_is_its_closed_form(name: str, step: list[tuple[float, int, int]]) -> None:
@@ -98,7 +117,37 @@ def test_advantage_is_its_closed_form(name: str, step: list[tuple[float, int, in
     )
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@FEW
+@given(step=steps, greedy=st.lists(reward, min_size=4, max_size=4), seed=st.integers(0, 99))
+def test_remax_subtracts_the_greedy_reward_of_the_group(
+    step: list[tuple[float, int, int]], greedy: list[float], seed: int
+) -> None:
+    """Wherever the greedy sample stands in its group, and whatever its reward."""
+    sampled = [(x, group, tokens + 1) for x, group, tokens in step]
+    groups = sorted({group for _, group, _ in step})
+    whole = [*sampled, *((x, group, 0) for x, group in zip(greedy, groups, strict=False))]
+    order = np.random.default_rng(seed).permutation(len(whole))
+    rewards, labels, tokens = (
+        list(column) for column in zip(*(whole[n] for n in order), strict=True)
+    )
+    got = advantages("remax", rewards, labels, tokens)
+    np.testing.assert_array_equal(got.numpy(), ADVANTAGE_FORMS["remax"](rewards, labels, tokens))
+    assert not got[torch.as_tensor(tokens) == 0].any()
+
+
+@pytest.mark.parametrize("tokens", [[3, 4, 5], [0, 0, 5]])
+def test_remax_needs_one_greedy_response_in_each_group(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"group 7 has [02] greedy responses"):
+        advantages("remax", [1.0, 0.0, 1.0], [7, 7, 7], tokens)
+
+
+def test_gpg_keeps_its_scale_when_groups_teach_nothing() -> None:
+    """arXiv:2504.02546: 2 of 6 samples are in a group whose rewards differ, so alpha is 3."""
+    got = advantages("gpg", [1.0, 0.0, 1.0, 1.0, 0.5, 0.5], [0, 0, 1, 1, 2, 2], [1] * 6)
+    assert got.tolist() == [1.5, -1.5, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
 @FEW
 @given(step=steps, seed=st.integers(0, 99))
 def test_advantage_ignores_order_labels_and_offset(
@@ -118,7 +167,7 @@ def test_rewards_without_finite_squares_are_refused(name: str, value: float) -> 
         advantages(name, [1.0, value], [0, 0], [1, 1])
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e6 + 0.1])
 def test_equal_rewards_give_exactly_nothing(name: str, value: float) -> None:
     got = advantages(name, [value] * 7, [0, 0, 0, 1, 1, 2, 2], [5, 0, 3, 9, 9, 1, 0])
@@ -159,7 +208,7 @@ def test_normalised_advantages_have_mean_0_and_variance_1_over_tokens(name: str)
     assert got[3] == 0
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_advantages_of_nothing_and_of_nonsense(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert advantages(name, [], empty, empty).shape == (0,)
@@ -341,6 +390,7 @@ LOSS_FORMS: dict[str, Callable[[float, float, float, float], tuple[float, float,
     "gspo": lambda d, mean_d, a, logp: ppo_form(mean_d, mean_d, a, logp),
     "cispo": cispo_form,
     "sapo": sapo_form,
+    "reinforce": lambda d, mean_d, a, logp: (-a * logp, -a, False),
 }
 
 
@@ -369,8 +419,8 @@ def test_loss_is_its_closed_form(name: str, seed: int) -> None:
             math.exp(mean_d if name == "gspo" else d), rel=1e-10
         )
         kinds.add(cut)
-    # The case must show both sides of the clip; `sapo` has none.
-    assert kinds == ({False} if name == "sapo" else {True, False})
+    # The case must show both sides of the clip; `sapo` and `reinforce` have none.
+    assert kinds == ({False} if name in ("sapo", "reinforce") else {True, False})
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip"])
@@ -569,35 +619,137 @@ def test_samples_without_tokens_are_not_sequences(name: str) -> None:
 
 # -------------------------------------------------------------------------------------- corrections
 
-CORRECTION_FORMS: dict[str, Callable[[float], float]] = {
-    "none": lambda w: 1.0,
-    "tis": lambda w: min(w, 2.0),
-    "icepop": lambda w: w if 0.5 <= w <= 5.0 else 0.0,
+CORRECTION_FORMS: dict[str, Callable[[float, list[float]], float]] = {
+    "none": lambda log_w, sample: 1.0,
+    "decoupled": lambda log_w, sample: math.exp(log_w),
+    "tis": lambda log_w, sample: min(math.exp(log_w), 2.0),
+    "icepop": lambda log_w, sample: math.exp(log_w) if 0.5 <= math.exp(log_w) <= 5.0 else 0.0,
+    "sequence_mask": lambda log_w, sample: (
+        math.exp(sum(sample)) if sum(sample) <= math.log(2.0) else 0.0
+    ),
+    "geometric_mask": lambda log_w, sample: float(
+        math.log(0.99) <= sum(sample) / len(sample) <= math.log(1.01)
+    ),
 }
+"""{correction: weight of a token from its log w and those of all tokens of its sample}"""
+
+
+def correct(name: str, trainer: Tensor, engine: Tensor, rows: Tensor) -> Tensor:
+    """Weights by the correction `name` with its usual bounds; `rows` [T]: sample of each token."""
+
+    def sequence_sum(values: Tensor) -> Tensor:
+        sums = values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
+        return sums[rows]
+
+    return CORRECTIONS[name](trainer, engine, sequence_sum, CorrectionConfig(kind=name))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
 @FEW
-@given(log_w=st.lists(st.floats(-15, 15), min_size=1, max_size=20))
-def test_correction_is_its_closed_form(name: str, log_w: list[float]) -> None:
+@given(
+    log_w=st.lists(st.tuples(st.floats(-4, 4), st.integers(0, 2)), min_size=1, max_size=20),
+)
+def test_correction_is_its_closed_form(
+    name: str, scale: float, log_w: list[tuple[float, int]]
+) -> None:
+    """Small differences, which whole samples survive, and large ones."""
+    rows = torch.tensor([row for _, row in log_w])
     engine = f64(np.linspace(-3, -1, len(log_w)))
-    trainer = (engine + f64(log_w)).requires_grad_()
-    got = CORRECTIONS[name](trainer, engine, CorrectionConfig(kind=name))  # pyright: ignore[reportArgumentType]
+    trainer = (engine + scale * f64([value for value, _ in log_w])).requires_grad_()
+    got = correct(name, trainer, engine, rows)
     assert not got.requires_grad
-    exact = (trainer.detach() - engine).tolist()
-    np.testing.assert_allclose(
-        got.numpy(), [CORRECTION_FORMS[name](math.exp(x)) for x in exact], rtol=1e-12
-    )
+    exact = trainer.detach() - engine
+    for t, row in enumerate(rows.tolist()):
+        sample = exact[rows == row].tolist()
+        limits = [math.log(2.0), math.log(0.99), math.log(1.01), -20.0]
+        if any(abs(sum(sample) - limit) < 1e-12 for limit in limits) or sum(sample) < -20:
+            continue
+        wanted = CORRECTION_FORMS[name](float(exact[t]), sample)
+        assert float(got[t]) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_correction_is_bounded_in_float32_and_1_without_mismatch(name: str) -> None:
-    engine = torch.tensor([0.0, -1e4, -700.0, -2.5])
-    trainer = torch.tensor([-1e4, 0.0, -0.1, -2.5])
-    got = CORRECTIONS[name](trainer, engine, CorrectionConfig(low=0.5, high=3.0))
+    engine = torch.tensor([0.0, -1e4, -700.0, -2.5, -1.5])
+    trainer = torch.tensor([-1e4, 0.0, -0.1, -2.5, -1.5])
+    got = correct(name, trainer, engine, torch.tensor([0, 1, 2, 3, 3]))
     assert got.dtype == torch.float32
-    assert ((got >= 0) & (got <= 3.0)).all()
-    assert got[3] == 1
+    most = {"none": 1.0, "decoupled": math.exp(20.0) * 1.0001, "geometric_mask": 1.0}
+    assert ((got >= 0) & (got <= most.get(name, 5.0))).all()
+    assert got[3] == got[4] == 1
+
+
+def test_masks_of_whole_samples_by_hand() -> None:
+    """Sample 0: w = 1.2 and 1.5, product 1.8, mean 1.34. Sample 1: w = 1.004 three times. Sample 2:
+    w = 3.
+    """
+    log_w = f64([math.log(w) for w in (1.2, 1.5, 1.004, 1.004, 1.004, 3.0)])
+    rows = torch.tensor([0, 0, 1, 1, 1, 2])
+    got = correct("sequence_mask", log_w, torch.zeros_like(log_w), rows)
+    assert got.tolist() == pytest.approx([1.8, 1.8, *[1.004**3] * 3, 0.0])
+    got = correct("geometric_mask", log_w, torch.zeros_like(log_w), rows)
+    assert got.tolist() == [0, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kind": "decoupled", "high": 2.0}, "correction.high is 2.0, which .* 'decoupled'"),
+        ({"kind": "tis", "low": 0.5}, "correction.low is 0.5, which .* 'tis' .* 'icepop'"),
+        ({"low": 0.5}, "correction.low is 0.5, which correction.kind 'none'"),
+    ],
+)
+def test_bounds_that_do_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CorrectionConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": "reinforce", "clip_high": 5.0}, "clip_high is 5, which .* 'reinforce'"),
+        ({"loss": "sapo", "clip_low": 0.1}, "clip_low is 0.1, which .* 'sapo'"),
+        ({"dual_clip": 5.0}, "dual_clip is 5, which .* set algorithm.loss to 'dual_clip'"),
+        ({"sapo_positive": 2.0}, "sapo_positive is 2"),
+        ({"constant_tokens": 500}, "constant_tokens is 500, which algorithm.aggregation 'token'"),
+    ],
+)
+def test_settings_of_another_loss_are_refused(settings: dict[str, Any], said: str) -> None:
+    algorithm = AlgorithmConfig(**settings)
+    with pytest.raises(ValueError, match=said):
+        check_used(algorithm)
+
+
+def test_reinforce_has_no_denominator() -> None:
+    with pytest.raises(ValueError, match="the denominator of a ratio that"):
+        AlgorithmConfig(loss="reinforce", old_logprobs="engine")
+
+
+# --------------------------------------------------------------------------------- adaptive KL
+
+
+def test_the_kl_coefficient_follows_the_divergence_by_hand() -> None:
+    """arXiv:1909.08593, 2.2, with gain 0.1: errors beyond 0.2 count as 0.2."""
+    control = KLControl(KLConfig(coefficient=0.5, target=0.01))
+    expected = 0.5
+    for divergence, error in [(0.02, 0.2), (0.011, 0.1), (0.0, -0.2), (-0.3, -0.2), (0.01, 0.0)]:
+        control.update(divergence)
+        expected *= 1 + 0.1 * error
+        assert control.coefficient == pytest.approx(expected, rel=1e-12)
+    control.restore(0.125)
+    assert control.coefficient == 0.125
+
+
+def test_a_kl_coefficient_without_a_target_stays() -> None:
+    control = KLControl(KLConfig(coefficient=0.5))
+    control.update(7.0)
+    control.restore(0.1)
+    assert control.coefficient == 0.5
+    with pytest.raises(ValueError, match=r"kl\.target is 0\.1, but algorithm.kl.coefficient is 0"):
+        KLConfig(target=0.1)
+    with pytest.raises(ValueError, match=r"kl\.gain is 0\.2, which does nothing"):
+        KLConfig(coefficient=0.1, gain=0.2)
 
 
 def test_mismatch_by_hand() -> None:

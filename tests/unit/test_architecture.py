@@ -17,7 +17,7 @@ LAYERS = (
     {"console"},
     {"signals"},
     {"kernels", "parallel"},
-    {"data", "environments", "objectives", "observe", "weight_sync"},
+    {"data", "environments", "ledger", "objectives", "observe", "weight_sync"},
     {"rollout", "checkpoints"},
     {"trainer"},
     {"cluster"},

@@ -320,7 +320,7 @@ CASES = {
         ),
     ),
     "colocated engines are not as many as ranks": Case(
-        ["2 engine(s)", "2 engine ranks", "1 trainer ranks", "set rollout.num_engines"],
+        ["2 engine(s)", "2 engine ranks", "policy has 1 ranks", "set rollout.num_engines"],
         {"rollout.placement": "colocated", "rollout.num_engines": 2},
     ),
     "colocated engines cannot run ahead": Case(

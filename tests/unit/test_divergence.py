@@ -220,6 +220,27 @@ def test_the_limits_of_jensen_shannon_are_the_two_divergences() -> None:
     )
 
 
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 0.999999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_jensen_shannon_keeps_its_digits_in_float32(beta: float, spread: float) -> None:
+    """A teacher near the student or far from it, and mixtures of almost one of them alone."""
+    draw = torch.Generator().manual_seed(3)
+    log_p = torch.randn(64, 33, generator=draw, dtype=torch.float64).log_softmax(-1)
+    noise = torch.randn(64, 33, generator=draw, dtype=torch.float64)
+    log_q = (log_p + spread * noise).log_softmax(-1)
+    log_p, log_q = log_p.float(), log_q.float()
+    exact = KINDS["jensen_shannon"](log_p.double(), log_p.double(), log_q.double(), beta)
+    found = KINDS["jensen_shannon"](log_p, log_p, log_q, beta)
+    for one, other in zip(found, exact, strict=True):
+        assert one is not None and other is not None and torch.isfinite(one).all()
+        assert float((one.double() - other).norm() / other.norm()) < 2e-6
+    p, q = log_p.double().exp(), log_q.double().exp()
+    mixture = beta * q + (1 - beta) * p
+    student = (1 - beta) * (log_p.double() - mixture.log())
+    assert exact[0] is not None
+    torch.testing.assert_close(exact[0], student, rtol=1e-8, atol=1e-12)
+
+
 def test_ties_of_the_k_th_token_are_all_kept() -> None:
     """Equal logits are one set under any cut; here the second and the third are equal."""
     weight = torch.tensor([[3.0], [2.0], [2.0], [0.0], [-1.0]], dtype=torch.float64)

@@ -23,6 +23,13 @@ from support.environments import run
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.mathematics import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
+from megarl.environments.verifier_config import (
+    ChoiceConfig,
+    FormatConfig,
+    JsonSchemaConfig,
+    LengthConfig,
+    RegexConfig,
+)
 from megarl.environments.verifiers import VERIFIERS, load_verifier
 from megarl.types import Prompt, Verdict
 
@@ -157,9 +164,21 @@ def test_a_reference_that_is_no_mathematics_is_said() -> None:
         ask(EnvironmentConfig(verifier="math"), "", "5")
 
 
-@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none"}))
+NEEDED: dict[str, dict[str, Any]] = {
+    "regex": {"regex": RegexConfig(pattern="[0-9]+")},
+    "json_schema": {"json_schema": JsonSchemaConfig(schema='{"type": "array"}', value="0")},
+    "choice": {"choice": ChoiceConfig(labels="78")},
+    "format": {"format": FormatConfig(tags=("b",), alone=True)},
+    "length": {"length": LengthConfig(unit="characters", shortest=1, longest=2)},
+}
+"""{verifier: settings that it needs, or that make it judge the responses below}"""
+RESPONSES = {"json_schema": ("[7]", "[8]"), "format": ("<b></b>", "<b>"), "length": ("7", "77")}
+
+
+@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none", "code"}))
 def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
-    right, wrong = verdicts(EnvironmentConfig(verifier=name, wrong=-1.0), "7", "8")
+    config = EnvironmentConfig(verifier=name, wrong=-1.0, **NEEDED.get(name, {}))
+    right, wrong = verdicts(config, *RESPONSES.get(name, ("7", "8")))
     assert right == Verdict(reward=1.0, correct=True)
     assert wrong == Verdict(reward=-1.0, correct=False)
 
@@ -188,7 +207,7 @@ def test_verifiers_of_ones_own(own: str) -> None:
 
 
 BAD = {
-    "mathz": "is 'mathz'; set it to one of exact_match, math, none, or to path/to/file.py:function",
+    "mathz": "is 'mathz'; set it to one of exact_match, math, .*none, or to path/to/file.py:function",
     "none.py:judge": "there is no file none.py",
     "{own}:nothing": "has no function 'nothing'; set one of: judge, judge_later, neighbour",
     "{own}:LIMIT": "'LIMIT' of .* is int, not a function; set one of: judge",

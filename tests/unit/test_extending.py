@@ -137,7 +137,7 @@ def test_the_axis_communicates() -> None:
 def test_the_session_plays(tmp_path: Path) -> None:
     """In its worker process, with the reward of each way a game may end."""
     source = re.search(
-        r"```python session\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S
+        r"```python session\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.S
     )
     assert source
     (tmp_path / "game.py").write_text(source[1])

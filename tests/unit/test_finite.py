@@ -71,12 +71,20 @@ def test_a_model_that_computes_nan_is_not_evaluated() -> None:
 
 
 def test_gspo_with_the_clip_of_a_token_is_warned_about() -> None:
-    assert "hardly ever clip" in algorithm_warning(AlgorithmConfig(loss="gspo"))
-    assert not algorithm_warning(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4))
-    assert not algorithm_warning(AlgorithmConfig())
+    assert "hardly ever clip" in algorithm_warning(AlgorithmConfig(loss="gspo"), 1)
+    assert not algorithm_warning(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4), 1)
+    assert not algorithm_warning(AlgorithmConfig(), 4)
 
 
-@pytest.mark.parametrize(("kind", "high"), [("tis", 2.0), ("icepop", 5.0)])
-def test_each_correction_has_its_published_bound(kind: str, high: float) -> None:
+def test_reinforce_with_several_updates_is_warned_about() -> None:
+    assert "older policy" in algorithm_warning(AlgorithmConfig(loss="reinforce"), 2)
+    assert not algorithm_warning(AlgorithmConfig(loss="reinforce"), 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "high"),
+    [("tis", 2.0), ("icepop", 5.0), ("sequence_mask", 2.0), ("geometric_mask", 1.01)],
+)
+def test_each_correction_has_its_usual_bound(kind: str, high: float) -> None:
     assert CorrectionConfig(kind=kind).upper == high  # pyright: ignore[reportArgumentType]
     assert CorrectionConfig(kind=kind, high=3.0).upper == 3.0  # pyright: ignore[reportArgumentType]

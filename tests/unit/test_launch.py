@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import typing
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.checkpoints.lease import start_of
 from megarl.cluster.launch import end, started_processes
 from megarl.config import (
     DistillConfig,
@@ -55,10 +57,15 @@ Kind = (
 )
 KINDS: dict[str, Kind] = {
     "quickstart_sft": SftConfig,
+    "calculator_sft": SftConfig,
+    "guessing_sft": SftConfig,
+    "programs_sft": SftConfig,
     "best_of_n": SftConfig,
     "dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
     "serve_reward": ServeRewardConfig,
+    "judge": ServeRewardConfig,
+    "reward_engine": ServeRewardConfig,
     "distill": DistillConfig,
 }
 """Recipes of other commands than `megarl train`."""
@@ -91,9 +98,20 @@ def launch(
     )
 
 
+def places(stdout: str) -> dict[str, str]:
+    """{role or engine: its ranks and GPUs} of the picture of a dry run."""
+    lines = stdout.splitlines()
+    head = next(line for line in lines if line.startswith("role "))
+    begin, end = head.index("ranks"), head.index("weights")
+    rows = lines[lines.index(head) + 1 :]
+    rows = rows[: rows.index("")]
+    name_width = max(len(row.split("  ")[0]) for row in rows)
+    return {row[:name_width].strip(): " ".join(row[begin:end].split()) for row in rows}
+
+
 def refused(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
-    assert "trainer rank" not in result.stdout
+    assert "placement" not in result.stdout
     return " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
 
 
@@ -176,14 +194,13 @@ def test_dry_run_shows_every_rank_engine_and_command() -> None:
     result = launch("--dry-run")
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert [line for line in lines if line.startswith("trainer rank")] == [
-        f"trainer rank {n} GPU {n}" for n in range(4)
-    ]
-    assert [line for line in lines if line.startswith("engine")] == [
-        "engine 0 (tensor 2) GPU 4,5",
-        "engine 1 (tensor 2) GPU 6,7",
-    ]
-    assert "rollout service CPU" in lines
+    assert places(result.stdout) == {
+        "policy": "0-3 0: 0-3",
+        "engine 0": "- 0: 4-5",
+        "engine 1": "- 0: 6-7",
+        "free": "- none",
+    }
+    assert any("the rollout service" in line for line in lines)
     ray = next(line for line in lines if "--head" in line)
     assert "CUDA_VISIBLE_DEVICES=4,5,6,7 " in ray
     assert "--num-gpus=4" in ray
@@ -225,9 +242,24 @@ def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
 def test_visible_gpus_are_used_in_their_order() -> None:
     result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES="5,3,1")
     assert result.returncode == 0, result.stderr
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert "trainer rank 0 GPU 5" in lines
-    assert "engine 0 (tensor 1) GPU 3" in lines
+    assert places(result.stdout) == {
+        "policy": "0 0: 5",
+        "engine 0": "- 0: 3",
+        "free": "- 0: 1",
+    }
+
+
+def test_spaces_between_visible_gpus() -> None:
+    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES=" 5, 3 ")
+    assert result.returncode == 0, result.stderr
+    assert places(result.stdout)["engine 0"] == "- 0: 3"
+    assert "CUDA_VISIBLE_DEVICES=3 " in result.stdout
+
+
+def test_an_empty_list_of_visible_gpus_names_none() -> None:
+    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    assert places(result.stdout)["engine 0"] == "- 0: 1"
 
 
 def test_a_recipe_with_a_teacher_is_distilled() -> None:
@@ -250,8 +282,8 @@ def test_gpu_counts_that_match_an_override() -> None:
         "--dry-run", "--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides
     )
     assert result.returncode == 0, result.stderr
-    assert "GPU 6" in result.stdout
-    assert "GPU 7" not in result.stdout
+    engines = {f"engine {n}": f"- 0: {3 + n}" for n in range(4)}
+    assert places(result.stdout) == {"policy": "0-2 0: 0-2", "free": "- none"} | engines
 
 
 def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
@@ -268,11 +300,13 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
     result = launch("--dry-run", "--", *overrides, CUDA_VISIBLE_DEVICES="7,6,5,4")
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert [line for line in lines if line.startswith(("trainer rank", "engine"))] == [
-        *(f"trainer rank {n} GPU {7 - n}" for n in range(4)),
-        "engine 0 (tensor 2) GPU 7,6",
-        "engine 1 (tensor 2) GPU 5,4",
-    ]
+    assert places(result.stdout) == {
+        "policy": "0-3 0: 7,6,5,4 *",
+        "engine 0": "- 0: 7,6 *",
+        "engine 1": "- 0: 5,4 *",
+        "free": "- none",
+    }
+    assert any(line.startswith("* shared, 0: 7,6: policy + engine 0 = ") for line in lines)
     ray = next(line for line in lines if "--head" in line)
     assert "--num-gpus=0 " in ray
     train = next(line for line in lines if "torchrun" in line)
@@ -299,12 +333,29 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
         (
             ("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"),
             {},
-            "3 x rollout.engine.tensor 2 = 6 engine ranks cannot share the GPUs of 4",
+            "6 engine ranks cannot share the GPUs of the policy's 4 ranks",
         ),
         (
             (),
             {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
             "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3",
+        ),
+        *(
+            (
+                ("--recipe", GSM8K),
+                {"CUDA_VISIBLE_DEVICES": visible},
+                f"CUDA_VISIBLE_DEVICES is '{visible}', which has {says}",
+            )
+            for visible, says in (
+                ("0,,1", "an empty name"),
+                ("0,1,", "an empty name"),
+                (" , ", "an empty name;"),
+                ("1,,1", "an empty name and a GPU twice"),
+                ("0,0", "a GPU twice"),
+                ("GPU-ab,1, GPU-ab", "a GPU twice"),
+                ("-1", "a negative number, at which CUDA stops reading"),
+                ("0,-1,1", "a negative number"),
+            )
         ),
         (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
         (("--steps", "3"), {}, "go after --"),
@@ -437,3 +488,24 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     hurry.set()
     end([(process, 600.0)], "no such mark", hurry)
     assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_the_launcher_starts_ends_with_a_killed_launcher(number: signal.Signals) -> None:
+    code = f"""import os, sys, time
+from megarl.cluster import launch
+from megarl.cluster.launch_plan import Command
+words = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+launch.start(Command({{}}, words), dict(os.environ), launch.signal.Signals({int(number)}))
+time.sleep(60)"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    started = int(launcher.stdout.readline())
+    assert start_of(started)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while start_of(started):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.stdout.close()

@@ -15,11 +15,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.tiny import write_model
 
-from megarl.checkpoints.adapter_files import CONFIG, PREFIX, TENSORS, read_adapter, write_adapter
-from megarl.checks.adapter_checks import check_adapters
+from megarl.checkpoints.adapter_files import (
+    CONFIG,
+    PREFIX,
+    SCORE,
+    TENSORS,
+    read_adapter,
+    write_adapter,
+)
+from megarl.checks.adapter_checks import adapter_warning, check_adapters
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, Adapters, B, MergedWeights, NewAdapters, chosen_layers
+from megarl.trainer.weights import base_digest
 
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -76,7 +84,8 @@ def shapes_of(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
 @pytest.fixture
 def adapter(model: str, tmp_path: Path) -> LoraConfig:
     tensors = {name: torch.randn(shape) for name, shape in shapes_of(model, LORA).items()}
-    write_adapter(tmp_path / "adapter", tensors, LORA, base=model)
+    digest = base_digest(model)
+    write_adapter(tmp_path / "adapter", tensors, LORA, base=model, base_digest=digest)
     return replace(LORA, adapter=str(tmp_path / "adapter"))
 
 
@@ -107,6 +116,13 @@ def settings(folder: str, **changes: Any) -> None:
         ({"use_dora": True}, "has use_dora True where this run has False; set another adapter"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3' where this run has 'LORA'"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', with which PEFT changes the"),
+        ({"init_lora_weights": "olora"}, "with which PEFT changes the base model"),
+        ({"init_lora_weights": "corda"}, "with which PEFT changes the base model"),
+        ({"alora_invocation_tokens": [3, 5]}, "has alora_invocation_tokens"),
+        ({"use_qalora": True}, "has use_qalora"),
+        ({"layers_to_transform": [0]}, "has layers_to_transform"),
+        ({"r": None}, "has no rank"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(
@@ -115,6 +131,65 @@ def test_an_adapter_of_another_kind_is_refused(
     settings(adapter.adapter, **change)
     with pytest.raises(ValueError, match=message):
         check_adapters(adapter, ModelConfig(path=model))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["down_proj", "q_proj"], "set training.lora.targets to ['down_proj', 'q_proj'], or"),
+        ("all-linear", "set training.lora.targets to [] (the adapter's target_modules is 'all-"),
+        (".*(q|down)_proj", "target_modules '.*(q|down)_proj', a regular expression, matches"),
+    ],
+)
+def test_other_layers_are_named_as_they_are_set(
+    model: str, adapter: LoraConfig, targets: Any, message: str
+) -> None:
+    """PEFT takes a list of layers, a regular expression, or "all-linear"."""
+    settings(adapter.adapter, target_modules=targets)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_adapters(replace(adapter, targets=("q_proj",)), ModelConfig(path=model))
+
+
+def test_an_adapter_of_a_base_with_other_weights_is_refused(
+    model: str, adapter: LoraConfig, tmp_path: Path
+) -> None:
+    """All shapes fit; only the weights say that the base is another one."""
+    other = str(write_model(tmp_path / "other", seed=7))
+    with pytest.raises(ValueError, match=r"trained on another base model than.*whose weights"):
+        check_adapters(adapter, ModelConfig(path=other))
+
+
+def test_an_adapter_without_a_digest_is_warned_about(
+    model: str, adapter: LoraConfig, tmp_path: Path
+) -> None:
+    """As PEFT writes it: only the name of the base model can be compared."""
+    assert not adapter_warning(adapter, ModelConfig(path="elsewhere"))
+    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model, LORA).items()}
+    write_adapter(tmp_path / "bare", tensors, LORA, base="org/Some-8B", base_digest="")
+    bare = replace(LORA, adapter=str(tmp_path / "bare"))
+    check_adapters(bare, ModelConfig(path=model))
+    assert "was made for 'org/Some-8B'" in adapter_warning(bare, ModelConfig(path=model))
+    assert not adapter_warning(bare, ModelConfig(path="/models/Some-8B"))
+
+
+def test_a_score_head_is_read_where_the_model_has_one(model: str, tmp_path: Path) -> None:
+    shapes = shapes_of(model, LORA)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    score = torch.randn(1, 64)
+    write_adapter(tmp_path, tensors | {SCORE: score}, LORA, base=model, base_digest="")
+    lora = replace(LORA, adapter=str(tmp_path))
+    found = read_adapter(lora, shapes | {SCORE: (1, 64)})
+    assert torch.equal(found[SCORE], score) and len(found) == len(shapes) + 1
+    check_adapters(lora, ModelConfig(path=model), "scalar")
+    with pytest.raises(ValueError, match=r"has a score\.weight, .* set an adapter of a language"):
+        check_adapters(lora, ModelConfig(path=model))
+    # The adapter of a language model leaves the score head of a reward model as it is.
+    write_adapter(tmp_path, tensors, LORA, base=model, base_digest="")
+    assert SCORE not in read_adapter(lora, shapes | {SCORE: (1, 64)})
+    check_adapters(lora, ModelConfig(path=model), "scalar")
+    write_adapter(tmp_path, tensors | {SCORE: torch.randn(2, 64)}, LORA, base=model, base_digest="")
+    with pytest.raises(ValueError, match=r"its score\.weight has shape \[2, 64\], and that of"):
+        check_adapters(lora, ModelConfig(path=model), "scalar")
 
 
 def test_an_adapter_of_another_model_or_of_other_layers_is_refused(

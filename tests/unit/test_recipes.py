@@ -240,6 +240,28 @@ def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.M
     assert {headers["authorization"] for headers in app.headers} == {"Bearer hush"}
 
 
+def test_models_that_a_server_runs_pass_the_checks(place: Path) -> None:
+    """The recipes of a judge and of a reward engine, with small models in the places of theirs."""
+    recipes = ROOT / "launch" / "recipes"
+    found = config.read(ServeRewardConfig, recipes / "judge.yaml")
+    model = write_model(place / "asked", max_position_embeddings=8192)
+    tokenizer = model / "tokenizer_config.json"
+    described = json.loads(tokenizer.read_text())
+    described["chat_template"] = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    tokenizer.write_text(json.dumps(described))
+    judge = replace(found.judge, model=replace(found.judge.model, path=str(model)))
+    small = replace(found, folder=str(place / "serve_judge"), judge=judge)
+    checked = check_serve_reward(small)
+    assert str(checked) == f"judge {model}, without a token"
+    found = config.read(ServeRewardConfig, recipes / "reward_engine.yaml")
+    classifier = write_classifier(place / "scorer")
+    served = replace(
+        found.reward_model, model=replace(found.reward_model.model, path=str(classifier))
+    )
+    small = replace(found, folder=str(place / "serve_engine"), reward_model=served)
+    assert str(check_serve_reward(small)) == f"reward model {classifier} by vllm, without a token"
+
+
 def test_importing_megarl_is_light() -> None:
     heavy = "[m for m in ('torch', 'ray', 'numpy', 'yaml', 'pydantic') if m in sys.modules]"
     code = f"import sys, megarl; print({heavy}); from megarl import train, RunConfig; {heavy}"
@@ -313,6 +335,9 @@ def test_evaluation_checks_every_model_and_data_set(place: Path) -> None:
         ({"early_stop__metric": "eval/acuracy"}, "did you mean 'eval/accuracy'"),
         ({"early_stop__metric": "no/such"}, r"set one of reward/mean.*'environment/<name>'"),
         ({"early_stop__metric": "kl"}, r"algorithm\.kl\.coefficient is 0"),
+        ({"early_stop__metric": "kl_coefficient"}, r"algorithm\.kl\.target is null"),
+        ({"early_stop__metric": "correction/mean"}, r"algorithm\.correction\.kind is 'none'"),
+        ({"early_stop__metric": "accuracy_greedy"}, r"algorithm\.advantage is 'grpo'"),
         ({"early_stop__metric": "eval_sampled/accuracy"}, r"evaluation\.sampled_too is off"),
         ({"early_stop__metric": "eval/environment/turns"}, r"evaluation\.every"),
         ({"early_stop__metric": "eval/accuracy"}, r"early_stop\.metric.*evaluation\.every"),

@@ -322,12 +322,43 @@ def test_a_token_that_a_server_repeats_is_not_shown(shared: tuple[Scripted, str]
         Answer(401, b'{"error": "not hush-hush"}'),
         Answer(body=b"you said hush-hush"),
         Answer(body=b'{"scores": [{"failure": "error", "detail": "hush-hush"}]}'),
+        # where texts are cut
+        *(Answer(body=b"x" * pad + b" hush-hush") for pad in (180, 185, 190, 195)),
+        Answer(500, b"x" * 290 + b" hush-hush"),
     ]
     for echo in echoes:
         app.script = lambda number, samples, echo=echo: echo
         (found,) = ask(url, "x", token=Token("hush-hush"), attempts=1)
-        assert "hush" not in found.detail and "(token)" in found.detail
+        assert found.failure and "hush" not in f"{found}"
+        if len(echo.body or b"") < 100:
+            assert "(token)" in found.detail
     assert "hush" not in repr(Token("hush-hush"))
+
+
+def test_a_token_in_a_broken_answer_is_not_shown() -> None:
+    """What is no HTTP is repeated by the library's own error, and then in the breaker's warning."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 Authorization: Bearer hush-hush\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def whole() -> Outcome:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/score"
+        remote = RemoteConfig(**QUICK | {"breaker_failures": 1, "attempts": 2})  # pyright: ignore[reportArgumentType]
+        config = EnvironmentConfig(verifier=url, time_limit_s=1.0, remote=remote)
+        client = RewardClient(url, config, Token("hush-hush"))
+        try:
+            return await client.score(PROMPT, "x")
+        finally:
+            await client.close()
+            server.close()
+
+    found = asyncio.run(asyncio.wait_for(whole(), 30))
+    assert found.failure and found.warning
+    assert "hush" not in f"{found}" and "(token)" in found.warning
 
 
 def test_a_row_that_is_no_json_is_said() -> None:

@@ -7,10 +7,12 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
 from megarl.environments.judging import Judge
-from megarl.environments.pool import Outcome
+from megarl.environments.outcome import Outcome
 from megarl.environments.reward_client import Token
 from megarl.environments.reward_server import Backend, RewardServer
 from megarl.environments.scoring import Environment
@@ -162,7 +164,13 @@ def test_requests_and_what_is_refused() -> None:
             assert refused.status_code == 422 and says in refused.json()["error"], case
         assert post(url, json=None, data=b"{").json()["error"].startswith("the request is not JSON")
         many = post(url, *"abcd")
-        assert many.status_code == 429 and many.headers["retry-after"] == "1"
+        assert many.status_code == 413 and "at most 3 may wait" in many.json()["error"]
+        with ThreadPoolExecutor(1) as thread:
+            full = thread.submit(post, url, "slow", *"ab")
+            time.sleep(0.5)
+            beyond = post(url, *"cd")
+            assert beyond.status_code == 429 and beyond.headers["retry-after"] == "1"
+            assert full.result().status_code == 200
         assert post(url, "x" * 2**20).status_code == 413
 
         def endless() -> Any:
@@ -179,7 +187,7 @@ def test_requests_and_what_is_refused() -> None:
         assert requests.get(url, timeout=5).status_code == 405
         assert requests.get(url + "/no", timeout=5).status_code == 404
         shown = requests.get(url.replace("/v1/score", "/metrics"), timeout=5).text
-        assert 'megarl_reward_samples_total{outcome="scored"} 3.0' in shown
+        assert 'megarl_reward_samples_total{outcome="scored"} 6.0' in shown
         assert 'megarl_reward_samples_total{outcome="error"} 1.0' in shown
         assert 'megarl_reward_requests_total{status="422"} 6.0' in shown
         assert "megarl_reward_queue_samples 0.0" in shown
@@ -200,6 +208,33 @@ def test_without_the_token_a_server_says_nothing() -> None:
         assert post(base + "/v1/score", "7", headers=right).status_code == 200
         assert requests.get(base + "/metrics", headers=right, timeout=5).status_code == 200
         assert requests.get(base + "/no", headers=right, timeout=5).status_code == 404
+
+
+def test_a_slow_response_does_not_hold_up_the_others() -> None:
+    """The client says how long it waits. What is not scored by then is asked again, alone, and in
+    the end fails alone; a response that took long once gets its score.
+    """
+    asked: list[str] = []
+
+    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+        ((_, text),) = samples
+        asked.append(text)
+        if text == "never" or (text == "once" and asked.count("once") == 1):
+            await asyncio.sleep(60)
+        return [Outcome(1.0)]
+
+    server = RewardServer(Backend(score, 8, 1, drops=True), RewardServerConfig(), None)
+    with serving(server) as url:
+        remote = RemoteConfig(attempt_limit_s=0.5, backoff_s=0.01)
+        config = EnvironmentConfig(verifier=url, time_limit_s=1.6, remote=remote)
+        started_at = time.monotonic()
+        found = _together(config, ["a", "once", "b", "never", "c"])
+        took_s = time.monotonic() - started_at
+        said = requests.get(url.replace("/v1/score", "/metrics"), timeout=5).text
+    assert [one.failure for one in found] == ["", "", "", "timeout", ""]
+    assert "had not scored it" in found[3].detail and took_s < 5
+    assert asked.count("a") == 1 and asked.count("once") == 2 and asked.count("never") >= 3
+    assert 'megarl_reward_samples_total{outcome="scored"} 4.0' in said
 
 
 def test_samples_of_several_requests_are_scored_together() -> None:
@@ -338,7 +373,7 @@ def test_the_trial_before_a_run_says_what_to_set(case: str, tmp_path: Path) -> N
     with serving(Scripted(lambda number, samples: answer)) as url:
         config = EnvironmentConfig(rewards={"exact_match": 1.0, url: 1.0})
         with pytest.raises(ValueError, match=r"environment\.rewards 'exact_match, http") as told:
-            try_verifier(config, rows, Codec.of(load_tokenizer(str(tmp_path))))
+            try_verifier(config, rows, load_tokenizer(str(tmp_path)))
     assert says in str(told.value) and "failed for 5 of 5 rows" in str(told.value)
 
 
@@ -347,6 +382,7 @@ class PromptListOf(PromptList):
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self._own = prompts
+        self.environments: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self._own)
@@ -407,8 +443,12 @@ def test_tokens_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     ("settings", "says"),
     [
         ({"environment": EnvironmentConfig(correct=2.0)}, "environment.correct is set, but a"),
-        ({"environment": EnvironmentConfig(session="a.py:B")}, "environment.session is set"),
+        (
+            {"environment": EnvironmentConfig(session="a.py:B")},
+            "environment.session or environment.tools is set",
+        ),
         ({"folder": ""}, "folder is empty"),
+        ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),
     ],
 )
 def test_recipes_of_a_server_that_are_refused(settings: dict[str, Any], says: str) -> None:
@@ -480,7 +520,7 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
     tree: dict[str, Any] = {
         "folder": str(tmp_path / "serve"),
         "environment": {"verifier": f"{own}:score", "time_limit_s": 1.0},
-        "server": {"port": 0},
+        "server": {"port": 0, "read_limit_s": 1.0, "connections": 2},
     }
     recipe = write_recipe(tmp_path / "serve.yaml", tree)
     process, mark = start(command("serve-reward", recipe), MEGARL_REWARD_TOKEN="hush")  # noqa: S106
@@ -492,6 +532,16 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
         assert scores[0] == {"reward": 1.0, "correct": None, "words": 1.0, "seen": 0.0}
         assert scores[1] == {"failure": "error", "detail": "KeyError: 'gold'"}
         assert scores[2]["words"] == 2.0
+        place = url.split("/")[2].split(":")
+        with socket.create_connection((place[0], int(place[1])), 10) as silent:
+            silent.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\n")  # and never the rest
+            assert post(url, "7", **hold).status_code == 200, "the second of two connections"
+            assert silent.recv(4096).startswith(b"HTTP/1.1 408 ")
+            assert silent.recv(4096) == b""
+        large = {"headers": hold["headers"] | {"X-Long": "x" * 2**17}}
+        with suppress(requests.RequestException):  # closed before all of it was read
+            assert post(url, "7", **large).status_code == 400
+        assert post(url, "7", **hold).status_code == 200
         port = url.split(":")[2].split("/")[0]
         other = tree | {"folder": str(tmp_path / "other"), "server": {"port": int(port)}}
         again, its = start(command("serve-reward", write_recipe(tmp_path / "again.yaml", other)))

@@ -16,13 +16,12 @@ from support.environments import PROMPT, run, verdicts
 
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.memory import MemoryLimit
-from megarl.environments.pool import _Worker
 from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
-from megarl.environments.session import VerifierSession
 from megarl.environments.user_code import prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
-from megarl.environments.worker import Sessions
+from megarl.environments.worker import VerifierHost
+from megarl.environments.worker_handle import WorkerHandle
 from megarl.rollout.batch import own_metrics
 from megarl.types import Verdict
 
@@ -178,7 +177,7 @@ def test_what_is_no_exception_is_a_failure_too(
     verify = load_verifier(
         EnvironmentConfig(rewards={name: 1.0}) if several else EnvironmentConfig(verifier=name)
     )
-    worker = Sessions(lambda: VerifierSession(verify), None, MemoryLimit(None))
+    worker = VerifierHost(verify, None, MemoryLimit(None))
     expected = f"RuntimeError: {function}: {detail}" if several else detail
     for _ in range(2):  # the loop goes on
         assert worker.judge(PROMPT, "x") == {
@@ -310,13 +309,13 @@ def test_memory_is_limited(tmp_path: Path) -> None:
 
 def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    whole = _Worker.__init__
+    whole = WorkerHandle.__init__
 
-    def watched(self: _Worker, *arguments: Any) -> None:
+    def watched(self: WorkerHandle, *arguments: Any) -> None:
         whole(self, *arguments)
         started.append(self.process.pid)
 
-    monkeypatch.setattr(_Worker, "__init__", watched)
+    monkeypatch.setattr(WorkerHandle, "__init__", watched)
 
     async def use(environment: Environment) -> tuple[int, int]:
         await environment.start()
@@ -335,13 +334,13 @@ def test_a_timeout_does_not_wait_for_the_process_to_end(
 ) -> None:
     """A process with much memory takes a second to end; here it takes until the verdict is in."""
     told = threading.Event()
-    whole = _Worker.discard
+    whole = WorkerHandle.discard
 
-    def slow(self: _Worker) -> None:
+    def slow(self: WorkerHandle) -> None:
         assert told.wait(30)
         whole(self)
 
-    monkeypatch.setattr(_Worker, "discard", slow)
+    monkeypatch.setattr(WorkerHandle, "discard", slow)
     own = write(tmp_path / "own.py", "def score(prompt, response):\n    while True: pass\n")
 
     async def use(environment: Environment) -> Verdict:

@@ -268,6 +268,47 @@ def test_an_engine_that_fails_or_hangs_ends_the_wait_with_its_reason(engine: Eng
         asyncio.run(asyncio.wait_for(go(), 20))
 
 
+class Greedy(Engine):
+    """An engine whose greedy answer to a prompt has as many tokens as the prompt's first token
+    says.
+    """
+
+    async def generate(self, prompt_ids: np.ndarray, *args: Any, **settings: Any) -> Segment:
+        if settings["temperature"] == 0:
+            return model_segment([9] * (int(prompt_ids[0]) % 5 + 1))
+        return await super().generate(prompt_ids, *args, **settings)
+
+
+@pytest.mark.parametrize("mode", ["reward", "tokens"])
+def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
+    """Each group has one; its tokens are sent only where reward models are to score it."""
+    made = service([Greedy()], ranks=2, compares_groups=False, greedy_baseline=mode)
+    for step, (batch, other) in enumerate(asyncio.run(drive(made, 2, range(3)))):
+        assert len(batch.rewards) == 3 * 7
+        greedy = batch.response_tokens == 0
+        assert batch.groups[greedy].tolist() == [0, 1, 2]
+        ordinals = range(3 * step, 3 * step + 3)
+        lengths = [(1 + ordinal % 7) % 5 + 1 for ordinal in ordinals]
+        expected = [
+            0.0 if ordinal % 3 == 0 else float(length % 2)
+            for ordinal, length in zip(ordinals, lengths, strict=True)
+        ]
+        assert batch.rewards[greedy].tolist() == expected
+        assert batch.metrics["reward/greedy_mean"] == pytest.approx(np.mean(expected))
+        sampled = batch.response_tokens.sum()
+        assert batch.metrics["length/mean"] == pytest.approx(sampled / 18)
+        assert batch.metrics["tokens/generated"] == sampled + sum(lengths)
+        everything = Samples.concatenate([*batch.samples, *other.samples])
+        dealt = np.flatnonzero(~greedy if mode == "reward" else greedy | ~greedy)
+        assert sorted(everything.ids.tolist()) == dealt.tolist()
+        for position, number in enumerate(everything.ids.tolist()):
+            one = everything.select([position])
+            assert one.mask.sum() == batch.response_tokens[number]
+            assert bool(greedy[number]) == (not one.rewards.any() and not one.mask.any())
+            if greedy[number]:
+                assert (one.token_ids[2:] == 9).all() and not one.engine_logprobs[:2].any()
+
+
 def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     made = groups(6, 4)
     dealt = shares(

@@ -33,6 +33,7 @@ EXTRA: dict[str, list[str]] = {
     "grpo": [],
     "dr_grpo": ["--algorithm.constant_tokens", "48"],
     "rloo": [],
+    "remax": [],
     "reinforce_pp": [],
     "reinforce_pp_baseline": [],
     "ppo": [
@@ -42,6 +43,7 @@ EXTRA: dict[str, list[str]] = {
     "gspo": [],
     "cispo": [],
     "sapo": [],
+    "gpg": [],
 }
 """{preset: options beside its name}"""
 

@@ -1,0 +1,73 @@
+"""Checks of the verifier `code`: its sandbox, and the tests in the rows of the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from megarl import console
+from megarl.checks.findings import Finding
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.code_tests import COLUMNS, BadTests, read_tests
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.sandbox import Sandbox
+from megarl.environments.verifiers import named
+from megarl.parallel import launcher
+from megarl.schema import require
+from megarl.types import Prompt
+
+READ_WITHIN_S = 5.0
+"""Seconds in which tests of rows are read whole; of later rows only the columns are looked at."""
+HOLDS = {
+    "namespaces": "programs run in Linux namespaces: no network, a read-only view of the"
+    " interpreter, no privileges, limits on time, memory, processes, files and output",
+    "rlimits": "programs run under limits only: they can read files and use the network",
+    "none": "programs run without protection but limits on time and output",
+}
+
+
+def runs_programs(config: EnvironmentConfig) -> bool:
+    """Whether the verifier `code` scores responses."""
+    return "code" in named(config)
+
+
+def say_protection(config: EnvironmentConfig) -> None:
+    """Print, once for all ranks, under which protection the verifier `code` runs programs. Raises
+    `ValueError` if this machine refuses the one that the recipe asks for.
+    """
+    if runs_programs(config) and launcher.rank() == 0:
+        sandbox = Sandbox(config.code)
+        sandbox.close()
+        kind, _, but = sandbox.protection.partition(", ")
+        console.say(f"environment.code: {HOLDS[kind]}{f'; {but}' if but else ''}")
+
+
+def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in every row."""
+    if not runs_programs(config):
+        return
+    column, until = config.code.tests_column, time.monotonic() + READ_WITHIN_S
+    names = (column,) if column else COLUMNS
+    for prompt in prompts:
+        has_tests = any(prompt.fields.get(name) for name in names)
+        if has_tests and time.monotonic() > until:
+            continue
+        try:
+            read_tests(prompt.fields, column)
+        except BadTests as error:
+            raise ValueError(f"environment.verifier 'code': row {prompt.index}: {error}") from None
+
+
+def check_sandbox() -> list[Finding]:
+    """Whether the verifier `code` can run programs in namespaces here."""
+    try:
+        sandbox = Sandbox(CodeConfig())
+        try:
+            results = sandbox.run("stdin", "print(1)", [""], total_s=10.0)
+        finally:
+            sandbox.close()
+        require(results[0]["status"] == "ok", f"a program ended with {results[0]['status']}")
+    except (OSError, RuntimeError, ValueError) as error:
+        fix = "only for the verifier code: allow user namespaces, or set environment.code.sandbox"
+        return [Finding("sandbox for programs", "warn", str(error)[:200], fix)]
+    return [Finding("sandbox for programs", "ok", sandbox.protection)]

@@ -1,0 +1,44 @@
+"""What verifiers share: where an answer begins, and which texts are the same answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megarl.types import Prompt
+
+THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+"""A number with a comma before each group of three digits."""
+
+
+def without_thousands(text: str) -> str:
+    """`text` without surrounding whitespace and, if it is one number, without its commas."""
+    text = text.strip()
+    return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
+
+
+def after_last(marker: str, text: str) -> str | None:
+    """The text after the last `marker`; the whole text without a marker, None where it does not
+    occur.
+    """
+    if not marker:
+        return text
+    _, found, rest = text.rpartition(marker)
+    return rest if found else None
+
+
+def row_value(prompt: Prompt, column: str, setting: str) -> Any:
+    """The value of a column of the prompt's row; a name with dots selects a nested column. Raises
+    `ValueError` that names `setting` if there is none.
+    """
+    if column in prompt.fields:
+        return prompt.fields[column]
+    value: Any = prompt.fields
+    for part in column.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ValueError(
+                f"row {prompt.index} of the data has no column '{column}'; set {setting} to one of"
+                f" {', '.join(prompt.fields)}"
+            )
+        value = value[part]
+    return value

@@ -1,0 +1,333 @@
+"""Tests of programs, as data sets hold them in their rows.
+
+| column | content | data sets |
+|---|---|---|
+| `input_output` | {"inputs", "outputs", "fn_name"}, also as JSON text | APPS, TACO |
+| `public_test_cases`, `private_test_cases` | list of {"input", "output"} | LiveCodeBench |
+| `test_list` | list of `assert` statements | MBPP |
+| `test` | text with `def check(candidate)`; `entry_point`, `prompt` beside it | HumanEval |
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import Any, Literal
+
+COLUMNS = (
+    *("input_output", "test_list", "test", "public_test_cases", "private_test_cases"),
+    *("tests", "test_cases"),
+)
+"""Columns in which tests are looked for, in this order."""
+ADDED = ("public_test_cases", "private_test_cases")
+SETUPS = ("test_setup_code", "test_imports")
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?")
+FENCE = "```"
+LEADING_ZERO = re.compile(r"[-+]?0\d+")
+PYTHON = ("python", "python3", "py")
+
+
+class BadTests(ValueError):
+    """Raised if a row's tests cannot be read; says what was found and what to set."""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of one row."""
+
+    kind: Literal["stdin", "calls", "asserts"]
+    tests: list[Any]
+    """For each test what is handed to the sandbox: the input text, the call, or the statements."""
+    expected: list[Any] = field(default_factory=list)
+    """For each test the output text or the value; empty for asserts."""
+    wrapped: bool = False
+    """An expected list of one value may stand for the value, as in data of APPS."""
+    prefix: str = ""
+    """Text in front of a program that is the body of the function `named`."""
+    beside: str = ""
+    """Text in front of a program that defines the function `named` itself."""
+    named: str = ""
+    """The function that the data set wants; "" if it asks for a whole program."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """For asserts: {"setup": statements that run before the tests, "names": functions of the
+    program}."""
+
+    def whole(self, program: str) -> str:
+        """`program`, taken from a response, with the text that belongs in front of it."""
+        if not self.named:
+            return program
+        # A body is indented from its first line on, whatever a model has written behind it.
+        if program.lstrip("\r\n")[:1] in (" ", "\t"):
+            return self.prefix.rstrip(" \t") + program
+        defines = re.search(rf"^(?:async +)?def +{self.named}\b", program, re.MULTILINE)
+        return (self.beside if defines else self.prefix) + program
+
+
+def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> Tests:
+    """The first `most` tests of a row of a data set, from `column` or else the first of `COLUMNS`
+    that the row has. Raises `BadTests`.
+    """
+    names = (column,) if column else COLUMNS
+    present = [name for name in names if row.get(name) not in (None, "", [], {})]
+    if not present:
+        raise BadTests(
+            f"the row has no tests in {'column ' if column else ''}{', '.join(names)}; set"
+            " environment.code.tests_column to the column that holds them"
+        )
+    name = present[0]
+    value = _parsed(row[name], name)
+    if name in ADDED and not column:
+        value = [one for part in ADDED if part in present for one in _parsed(row[part], part)]
+    tests = _read(value, row, name)
+    if not tests.tests:
+        raise BadTests(f"column {name} holds no test; remove the row, or set another column")
+    return replace(tests, tests=tests.tests[:most], expected=tests.expected[:most])
+
+
+def _parsed(value: Any, column: str) -> Any:
+    """`value`, read as JSON if it is the text of an object or a list."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadTests(f"column {column} is no JSON ({error}); mend it") from None
+
+
+def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
+    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
+        inputs, outputs = value["inputs"], value["outputs"]
+        if not (isinstance(inputs, list) and isinstance(outputs, list)):
+            raise BadTests(f"column {column}: inputs and outputs must be lists")
+        if len(inputs) != len(outputs):
+            raise BadTests(
+                f"column {column} has {len(inputs)} inputs and {len(outputs)} outputs; mend it"
+            )
+        name = value.get("fn_name")
+        if not name:
+            return Tests("stdin", [_lines(one) for one in inputs], [_lines(o) for o in outputs])
+        return Tests(
+            "calls", [_call(name, _decoded(one), column) for one in inputs], outputs, wrapped=True
+        )
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return _read_cases(value, row, column)
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return Tests("asserts", value, more={"setup": _setup(row), "names": []})
+    if isinstance(value, str) and "def check(" in value:
+        return _read_check(value, row, column)
+    if isinstance(value, str) and "assert" in value:
+        return Tests("asserts", [value], more={"setup": _setup(row), "names": []})
+    raise BadTests(
+        f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/rewards.md lists the"
+        " forms"
+    )
+
+
+def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
+    """Tests in the form of LiveCodeBench."""
+    if not all("input" in one and "output" in one for one in value):
+        raise BadTests(f"column {column}: every test needs 'input' and 'output'")
+    if not any(one.get("testtype") == "functional" for one in value):
+        inputs = [_lines(one["input"]) for one in value]
+        return Tests("stdin", inputs, [_lines(one["output"]) for one in value])
+    metadata = _parsed(row.get("metadata") or {}, "metadata")
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    name = name or row.get("fn_name") or row.get("func_name")
+    if not name:
+        raise BadTests(
+            f"column {column} has functional tests, but column metadata has no func_name; add it"
+        )
+    try:
+        calls = [
+            _call(name, [json.loads(line) for line in one["input"].splitlines() if line], column)
+            for one in value
+        ]
+        return Tests("calls", calls, [json.loads(one["output"]) for one in value])
+    except (ValueError, AttributeError) as error:
+        raise BadTests(f"column {column}: a functional test is no JSON ({error})") from None
+
+
+def _read_check(value: str, row: Mapping[str, Any], column: str) -> Tests:
+    """Tests in the form of HumanEval."""
+    name, prompt = row.get("entry_point"), row.get("prompt")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise BadTests(
+            f"column {column} defines check(candidate), but column entry_point names no function"
+        )
+    starts, beside = _source(prompt, name) if isinstance(prompt, str) else ("", "")
+    more = {"setup": starts, "names": [name]}
+    tests = [f"{value}\n\ncheck(candidate)\n"]
+    return Tests("asserts", tests, prefix=starts, beside=beside, named=name, more=more)
+
+
+def _source(prompt: str, name: str) -> tuple[str, str]:
+    """(a prompt, the same without its function `name`); both are "" unless the prompt is Python
+    that defines this function, of which the body may be missing.
+    """
+    whole = prompt.rstrip() + "\n"
+    for more in ("", "    pass\n"):
+        try:
+            tree = ast.parse(whole + more)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        lines = whole.split("\n")
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                begin = min(one.lineno for one in (node, *node.decorator_list))
+                rest = "\n".join([*lines[: begin - 1], *lines[node.end_lineno :]])
+                # A last line of spaces is the indentation of the response.
+                is_open = not prompt.rpartition("\n")[2].strip()
+                return prompt if is_open else f"{prompt}\n", rest and f"{rest}\n"
+    return "", ""
+
+
+def _setup(row: Mapping[str, Any]) -> str:
+    """What the row says is to be run before its asserts."""
+    parts = [row.get(name) or "" for name in SETUPS]
+    return "\n".join("\n".join(one) if isinstance(one, list) else str(one) for one in parts)
+
+
+def _lines(value: Any) -> str:
+    """An input or output as text; some data sets hold it as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _decoded(value: Any) -> Any:
+    """Arguments that stand as JSON, one a line, in a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    except ValueError:
+        return [value]
+
+
+def _call(name: Any, arguments: Any, column: str) -> dict[str, Any]:
+    if not isinstance(arguments, list):
+        raise BadTests(f"column {column}: the input of a function must be a list of arguments")
+    try:
+        plain = json.loads(json.dumps(arguments))
+    except (TypeError, ValueError) as error:
+        raise BadTests(f"column {column}: an argument is no JSON value ({error})") from None
+    return {"call": str(name), "args": [_tagged(one) for one in plain], "named": {}}
+
+
+def _tagged(value: Any) -> Any:
+    """A JSON value in the form of `program_server.encode`."""
+    if isinstance(value, list):
+        return [_tagged(one) for one in value]
+    if isinstance(value, dict):
+        return {"t": "dict", "v": [[key, _tagged(one)] for key, one in value.items()]}
+    return value
+
+
+def extract(response: str, *, fence_required: bool = False) -> str | None:
+    """The program in a response: the last fenced block marked as Python, else the last fenced
+    block, else the whole response, or None with `fence_required`. A last block without an end runs
+    to the end of the response.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    inside = False
+    for line in response.splitlines():
+        bare = line.strip()
+        if inside and bare == FENCE:
+            inside = False
+        elif inside:
+            blocks[-1][1].append(line)
+        elif bare.startswith(FENCE) and FENCE not in bare[3:]:
+            inside = True
+            blocks.append((bare[3:].strip().lower(), []))
+    if not blocks:
+        return None if fence_required else response
+    python = [lines for language, lines in blocks if language in PYTHON]
+    return "\n".join((python or [lines for _, lines in blocks])[-1]) + "\n"
+
+
+def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Whether two outputs are equal but for spaces at the ends of lines, empty lines at the end,
+    and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with leading zeros
+    are compared as text). `tolerance`: see `CodeConfig.tolerance`.
+    """
+    ours, theirs = _kept_lines(found), _kept_lines(expected)
+    return len(ours) == len(theirs) and all(
+        one == other or _same_line(one, other, tolerance)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _kept_lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same_line(found: str, expected: str, tolerance: float) -> bool:
+    ours, theirs = found.split(), expected.split()
+    if len(ours) != len(theirs):
+        return False
+    if not all(map(NUMBER.fullmatch, [*ours, *theirs])):  # between words, spaces count
+        ours, theirs = re.split(r"(\s+)", found), re.split(r"(\s+)", expected)
+    return len(ours) == len(theirs) and all(
+        one == other or _same_number(one, other, tolerance)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_number(found: str, expected: str, tolerance: float) -> bool:
+    if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)):
+        return False
+    if LEADING_ZERO.fullmatch(found) or LEADING_ZERO.fullmatch(expected):
+        return False  # digits of another base, or a code
+    if Decimal(found) == Decimal(expected):
+        return True
+    is_whole = not set(found + expected) & set(".eE")
+    return not is_whole and _close(float(found), float(expected), tolerance)
+
+
+def _close(found: float, expected: float, tolerance: float) -> bool:
+    if not (math.isfinite(found) and math.isfinite(expected)):
+        return False
+    return abs(found - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bool = False) -> bool:
+    """Whether a function's value equals the expected JSON value. Tuples count as lists, and keys of
+    dicts as texts. `wrapped`: see `Tests.wrapped`.
+    """
+    value = _as_json(found)
+    if _same(value, expected, tolerance):
+        return True
+    is_wrapped = wrapped and isinstance(expected, list) and len(expected) == 1
+    return is_wrapped and _same(value, expected[0], tolerance)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if isinstance(value, dict):
+        return {_key(key): _as_json(one) for key, one in value.items()}
+    return value
+
+
+def _key(key: Any) -> str:
+    """A key of a dict as JSON writes it."""
+    return key if isinstance(key, str) else json.dumps(key, default=str)
+
+
+def _same(found: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(expected, bool) != isinstance(found, bool):
+        return False
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return found == expected or _close(float(found), expected, tolerance)
+    if isinstance(expected, list) and isinstance(found, list):
+        return len(found) == len(expected) and all(
+            _same(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+        )
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return found.keys() == expected.keys() and all(
+            _same(found[key], expected[key], tolerance) for key in expected
+        )
+    return bool(found == expected)

@@ -1,0 +1,154 @@
+"""The verifier `json_schema`: is the response JSON that a JSON Schema allows?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+
+from megarl.environments.answers import row_value
+from megarl.environments.config import EnvironmentConfig
+from megarl.schema import require, shortened
+from megarl.types import Prompt
+
+FENCE = "```"
+REFERENCES = ("$ref", "$dynamicRef")
+MISSING = object()
+
+
+def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
+    """A verifier that returns 1.0 if the last fenced json block of the response, or without one the
+    whole response, is JSON that the schema allows and, with `json_schema.value`, the value there
+    equals the reference answer; else 0.0. Nothing that a schema refers to is fetched.
+
+    It raises `ValueError` if the schema is none; a schema of the recipe at once.
+    """
+    own = config.json_schema
+    fixed = _validator(own.schema, "json_schema.schema") if own.schema else None
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        validator = fixed
+        if validator is None:
+            setting = "json_schema.schema_column"
+            place = f"row {prompt.index}, column '{own.schema_column}'"
+            validator = _validator(row_value(prompt, own.schema_column, setting), place)
+        block = _last_block(response)
+        try:
+            value = json.loads(response if block is None else block, parse_constant=_refuse)
+            if not validator.is_valid(value):
+                return 0.0
+        # No JSON, nested thousands deep, or 1e400 where the schema has a multipleOf
+        except (ValueError, RecursionError, ArithmeticError):
+            return 0.0
+        return float(not own.value or _equals(_at(value, own.value), prompt.answer))
+
+    return verify
+
+
+def _validator(schema: Any, place: str) -> Any:
+    """A validator of a schema, given as an object or as the text of its JSON."""
+    import referencing
+    from jsonschema import SchemaError, validators
+
+    try:
+        tree = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(tree, dict | bool):
+            raise ValueError("it is no object")
+        kind = validators.validator_for(tree, default=validators.Draft202012Validator)
+        kind.check_schema(tree)  # pyright: ignore[reportArgumentType] - may be a bool
+    except (ValueError, RecursionError, SchemaError) as error:
+        said = error.message if isinstance(error, SchemaError) else str(error)
+        raise ValueError(f"{place} is no JSON Schema ({shortened(said)}); correct it") from None
+    # An own registry: the default one would fetch what "$ref" names.
+    registry = referencing.Registry()
+    missing = _missing_reference(tree, kind, registry)
+    require(
+        missing is None,
+        f"{place} refers to {shortened(repr(missing))}, which is not in it; write what it names"
+        " into the schema, under $defs (addresses are not fetched)",
+    )
+    return kind(tree, registry=registry)
+
+
+def _missing_reference(tree: Any, kind: Any, registry: Any) -> str | None:
+    """The first reference of a schema that leads to nothing; None if there is none. `kind`: class
+    of its validator.
+    """
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    specification = specification_with(kind.META_SCHEMA["$schema"])
+    root = specification.create_resource(tree)
+    waiting, seen = [(root, registry.resolver_with_root(root))], set[int]()
+    while waiting:
+        part, resolver = waiting.pop()
+        if id(part.contents) in seen or not isinstance(part.contents, dict):
+            continue
+        seen.add(id(part.contents))
+        for keyword in REFERENCES:
+            reference = part.contents.get(keyword)
+            if isinstance(reference, str):
+                try:
+                    found = resolver.lookup(reference)
+                except Unresolvable:
+                    return reference
+                waiting.append((specification.create_resource(found.contents), found.resolver))
+        waiting += [(one, resolver.in_subresource(one)) for one in part.subresources()]
+    return None
+
+
+def _last_block(response: str) -> str | None:
+    """The last fenced block of Markdown whose language is json and that has an end."""
+    last, block = None, None
+    for line in response.split("\n"):
+        bare = line.strip()
+        if block is None:
+            if bare.startswith(FENCE) and bare.removeprefix(FENCE).strip() == "json":
+                block = []
+        elif bare == FENCE:
+            last, block = block, None
+        else:
+            block.append(line)
+    return None if last is None else "\n".join(last)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _at(value: Any, place: str) -> Any:
+    """The value at a dotted place of a JSON tree; `MISSING` where there is none."""
+    for part in place.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isascii() and part.isdigit() and len(part) < 10:
+            value = value[int(part)] if int(part) < len(value) else MISSING
+        else:
+            return MISSING
+    return value
+
+
+def _equals(value: Any, answer: str) -> bool:
+    """Whether a JSON value is the reference answer: a number by its value, true, false and null by
+    these words, a list or object as JSON, a text to the letter but for spaces around it.
+    """
+    answer = answer.strip()
+    if isinstance(value, str):
+        return value.strip() == answer
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            # Not fractions: 1e999999999 would be written out.
+            return Decimal(repr(value)) == Decimal(answer.replace(",", ""))
+        return _same(value, json.loads(answer))
+    except (ValueError, ArithmeticError, RecursionError):
+        return False
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal. Python's `==` takes true for 1."""
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

@@ -1,0 +1,169 @@
+"""Verifiers that search the response: `regex`, `choice` and `format`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+import regex as patterns
+
+from megarl.environments.answers import after_last, without_thousands
+from megarl.environments.config import EnvironmentConfig
+from megarl.schema import require, shortened
+from megarl.types import Prompt
+
+Verify = Callable[[Prompt, str], Awaitable[float]]
+
+
+def regex(config: EnvironmentConfig) -> Verify:
+    """A verifier that returns 1.0 if the last match of `regex.pattern` in the response holds the
+    reference answer, or, with `regex.answer_is_pattern`, if the reference answer as a pattern is
+    found in the response; else 0.0.
+
+    A search that takes longer than `regex.search_limit_s` raises `ValueError`. Raises `ValueError`
+    at once for a pattern that is no regular expression or has several groups.
+    """
+    own = config.regex
+    flags = patterns.IGNORECASE if own.ignore_case else 0
+    fixed = None if own.answer_is_pattern else _compiled(own.pattern, flags, "regex.pattern")
+
+    def same(found: str, answer: str) -> bool:
+        found, answer = without_thousands(found), without_thousands(answer)
+        return found.casefold() == answer.casefold() if own.ignore_case else found == answer
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        pattern = fixed or _compiled(prompt.answer, flags, f"the answer of row {prompt.index}")
+        last = None
+        try:
+            for last in pattern.finditer(response, timeout=own.search_limit_s):
+                if fixed is None:
+                    return 1.0
+        except TimeoutError:
+            raise ValueError(
+                f"the pattern {shortened(repr(pattern.pattern))} was not searched for within"
+                f" regex.search_limit_s = {own.search_limit_s:g} s; set a simpler one"
+            ) from None
+        if last is None:
+            return 0.0
+        said = last[pattern.groups]  # group 0 is the whole match
+        return float(said is not None and same(said, prompt.answer))
+
+    return verify
+
+
+def _compiled(pattern: str, flags: int, what: str) -> patterns.Pattern[str]:
+    try:
+        found = patterns.compile(pattern, flags)
+    except (patterns.error, RecursionError) as error:
+        raise ValueError(
+            f"{what} {shortened(repr(pattern))} is no regular expression ({error}); correct it"
+        ) from None
+    require(
+        found.groups <= 1 or not what.startswith("regex"),
+        f"{what} {shortened(repr(pattern))} has {found.groups} groups; set one with at most one,"
+        " around the answer, and write (?:...) for others",
+    )
+    return found
+
+
+WORD = r"(?:text|textbf|mathbf|mathrm|mathsf|textsf|rm|bf)"
+ARTICLES = frozenset("AI")
+"""Labels that are words by themselves, as in `the answer is A good one`."""
+MOST_CHARACTERS = 10_000
+"""Of a response without a marker, only so many characters from its end are searched."""
+
+
+def choice(config: EnvironmentConfig) -> Verify:
+    r"""A verifier that returns 1.0 if the response chooses the label that is the reference answer,
+    else 0.0.
+
+    The choice is in the last `\boxed{}`; else behind the last `environment.answer_after`, if that
+    is set; else behind the last "answer is", "answer:", "option is" or the like; else it is a last
+    line that begins with a label (`B`, `(B)`, `B. Paris`), if no line before begins with another
+    label. A place that names two labels (`A or B`) is no choice. Raises `ValueError` if the
+    reference answer is no label.
+    """
+    labels = config.choice.labels
+    one = rf"[({{\[*_$\\\s]*(?:\\{WORD}\s*\{{\s*)?\(?\s*([{labels}{labels.lower()}])(?![\w'])"
+    label = re.compile(one)
+    other = re.compile(
+        rf"[)}}\]*_$.\s]*(?:,|/|\\|&|\band\b|\bor\b)+\s*(?:and\s|or\s)?[({{\[*_$\s]*"
+        rf"(?:option\s+)?[({{\[]?([{labels}])(?![\w'])"
+    )
+    said = re.compile(
+        r"(?:answer|choice|option)\b[\s*_]*(?:\([^()\n]{0,40}\)\s*)?"
+        r"(?:(?:would|must|should)\s+be|is|was|:|=)[\s*_:]*"
+        r"(?:(?:therefore|thus|clearly|option|choice|answer|letter)\b[\s*_:]*)*",
+        re.IGNORECASE,
+    )
+    heads = re.compile(rf"^[\s*_]*\(?([{labels}])(?:[).:\]]+[*_]*(?:\s|$)|[\s*_.]*$)")
+
+    def read(text: str, *, inside: bool = False) -> str | None:
+        """The label at the beginning of `text`. `inside`: nothing but a label is expected."""
+        found = label.match(text)
+        if found is None or other.match(text, found.end()):
+            return None
+        letter, rest = found[1], text[found.end() :]
+        bare = not inside and text[found.start(1) - 1 : found.start(1)] != "("
+        if bare and letter.islower():
+            return None
+        if bare and letter in ARTICLES and re.match(r"\s+(?!because|since|as\b)[a-z]", rest):
+            return None
+        return letter.upper()
+
+    def chosen(response: str) -> str | None:
+        boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", response))
+        if boxes:
+            return read(response[boxes[-1].end() :][:200], inside=True)
+        marker = config.answer_after
+        if marker:
+            rest = after_last(marker, response)
+            return None if rest is None else read(rest[:200].lstrip(), inside=True)
+        statements = list(said.finditer(response))
+        for statement in reversed(statements):
+            found = label.match(response, statement.end())
+            if found is not None:
+                return read(response[statement.end() :][:200])
+        lines = [line for line in response.split("\n") if line.strip()]
+        begun = [found[1] for line in lines if (found := heads.match(line[:200]))]
+        if lines and heads.match(lines[-1][:200]) and len(set(begun)) == 1:
+            return begun[0]
+        return None
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        answer = prompt.answer.strip().strip("().")
+        require(
+            len(answer) == 1 and answer.upper() in labels,
+            f"the reference answer {prompt.answer!r:.80} of row {prompt.index} is none of"
+            f" choice.labels '{labels}'; set choice.labels, or prompts.choices_column, which turns"
+            " answers into labels",
+        )
+        return float(chosen(response[-MOST_CHARACTERS:]) == answer.upper())
+
+    return verify
+
+
+def format(config: EnvironmentConfig) -> Verify:
+    """A verifier that returns 1.0 if the opening and closing tags of `format.tags` are in the
+    response, each exactly once and in that order, else 0.0. It reads no reference answer.
+    """
+    own = config.format
+    marks = [mark for tag in own.tags for mark in (f"<{tag}>", f"</{tag}>")]
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        if prompt.text.rstrip().endswith(marks[0]):  # which the chat template has written
+            response = marks[0] + response
+        if any(response.count(mark) != 1 for mark in marks):
+            return 0.0
+        places = [response.index(mark) for mark in marks]
+        if places != sorted(places):
+            return 0.0
+        outside = [response[: places[0]]]
+        for closing in range(1, len(marks), 2):
+            end = places[closing] + len(marks[closing])
+            outside.append(
+                response[end : places[closing + 1] if closing + 1 < len(marks) else None]
+            )
+        return float(not own.alone or not any(part.strip() for part in outside))
+
+    return verify

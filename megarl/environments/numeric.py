@@ -1,0 +1,103 @@
+r"""The verifier `numeric`: is a number of the response near the reference answer?
+
+response --numbers--> values     1,234.5   1.5e3   1.5 \times 10^3   2^10   50%   3/4   \frac{3}{4}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from fractions import Fraction
+
+from megarl.environments.answers import after_last
+from megarl.environments.config import EnvironmentConfig
+from megarl.schema import require
+from megarl.types import Prompt
+
+MOST_CHARACTERS = 10_000
+"""Of a response without a marker, only so many characters from its end are searched."""
+MOST_DIGITS = 400
+"""A longer number is no number: computing with it could take long."""
+PLAIN = (
+    r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9.]))?"
+)
+SIGN = r"(?:(?<![\w.)}\]])[-+\u2212])?"
+BEFORE = r"(?:\\?[$\u20ac\u00a3]\s?)?"
+NOT_BEHIND = r"(?<![\w.^])(?<!\^[ {+\u2212-])(?<!\^[ {][+\u2212-])"
+"""The exponent of a unit is no number: `25 m^2`, `9.8 m s^{-2}`."""
+NUMBER = re.compile(
+    rf"{NOT_BEHIND}(?P<sign>{SIGN}){BEFORE}(?:"
+    rf"\\[dt]?frac\s*\{{\s*(?P<over>[-+]?{PLAIN})\s*\}}\s*\{{\s*(?P<under>{PLAIN})\s*\}}"
+    rf"|(?P<whole>{PLAIN})(?:"
+    r"\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?(?P<power>[-+\u2212]?[0-9]{1,3})\}?"
+    r"|\s*\^\s*\{?(?P<exponent>[-+\u2212]?[0-9]{1,3})(?![0-9.])\}?"
+    rf"|\s*/\s*(?P<divisor>{PLAIN})(?!\s*/))?)"
+    r"(?P<percent>\s*\\?%|\s+percent\b)?"
+)
+
+
+def numbers(text: str, *, percent_is_hundredths: bool = False) -> Iterator[Fraction | None]:
+    """The values of the numbers in a text, in their order; None for one that is too long, or
+    divided by zero. The exponent of a unit (`m^2`) is no number.
+    """
+    for found in NUMBER.finditer(text):
+        yield _value(found, percent_is_hundredths)
+
+
+def _value(found: re.Match[str], percent_is_hundredths: bool) -> Fraction | None:
+    if len(found[0]) > MOST_DIGITS:
+        return None
+    over, under = found["over"] or found["whole"], found["under"] or found["divisor"] or "1"
+    value, divisor = _plain(over), _plain(under)
+    if divisor == 0:
+        return None
+    value = value / divisor
+    if found["exponent"]:
+        exponent = int(found["exponent"].replace("\u2212", "-"))
+        if abs(exponent) * len(over) > MOST_DIGITS or (exponent < 0 and value == 0):
+            return None
+        value **= exponent
+    if found["power"]:
+        value *= Fraction(10) ** int(found["power"].replace("\u2212", "-"))
+    if found["percent"] and percent_is_hundredths:
+        value /= 100
+    return -value if found["sign"] in ("-", "\u2212") else value
+
+
+def _plain(text: str) -> Fraction:
+    return Fraction(re.sub(r"\{,\}|\\,|,", "", text))
+
+
+def numeric(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
+    """A verifier that returns 1.0 if the last number of the response, or with
+    `environment.answer_after` the first number after the last marker, differs from the reference
+    answer by at most max(`numeric.absolute`, `numeric.relative` x size of the reference), else 0.0.
+    It raises `ValueError` if the reference answer holds not exactly one number.
+    """
+    own = config.numeric
+    hundredths = own.percent == "hundredths"
+    relative, absolute = Fraction(repr(own.relative)), Fraction(repr(own.absolute))
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        reference = list(numbers(prompt.answer, percent_is_hundredths=hundredths))
+        require(
+            len(reference) == 1 and reference[0] is not None,
+            f"the reference answer {prompt.answer!r:.80} of row {prompt.index} is not one number;"
+            " set environment.verifier to another",
+        )
+        expected = reference[0]
+        assert expected is not None
+        text = after_last(config.answer_after, response)
+        if text is None:
+            return 0.0
+        text = text[:MOST_CHARACTERS] if config.answer_after else text[-MOST_CHARACTERS:]
+        found = list(numbers(text, percent_is_hundredths=hundredths))
+        if not found:
+            return 0.0
+        said = found[0] if config.answer_after else found[-1]
+        if said is None:
+            return 0.0
+        return float(abs(said - expected) <= max(absolute, relative * abs(expected)))
+
+    return verify

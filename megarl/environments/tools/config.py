@@ -1,0 +1,46 @@
+"""Which tools a model may call, and how its calls are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from megarl.schema import Range, config, require
+
+
+@config
+class ToolsConfig:
+    """Tools that the model calls in the middle of its response. The prompt shows them through the
+    tokenizer's chat template.
+    """
+
+    functions: tuple[str, ...] = ()
+    """Typed Python functions, each as `path/to/file.py:function`. Their names, signatures and
+    docstrings are what the model is shown."""
+    servers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """{name: command line} of MCP servers, which are started beside each worker process and spoken
+    to over their standard input and output. All their tools are offered."""
+    parser: str = "hermes"
+    """vLLM's tool-call parser for the model: hermes, qwen3_coder, llama3_json, mistral, ..."""
+    time_limit_s: Annotated[float, Range(0.01, 3600.0)] = 5.0
+    """Time limit of one call in seconds. Beyond it the model is told so and goes on."""
+    result_characters: Annotated[int, Range(1, 10**7)] = 4096
+    """Longest result of a call that the model reads; the rest is cut off."""
+
+    @property
+    def are_used(self) -> bool:
+        """Whether there is any tool."""
+        return bool(self.functions or self.servers)
+
+    def __post_init__(self) -> None:
+        for name in self.functions:
+            file, colon, function = name.rpartition(":")
+            require(
+                bool(colon) and file.endswith(".py") and function.isidentifier(),
+                f"environment.tools.functions has '{name}'; set it to path/to/file.py:function",
+            )
+        for name, command in self.servers.items():
+            require(
+                bool(command.strip()),
+                f"environment.tools.servers.{name} is empty; set the command line of an MCP server",
+            )

@@ -1,0 +1,1 @@
+"""The ledger of a run: a checksummed record of what became of every group of rollouts."""

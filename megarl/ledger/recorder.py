@@ -1,0 +1,147 @@
+"""What the rollout service tells the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UserError
+from megarl.ledger.events import (
+    Accepted,
+    Dispatched,
+    Ended,
+    Event,
+    Finished,
+    Rejected,
+    Restored,
+    RolloutRecord,
+    Started,
+    Trained,
+    to_record,
+)
+from megarl.ledger.journal import Journal
+from megarl.types import Group, Rollout
+
+EQUAL_REWARDS = "equal rewards"
+"""Why dynamic sampling rejects a group."""
+
+LONGEST_FAILURE = 300
+"""Characters that are kept of the reason why generation failed."""
+
+
+class Recorder:
+    """Writes the events of a rollout service, which counts steps from 0; the file counts them from
+    1. Every method but `durable` and `end` returns at once.
+
+    No method waits for the disk before a batch is trained. A batch whose events are lost in a crash
+    is of no checkpoint yet: the resumed run makes it void and generates it again. What a checkpoint
+    says must be in the ledger, though, so the service awaits `durable` before it tells the cursor
+    that a checkpoint will hold.
+
+    Methods raise `UserError` where the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: the ledger's file; None to record nothing. Raises `OSError` or `ValueError` for a
+        file that cannot be continued, as `Journal` does.
+        """
+        self._journal = Journal(path) if path is not None else None
+        self._version = 0
+        self._is_started = False
+
+    def start(
+        self, *, step: int, cursor: int, max_staleness: int, groups_per_step: int, max_draws: int
+    ) -> None:
+        """Generation starts after `step` steps with the group `cursor`; see
+        `megarl.ledger.events.Started`.
+        """
+        if self._journal is not None:
+            kind = Started if self._journal.is_new and step == 0 else Restored
+            cut = self._journal.cut_bytes
+            self._put(kind(step, cursor, max_staleness, groups_per_step, max_draws, cut))
+            self._version, self._is_started = step, True
+
+    def dispatch(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
+        """The group `ordinal` is sent to the engines at trainer version `version`."""
+        self._put(Dispatched(ordinal, prompt, version, seed))
+
+    def finish(self, group: Group) -> None:
+        """All rollouts of `group` are scored."""
+        rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
+        self._append(functools.partial(_finished, group.ordinal, rollouts))
+
+    def close(self, step: int, drawn: Sequence[Group], accepted: Collection[int]) -> None:
+        """The batch of `step` (from 0) is complete. `drawn`: its groups in order; `accepted`:
+        ordinals of those that are trained on.
+        """
+        for group in drawn:
+            self._put(
+                Accepted(group.ordinal, step + 1)
+                if group.ordinal in accepted
+                else Rejected(group.ordinal, step + 1, EQUAL_REWARDS)
+            )
+
+    def release(self, version: int) -> None:
+        """Weights `version` are on the engines, so the steps before are trained. A version that was
+        released before is passed over: every rank releases each.
+        """
+        for done in range(self._version + 1, version + 1):
+            self._put(Trained(done, done))
+        self._version = max(self._version, version)
+
+    async def durable(self) -> None:
+        """Wait until every event so far is on the disk."""
+        if self._journal is not None:
+            try:
+                await asyncio.to_thread(self._journal.sync)
+            except OSError as error:
+                raise unwritten(error) from error
+
+    async def end(self, failure: BaseException | None) -> None:
+        """Generation has ended, by `failure` if one is given. A second call does nothing."""
+        if self._journal is None:
+            return
+        journal, self._journal = self._journal, None
+        reason = str(failure) or type(failure).__name__ if failure is not None else ""
+        if self._is_started:
+            try:
+                ended = Ended(self._version, reason[:LONGEST_FAILURE])
+                journal.append(functools.partial(to_record, ended))
+            except OSError:
+                pass  # said where it came up
+        await asyncio.to_thread(journal.close)
+
+    def _put(self, event: Event) -> None:
+        self._append(functools.partial(to_record, event))
+
+    def _append(self, record: Callable[[], Mapping[str, Any]]) -> None:
+        if self._journal is not None:
+            try:
+                self._journal.append(record)
+            except OSError as error:
+                raise unwritten(error) from error
+
+
+def unwritten(error: OSError) -> UserError:
+    """The error of a run whose ledger cannot be written."""
+    return UserError(
+        f"the run's ledger cannot be written ({error}); free space on its disk, and resume the run"
+    )
+
+
+def _finished(ordinal: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return to_record(Finished(ordinal, [_kept(one) for one in rollouts]))
+
+
+def _kept(rollout: Rollout) -> RolloutRecord:
+    """What the ledger keeps of a rollout; neighbouring spans of one version become one."""
+    spans: list[tuple[int, int]] = []
+    for part in rollout.segments:
+        for version, count in part.versions:
+            if spans and spans[-1][0] == version:
+                count += spans.pop()[1]
+            spans.append((int(version), int(count)))
+    return RolloutRecord(rollout.sample, rollout.num_tokens, spans, rollout.verdict.failure)

@@ -1,0 +1,53 @@
+"""What every vLLM engine of megarl is started with, whether it generates or scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.rollout.config import EngineConfig
+
+
+def is_on_cpu(environment: dict[str, str]) -> bool:
+    """Whether an engine with these environment variables runs on the CPU; see
+    `megarl.cluster.process_env.engine_environment`.
+    """
+    return "VLLM_CPU_KVCACHE_SPACE" in environment
+
+
+def engine_arguments(
+    config: EngineConfig,
+    *,
+    model: str,
+    tokenizer: str,
+    max_tokens: int,
+    trust_remote_code: bool,
+    seed: int,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`. `tokenizer`: folder or hub name, empty for an engine
+    that only sees token ids. `max_tokens`: longest sequence.
+    """
+    found: dict[str, Any] = {
+        "model": model,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": not tokenizer,
+        "tokenizer": tokenizer or None,
+        "dtype": config.dtype,
+        "seed": seed,
+        "tensor_parallel_size": config.tensor,
+        "max_model_len": max_tokens,
+        "max_num_seqs": config.max_num_sequences,
+        "max_num_batched_tokens": max(config.max_batched_tokens, max_tokens),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": not config.compile or on_cpu,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # Half a prompt in one step would need a seeded generator to go back, which CPU generators
+        # cannot.
+        found["enable_chunked_prefill"] = False
+    if config.tensor > 1 or on_cpu:
+        # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
+        found["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
+    return found

@@ -1,0 +1,142 @@
+"""Memory that a model needs on a GPU, computed from its config.json before anything is started.
+
+    parameter table, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
+    parameter table, tensor             --engine_memory--> bytes of an engine's weights on a GPU
+
+Bytes of one parameter, by part; a part is divided over data x sequence ranks from the ZeRO stage in
+the last column on (arXiv:1910.02054):
+
+    part                            float32   bfloat16   divided from ZeRO
+    weights                         4         2          3
+    gradients, of trained weights   4         4          2
+    optimizer: master weights       4, or 0   4          1
+    optimizer: AdamW's two moments  8         8          1
+
+Gradients are added up in float32. In float32 there are master weights under ZeRO 1 to 3 only,
+where DeepSpeed copies the weights. Not counted: activations, key-value caches, temporary buffers,
+and what CUDA and NCCL need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.parallel.layout import Layout
+from megarl.trainer.config import LoraConfig, TrainingConfig
+from megarl.weight_sync.parameters import VOCAB_PADDING, ParameterSpec
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a weight by dtype."""
+GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES = 4, 4, 8
+OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU of one rank."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    """Master weights and AdamW's moments."""
+    host: int = 0
+    """Bytes of gradients and optimizer state in the host's memory instead
+    (`training.offload_optimizer`)."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the GPU."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def with_head(table: Sequence[ParameterSpec], head: str) -> list[ParameterSpec]:
+    """The parameters of a role with `head`, a name of `megarl.trainer.heads.HeadName`: only
+    `logprobs` has an output head, and `value` and `scalar` have a score head of one row.
+    """
+    kept = [one for one in table if one.name not in (OUTPUT_HEAD, SCORE_HEAD)]
+    if head == "logprobs":
+        return kept + [one for one in table if one.name == OUTPUT_HEAD]
+    if head in ("value", "scalar"):
+        width = table[0].shape[-1]
+        kept.append(ParameterSpec(SCORE_HEAD, (1, width), "whole", SCORE_HEAD))
+    return kept
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """Number of elements of a tensor of `shape`."""
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def role_memory(
+    table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig, *, trains: bool
+) -> Memory:
+    """Memory of the rank of a role that needs most. `table`: the role's parameters. A role that is
+    not trained has weights only.
+    """
+    stage, sharing = training.zero_stage, layout.data * layout.sequence
+    lora = training.lora if trains else LoraConfig()
+    weights = [_on_rank(one, layout.tensor) for one in table]
+    adapters = [size for one in table for size in _adapter(one, layout.tensor, lora)]
+    trained = list[int]()
+    if trains:
+        heads = [size for one, size in zip(table, weights, strict=True) if one.name == SCORE_HEAD]
+        trained = adapters + heads if lora.is_on else weights
+
+    def bytes_of(sizes: Sequence[int], each: int, divided_from: int) -> int:
+        divisor = sharing if stage >= divided_from else 1
+        return each * sum(-(-size // divisor) for size in sizes)
+
+    weight_bytes = BYTES[training.precision]
+    master = MASTER_BYTES if stage > 0 or training.precision != "float32" else 0
+    found = Memory(
+        bytes_of(weights + adapters, weight_bytes, 3),
+        bytes_of(trained, GRADIENT_BYTES, 2),
+        bytes_of(trained, master + MOMENT_BYTES, 1),
+    )
+    if not (trains and training.offload_optimizer):
+        return found
+    # DeepSpeed's offload moves each rank's part of the gradients, also under ZeRO 1.
+    gradients = bytes_of(trained, GRADIENT_BYTES, 1)
+    return Memory(found.weights, host=gradients + found.optimizer)
+
+
+def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> int:
+    """Bytes of weights on each of an inference engine's `tensor` GPUs."""
+    return BYTES[dtype] * sum(_on_rank(one, tensor, is_engine=True) for one in table)
+
+
+def _on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
+    """Most elements of a parameter that one of `tensor` tensor-parallel ranks holds."""
+    whole = num_elements(one.shape)
+    if tensor == 1 or one.cut == "whole":
+        return whole
+    if one.cut == "vocab":
+        rows = one.shape[0]
+        if is_engine:
+            rows = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
+        return -(-rows // tensor) * (whole // one.shape[0])
+    if one.cut == "kv_heads" and one.heads % tensor:
+        # Trainer ranks hold all heads, an engine's ranks the one that they use.
+        return whole // one.heads if is_engine else whole
+    return whole // tensor
+
+
+def _adapter(one: ParameterSpec, tensor: int, lora: LoraConfig) -> list[int]:
+    """Elements of A and B of the LoRA adapter of a weight on one rank; none for a parameter without
+    adapter. See `megarl.trainer.lora` for how they are cut.
+    """
+    layer = one.name.removesuffix(".weight").rpartition(".")[2]
+    is_linear = len(one.shape) == 2 and ".layers." in one.name and ".experts." not in one.name
+    if not lora.is_on or not is_linear or (lora.targets and layer not in lora.targets):
+        return []
+    outputs, inputs = one.shape
+    if one.cut == "inputs":
+        return [lora.rank * inputs // tensor, lora.rank * outputs]
+    # A layer that stays whole, such as the router of experts, has a whole adapter; ranks that share
+    # KV heads hold all rows of B and use theirs.
+    is_whole = one.cut == "whole" or (one.cut == "kv_heads" and one.heads % tensor > 0)
+    return [lora.rank * inputs, lora.rank * (outputs if is_whole else outputs // tensor)]

@@ -1,0 +1,493 @@
+"""What a judge reads and how its verdict is read, and what recipes of reward engines are refused.
+The engines themselves: tests/system/test_reward_engines.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import ROOT, megarl, write_recipe
+from support.environments import PROMPT
+from support.reward_servers import serving
+from support.tiny import write_classifier, write_model, write_tokenizer
+
+from megarl.checks.reward_server import check_serve_reward
+from megarl.config import from_tree
+from megarl.data.judge_prompt import JudgePrompt, parse, values
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.config import RewardServerConfig
+from megarl.environments.judge_verdict import NoVerdict, VerdictReader
+from megarl.environments.pool import Outcome
+from megarl.environments.reward_server import Backend, RewardServer
+from megarl.environments.wire import Sample
+from megarl.errors import EngineLost
+from megarl.rollout.judge import EngineJudge, seed_of
+from megarl.serve_config import JudgeConfig, ServeRewardConfig
+from megarl.trainer.config import ModelConfig
+from megarl.types import Prompt, Segment, TokenArrays
+
+# What the judge writes
+
+YES_NO = {"yes": 1.0, "No": 0.0, "not sure": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "choices", "text", "score"),
+    [
+        (r"Score: (\d+)", {}, "Score: 3, no. Score: 8", 8.0),
+        (r"Score: (-?\d+(?:\.\d+)?)", {}, "Score: -2.5", -2.5),
+        (r"\[\[(\w+)\]\]", {"A": 1.0, "B": -1.0}, "[[a]] or rather [[ B ]] [[b]]", -1.0),
+        ("", YES_NO, "No... yes, YES.", 1.0),
+        ("", YES_NO, "yes or no", 0.0),
+        ("", YES_NO, "Yes! I am not\n sure", 0.5),
+        ("", YES_NO, "know yesterday no1", None),
+        ("", {"correct": 1.0, "incorrect": 0.0}, "It is incorrect.", 0.0),
+        ("", {"good": 1.0, "not good": 0.0}, "it is not good", 0.0),
+        ("", {"sure": 1.0, "sure not": 0.0}, "sure not", 0.0),
+        ("", {"a.c": 1.0}, "abc", None),
+        (r"Score: (\d+)", {}, "score 3", None),
+        (r"Score: (\w+)", {}, "Score: high", None),
+        (r"Score: (\w+)", {}, "Score: nan", None),
+        (r"Score: (\d+)?", {}, "Score: 3, Score: ", None),
+        (r"\[\[(\w+)\]\]", {"A": 1.0}, "[[A]] [[C]]", None),
+        ("", YES_NO, "", None),
+    ],
+)
+def test_the_last_verdict_counts(
+    pattern: str, choices: dict[str, float], text: str, score: float | None
+) -> None:
+    reader = VerdictReader(pattern, choices)
+    if score is None:
+        with pytest.raises(NoVerdict, match="the judge"):
+            reader.read(text)
+    else:
+        assert reader.read(text) == score
+
+
+def test_numbers_are_scaled_and_none_is_cut_to_the_range() -> None:
+    reader = VerdictReader(r"(-?\d+)", {}, 1.0, 5.0)
+    assert [reader.read(text) for text in ("1", "2", "5")] == [0.0, 0.25, 1.0]
+    for text in ("0", "6", "-3"):
+        with pytest.raises(
+            NoVerdict, match=rf"is {text}, not from judge.lowest 1 to judge.highest"
+        ):
+            reader.read(text)
+
+
+def test_a_slow_pattern_has_a_deadline() -> None:
+    reader = VerdictReader(r"^((?:a|a|aa)+)+$", {})
+    with pytest.raises(NoVerdict, match="was not found within 1 s"):
+        reader.read("a" * 60 + "b")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("yes|no", "has 0 groups; set one with exactly one group"),
+        ("(a)(b)", "has 2 groups"),
+        ("(a", "is no regular expression"),
+    ],
+)
+def test_patterns_that_are_refused(pattern: str, says: str) -> None:
+    with pytest.raises(ValueError, match=r"judge\.verdict") as told:
+        VerdictReader(pattern, {})
+    assert says in str(told.value)
+
+
+# What the judge reads
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{prompt}", "has no field {response}, so that the judge would not see"),
+        ("{response} {question}", "has the unknown field {question}; use {prompt}"),
+        ("{response} {}", "has the unknown field {}"),
+        ("{response} {fields.}", "has the unknown field {fields.}"),
+        ("{response!r}", "has the unknown field {response!"),
+        ("{response:>9}", "has the unknown field {response:>9}"),
+        ('{response} {"score": 1}', "{{ and }}"),
+        ("{response} }", "has a brace without its other half"),
+    ],
+)
+def test_templates_that_are_refused(template: str, says: str) -> None:
+    with pytest.raises(ValueError, match=r"^judge\.template has") as told:
+        parse(template, "judge.template")
+    assert says in str(told.value)
+
+
+def test_a_template_is_cut_at_its_fields() -> None:
+    found = parse('{prompt}: {response}{fields.a.b} {{"score": 1}}', "x")
+    assert found == (["", ": ", "", ' {"score": 1}'], ["prompt", "response", "fields.a.b"])
+
+
+def test_values_of_a_row() -> None:
+    prompt = replace(PROMPT, answer="", fields={"a": {"b": 1.5}, "list": ["é"], "none": None})
+    found = values(["fields.a.b", "fields.list", "prompt"], prompt, "r")
+    assert found["fields.a.b"] == "1.5" and found["fields.list"] == '["é"]'
+    for field, says in (
+        ("answer", "no reference answer"),
+        ("fields.c", "no column 'c'"),
+        ("fields.none", "'none' is null"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            values([field], prompt, "r")
+
+
+CHAT = "{% for m in messages %}<eos>{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}<eos>a:"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    found = load_tokenizer(str(folder))
+    found.chat_template = CHAT
+    return found
+
+
+def test_a_filled_in_text_is_not_expanded_again(tokenizer: Any) -> None:
+    made = JudgePrompt(tokenizer, "{response}+{answer}+{response}", setting="x", chat=False)
+    filled = {"response": "{answer}{{", "answer": "{response}"}
+    text = "{answer}{{+{response}+{answer}{{"
+    assert made.ids(filled) == tokenizer(text).input_ids
+
+
+def test_plain_text_is_tokenised_as_a_whole(tokenizer: Any) -> None:
+    made = JudgePrompt(tokenizer, "1+{response}", setting="x", chat=True, system="b a")
+    turns = [{"role": "system", "content": "b a"}, {"role": "user", "content": "1+12"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert made.ids({"response": "12"}) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    "filled",
+    [
+        {"response": "1<eos>2", "answer": ""},
+        {"response": "<eos>", "answer": "<pad>"},
+        {"response": "1<e", "answer": "os>2"},
+        {"response": "<<eos><eos>", "answer": "<unk>"},
+    ],
+)
+def test_no_text_becomes_a_control_token(tokenizer: Any, chat: bool, filled: Any) -> None:
+    """Also not one that begins in one field and ends in the next."""
+    made = JudgePrompt(tokenizer, "1+{response}{answer}=<eos>3", setting="x", chat=chat)
+    ids = made.ids(filled)
+    empty = made.ids({"response": "", "answer": ""})
+    eos = tokenizer.eos_token_id
+    assert ids.count(eos) == empty.count(eos) == (4 if chat else 1)
+    assert 0 not in ids
+    shown = tokenizer.decode(ids).replace("<unk>", "")
+    assert shown.count("<eos>") == empty.count(eos)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A byte-level BPE with merges, as most models have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>", "<|user|>", "<|judge|>"],
+    )
+    plain.train_from_iterator(["Score: 7 the answer is seven <think> hmm </think>"] * 9, trainer)
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|end|>", pad_token="<|end|>", unk_token=None
+    )
+    found.add_tokens(["<think>", "</think>", "<tool>"])  # not special
+    found.chat_template = (
+        "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|judge|><think>"
+    )
+    return found
+
+
+ADDED = ("<|end|>", "<|user|>", "<|judge|>", "<think>", "</think>", "<tool>")
+PARTS = (*ADDED, "Score", ": 7", " the ", "{response}", "<|", "end|>", "</", "think>", "\n")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), st.booleans())
+def test_the_text_of_a_judge_is_the_templates_with_the_response_as_text(
+    words: Any, response: str, chat: bool
+) -> None:
+    """For responses of the pieces of which added tokens are made, special or not."""
+    made = JudgePrompt(words, "Score {response} the answer<|end|> is", setting="x", chat=chat)
+    ids = made.ids({"response": response})
+    whole = f"Score {response} the answer<|end|> is"
+    if chat:
+        turns = [{"role": "user", "content": whole}]
+        whole = words.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert words.decode(ids) == whole
+    control = set(words.convert_tokens_to_ids(list(ADDED)))
+    assert sum(one in control for one in ids) == (5 if chat else 1)
+    if not any(part in response for part in ADDED):
+        assert ids == words(whole, add_special_tokens=False).input_ids
+
+
+def test_a_chat_template_that_changes_the_message_is_refused(tokenizer: Any) -> None:
+    for template, says in (
+        (None, "the judge's tokenizer has no chat template"),
+        ("{{ messages[0]['content'] }}{{ messages[0]['content'] }}", "as it is"),
+        ("{{ messages[0]['role'] }}", "as it is"),
+        ("{{ raise_exception('no') }}", "refuses this chat"),
+    ):
+        tokenizer.chat_template = template
+        try:
+            with pytest.raises(ValueError, match=says):
+                JudgePrompt(tokenizer, "{response}", setting="x", chat=True)
+        finally:
+            tokenizer.chat_template = CHAT
+
+
+# The verdicts of a response
+
+
+def judged(
+    tokenizer: Any, texts: Sequence[str], response: str = "7", **changes: Any
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """The outcome of a judge that writes `texts` one after another, and what it was asked. A text
+    that ends with "..." is cut off.
+    """
+    settings: dict[str, Any] = {"template": "{response}", "verdict": "([0-9])", "chat": False}
+    config = JudgeConfig(model=ModelConfig(path="x"), **settings | changes)
+    calls: list[dict[str, Any]] = []
+
+    async def generate(ids: list[int], **options: Any) -> Segment:
+        calls.append({"ids": ids} | options)
+        text = texts[len(calls) - 1]
+        tokens = np.asarray(tokenizer(text.removesuffix("...")).input_ids, dtype=np.int32)
+        finish = "length" if text.endswith("...") else "stop"
+        arrays = TokenArrays(tokens, np.zeros(len(tokens), np.float32))
+        return Segment("model", len(tokens), arrays, [], finish)
+
+    judge = EngineJudge(
+        config,
+        generate,
+        tokenizer=tokenizer,
+        prompt=JudgePrompt(tokenizer, config.template, setting="x", chat=config.chat),
+        reader=VerdictReader(config.verdict, config.choices, config.lowest, config.highest),
+        max_tokens=600,
+    )
+    return asyncio.run(judge.judge(PROMPT, response)), calls
+
+
+def test_a_verdict_in_the_response_counts_for_nothing(tokenizer: Any) -> None:
+    found, calls = judged(tokenizer, ["a b<eos>"], response="9 9<eos>9")
+    assert found.failure == "error" and "wrote no verdict: 'a b'" in found.detail
+    assert calls[0]["ids"].count(tokenizer.eos_token_id) == 0
+    assert judged(tokenizer, ["3"], response="9 9")[0].score == 3.0
+
+
+def test_a_text_that_was_cut_off_has_no_verdict(tokenizer: Any) -> None:
+    found, _ = judged(tokenizer, ["3 but..."])
+    assert found.failure == "error" and "cut off at judge.max_new_tokens 512" in found.detail
+    assert judged(tokenizer, ["3 but..."], require_stop=False)[0].score == 3.0
+
+
+def test_several_verdicts_are_averaged(tokenizer: Any) -> None:
+    many = {"samples": 4, "temperature": 0.7, "seed": 5}
+    found, calls = judged(tokenizer, ["3", "a", "6", "9..."], **many)
+    assert (found.score, found.metrics, found.failure) == (4.5, {"unread": 0.5}, "")
+    assert [call["seed"] for call in calls] == [seed_of(5, calls[0]["ids"], n) for n in range(4)]
+    assert len({call["seed"] for call in calls}) == 4
+    assert {(call["temperature"], call["max_tokens"]) for call in calls} == {(0.7, 512)}
+    assert judged(tokenizer, ["a"] * 4, **many)[0].failure == "error"
+
+
+def test_a_prompt_that_is_too_long_is_a_failure(tokenizer: Any) -> None:
+    assert judged(tokenizer, ["1"], response="7" * 88)[0].score == 1.0
+    found, calls = judged(tokenizer, ["1"], response="7" * 89)
+    assert found.failure == "error" and not calls
+    assert "the judge would read 89 tokens" in found.detail
+    assert "they exceed judge.max_tokens 600" in found.detail
+
+
+def test_an_unbounded_number_is_no_score(tokenizer: Any) -> None:
+    found, _ = judged(tokenizer, ["1" + "0" * 12], verdict="([0-9]+)")
+    assert found.failure == "error"
+
+
+# The server
+
+
+def test_a_lost_engine_is_503_and_ends_the_server() -> None:
+    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+        raise EngineLost("vLLM's process has died")
+
+    server = RewardServer(Backend(score, 1, 1), RewardServerConfig(), None)
+    body = {"samples": [{"prompt": {}, "response": "7"}] * 3}
+    with serving(server) as url:
+        assert requests.post(url, json=body, timeout=10).status_code == 503
+        assert server.lost == "vLLM's process has died" and server.stopping
+
+
+def test_a_call_that_nobody_waits_for_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+        try:
+            await asyncio.sleep(0 if samples[0][1] == "quick" else 60)
+        except asyncio.CancelledError:
+            ended.append(samples[0][1])
+            raise
+        return [Outcome(1.0)]
+
+    server = RewardServer(Backend(score, 1, 1, drops=True), RewardServerConfig(), None)
+
+    def ask(text: str, timeout: float) -> requests.Response:
+        body = {"samples": [{"prompt": {}, "response": text}]}
+        return requests.post(url, json=body, timeout=timeout)
+
+    with serving(server) as url:
+        with pytest.raises(requests.Timeout):
+            ask("slow", 0.3)
+        assert ask("quick", 10).json() == {"scores": [{"reward": 1.0, "correct": None}]}
+    assert ended == ["slow"]
+
+
+# Recipes
+
+JUDGE = {"model": {"path": "JUDGE"}, "template": "{response}", "verdict": "(1)", "chat": False,
+         "max_new_tokens": 8}  # fmt: skip
+MODEL = {"model": {"path": "MODEL"}, "backend": "vllm"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_model(folder / "JUDGE")
+    write_classifier(folder / "MODEL")
+    write_classifier(folder / "WIDE", head_dim=48)
+    two = write_classifier(folder / "TWO")
+    settings = json.loads((two / "config.json").read_text())
+    settings["id2label"], settings["label2id"] = {"0": "a", "1": "b"}, {"a": 0, "b": 1}
+    (two / "config.json").write_text(json.dumps(settings))
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(two / "model.safetensors")
+    head = weights.pop("score.weight")
+    save_file(weights, write_classifier(folder / "HEADLESS") / "model.safetensors")
+    save_file(weights | {"score.weight": head.repeat(2, 1)}, two / "model.safetensors")
+    (folder / "judge.txt").write_text("{response} {question}")
+    return folder
+
+
+def checked(place: Path, tree: dict[str, Any]) -> str:
+    """What the checks say of a recipe, in which capitals are folders of `place`."""
+    text = re.sub(r'"([A-Z]{3,}|judge\.txt)"', rf'"{place}/\1"', json.dumps(tree))
+    tree = {"folder": str(place / "run")} | json.loads(text)
+    return str(check_serve_reward(from_tree(ServeRewardConfig, tree, where="recipe")))
+
+
+def test_recipes_that_pass(place: Path) -> None:
+    assert checked(place, {"judge": JUDGE}) == f"judge {place}/JUDGE, without a token"
+    for backend in ("vllm", "torch"):
+        found = checked(place, {"reward_model": MODEL | {"backend": backend}})
+        assert found == f"reward model {place}/MODEL by {backend}, without a token"
+
+
+def test_the_check_of_the_command_starts_no_engine(place: Path, tmp_path: Path) -> None:
+    judge = JUDGE | {"model": {"path": str(place / "JUDGE")}}
+    tree = {"folder": str(tmp_path / "run"), "judge": judge}
+    done = megarl("serve-reward", write_recipe(tmp_path / "judge.yaml", tree), "--check")
+    assert done.code == 0 and f"checked: judge {place}/JUDGE" in done.err
+    tree["judge"] = judge | {"template": "no field"}
+    done = megarl("serve-reward", write_recipe(tmp_path / "judge.yaml", tree), "--check")
+    assert done.code == 2 and done.err.count("megarl: error:") == 1
+    assert "judge.template has no field {response}" in done.err
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"judge": JUDGE, "reward_model": MODEL}, "reward_model.model.path and judge.model.path"
+             " are both set"),
+    "judge and verifier": ({"judge": JUDGE, "environment": {"verifier": "math"}},
+                           "judge.model.path and environment are both set"),
+    "no judge": ({"judge": {"template": "{response}"}}, "judge has settings but no model.path"),
+    "no template": ({"judge": JUDGE | {"template": ""}}, "judge.template_file are both empty"),
+    "two templates": ({"judge": JUDGE | {"template_file": "judge.txt"}}, "are both set; set one"),
+    "template": ({"judge": JUDGE | {"template": "{prompt}"}}, "judge.template has no field"),
+    "file": ({"judge": JUDGE | {"template": "", "template_file": "judge.txt"}},
+             "judge.txt' has the unknown field {question}"),
+    "no file": ({"judge": JUDGE | {"template": "", "template_file": "no.txt"}},
+                "judge.template_file 'no.txt' cannot be read"),
+    "chat": ({"judge": JUDGE | {"chat": True}}, "judge.chat is true, but the judge's tokenizer has"),
+    "system": ({"judge": JUDGE | {"system": "x"}}, "judge.system is set, but judge.chat is false"),
+    "no verdict": ({"judge": JUDGE | {"verdict": ""}}, "judge.verdict and judge.choices are both"),
+    "groups": ({"judge": JUDGE | {"verdict": "1"}}, "judge.verdict '1' has 0 groups"),
+    "choices": ({"judge": JUDGE | {"choices": {"a": 1.0, "A ": 0.0}}}, "judge.choices has an empty"),
+    "lowest": ({"judge": JUDGE | {"lowest": 1.0}}, "one is set without the other"),
+    "range": ({"judge": JUDGE | {"lowest": 2.0, "highest": 2.0}}, "set highest above lowest"),
+    "choices in a range": ({"judge": JUDGE | {"choices": {"1": 1.0}, "lowest": 0.0, "highest": 1.0}},
+                           "judge.choices says already"),
+    "samples": ({"judge": JUDGE | {"samples": 2}}, "judge.samples is 2, but judge.temperature is 0"),
+    "positions": ({"judge": JUDGE | {"max_tokens": 257}}, "judge.max_tokens is 257, but the model's"),
+    "room": ({"judge": JUDGE | {"max_tokens": 8}}, "judge.max_tokens is 8, but the template has 0"),
+    "classifier": ({"judge": JUDGE | {"model": {"path": "MODEL"}}}, "config.json of judge.model.path"
+                   " has architectures ['Qwen2ForSequenceClassification']"),
+    "random": ({"judge": JUDGE | {"model": {"path": "JUDGE", "from_scratch": True}}},
+               "judge.model.from_scratch is true"),
+    "language model": ({"reward_model": MODEL | {"model": {"path": "JUDGE"}}},
+                       "config.json of reward_model.model.path has architectures"),
+    "two labels": ({"reward_model": MODEL | {"model": {"path": "TWO"}}},
+                   "is a classifier with 2 labels, but a reward model has one"),
+    "no head": ({"reward_model": MODEL | {"model": {"path": "HEADLESS"}}},
+                "has none of the tensors score.weight"),
+    "no model": ({"reward_model": MODEL | {"model": {"path": "NOWHERE"}}}, "reward_model.model.path"),
+    "heads": ({"reward_model": MODEL | {"engine": {"tensor": 4}}}, "reward_model.engine.tensor is 4"),
+    "head width": ({"reward_model": MODEL | {"model": {"path": "WIDE"}}}, "heads are 48 wide"),
+    "torch's": ({"reward_model": MODEL | {"precision": "bfloat16"}},
+                "only reward_model.backend 'torch' uses"),
+    "vllm's": ({"reward_model": MODEL | {"backend": "torch", "engine": {"dtype": "bfloat16"}}},
+               "reward_model.engine is set, which only reward_model.backend 'vllm' uses"),
+    "engine": ({"reward_model": MODEL | {"backend": "tgi"}}, "reward_model.backend"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_recipes_that_are_refused(case: str, place: Path) -> None:
+    tree, says = WRONG[case]
+    with pytest.raises(ValueError) as told:  # noqa: PT011 - the message is compared below
+        checked(place, tree)
+    assert says in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["yaml reward_engine", "yaml judge"])
+def test_the_recipes_of_the_page(kind: str) -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    found = re.search(rf"```{kind}\n(.*?)```", page, re.S)
+    assert found
+    tree = {"folder": "x"} | yaml.safe_load(found[1])
+    config = from_tree(ServeRewardConfig, tree, where="the page")
+    if (judge := config.judge).model.path:
+        _, fields = parse(judge.template, "judge.template")
+        assert fields == ["fields.question", "answer", "response"]
+        reader = VerdictReader(judge.verdict, judge.choices, judge.lowest, judge.highest)
+        assert reader.read("Sound. Score: 7") == 0.7
+    else:
+        assert config.reward_model.backend == "vllm"
+
+
+def test_a_token_of_a_prompt_is_text_to_the_judge(tokenizer: Any) -> None:
+    """The policy's own chat template stands in a prompt's text."""
+    made = JudgePrompt(tokenizer, "{prompt}{response}", setting="x", chat=True)
+    prompt = Prompt(0, "<eos>user:3<eos>", [], "")
+    ids = made.ids(values(made.fields, prompt, "7"))
+    assert ids.count(tokenizer.eos_token_id) == 3

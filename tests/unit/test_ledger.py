@@ -1,0 +1,589 @@
+"""The ledger: damage to the file shows, and the audit finds what cannot be true."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megarl.checks.folder_checks import check_ledger
+from megarl.errors import UserError
+from megarl.ledger import journal as journals
+from megarl.ledger.audit import audit
+from megarl.ledger.command import main
+from megarl.ledger.events import (
+    KINDS,
+    Accepted,
+    Dispatched,
+    Ended,
+    Event,
+    Finished,
+    Rejected,
+    Restored,
+    RolloutRecord,
+    Started,
+    Trained,
+    from_record,
+    to_record,
+)
+from megarl.ledger.journal import FILE, Journal, Reader
+from megarl.ledger.recorder import Recorder
+from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.service import RolloutService
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+# ------------------------------------------------------------------------------------- the journal
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A new folder for each example of a hypothesis test."""
+    made = Path(tempfile.mkdtemp())
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def written(path: Path, records: list[dict[str, Any]]) -> bytes:
+    """Append `records` to a journal; returns the file's content."""
+    journal = Journal(path)
+    for record in records:
+        journal.append(lambda record=record: record)
+    journal.close()
+    return path.read_bytes()
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    """Records with text of any characters."""
+    return [{"event": "x", "value": number, "text": '"},\n\u2028é'} for number in range(count)]
+
+
+@functools.cache
+def example(count: int) -> bytes:
+    """Content of a journal of `count` records."""
+    with folder() as place:
+        return written(place / FILE, numbered(count))
+
+
+def test_a_journal_gives_back_what_was_appended_over_several_openings(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "ledger.jsonl"
+    written(path, numbered(3))
+    written(path, [])
+    written(path, numbered(2))
+    reader = Reader(path)
+    assert list(reader) == numbered(3) + numbered(2)
+    assert reader.num_lines == 6 and reader.torn_bytes == 0 and len(reader.run) == 32
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["n"] for line in lines] == list(range(6))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 6), st.floats(0, 1))
+def test_a_truncated_journal_loses_its_last_lines_only(count: int, share: float) -> None:
+    with folder() as place:
+        path = place / FILE
+        whole = example(count)
+        size = round(share * len(whole))
+        path.write_bytes(whole[:size])
+        kept = whole[:size].count(b"\n")
+        torn = size - (whole[:size].rfind(b"\n") + 1)
+        if kept:
+            reader = Reader(path)
+            assert list(reader) == numbered(count)[: kept - 1]
+            assert reader.torn_bytes == torn
+        else:
+            assert Reader(path).is_torn_at_start
+        journal = Journal(path)
+        assert journal.cut_bytes == torn and journal.is_new == (kept <= 1)
+        journal.append(lambda: {"event": "next"})
+        journal.close()
+        assert list(Reader(path)) == [*numbered(count)[: max(0, kept - 1)], {"event": "next"}]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 7))
+def test_every_flipped_bit_shows(count: int, place: int, bit: int) -> None:
+    """In the last line it is a torn tail or damage, before that always damage, with the line's
+    number.
+    """
+    with folder() as made:
+        path = made / FILE
+        whole = bytearray(example(count))
+        place %= len(whole)
+        line = bytes(whole[:place]).count(b"\n")
+        whole[place] ^= 1 << bit
+        path.write_bytes(bytes(whole))
+        # The end of the line before the last belongs to the last line, which it makes longer.
+        last = line == count or (line == count - 1 and bytes(whole).count(b"\n") == count)
+        try:
+            reader = Reader(path)
+            found = list(reader)
+        except ValueError as error:
+            at = 1 if "newer one" in str(error) else int(str(error).split("line ")[1].split()[0])
+            assert at == line + 1
+        else:
+            assert last, "damage in the middle was not refused"
+            assert found == numbered(count)[: max(0, line - 1)] and reader.torn_bytes > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 8), st.data())
+def test_a_line_that_is_missing_or_out_of_place_is_refused(count: int, data: st.DataObject) -> None:
+    with folder() as place:
+        path = place / FILE
+        lines = example(count).splitlines(keepends=True)
+        one = data.draw(st.integers(1, count - 1))
+        if data.draw(st.booleans()):
+            del lines[one]
+        else:
+            other = data.draw(st.integers(1, count))
+            assume(one != other)
+            lines[one], lines[other] = lines[other], lines[one]
+            one = min(one, other)
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(ValueError, match=rf"line {one + 1} is damaged"):
+            list(Reader(path))
+        with pytest.raises(ValueError, match=rf"line {one + 1} is damaged"):
+            Journal(path)
+
+
+def test_other_files_and_newer_formats_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    line, _ = journals.sealed(0, {"event": "ledger", "format": 2, "run": "x"}, 0)
+    path.write_bytes(line)
+    with pytest.raises(ValueError, match=r"is of format 2, .* reads formats up to 1; use"):
+        Journal(path)
+    for content in (b'{"step": 1}\n', b"\xff\xfe\n", b"[]\n"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
+            Journal(path)
+        assert path.read_bytes() == content
+
+
+def test_records_are_on_the_disk_after_sync_and_soon_without(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    journal = Journal(path)
+    for record in numbered(50):
+        journal.append(lambda record=record: record)
+    journal.sync()
+    assert len(list(Reader(path))) == 50
+    journal.append(lambda: {"event": "late"})
+    deadline = time.monotonic() + 20
+    while len(list(Reader(path))) < 51:
+        assert time.monotonic() < deadline, "nothing was written without sync"
+        time.sleep(0.02)
+    journal.close()
+
+
+def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / FILE)
+    journal = recorder._journal
+    assert journal is not None
+    recorder.start(step=0, cursor=0, max_staleness=0, groups_per_step=1, max_draws=1)
+    journal.sync()
+    real, journal._file = journal._file, -1  # writing to it is a real error of the system
+    recorder.release(1)
+    with pytest.raises(UserError, match=r"ledger cannot be written .*free space"):
+        asyncio.run(recorder.durable())
+    with pytest.raises(UserError, match="ledger cannot be written"):
+        recorder.release(2)
+    asyncio.run(recorder.end(None))
+    journal._file = real
+
+
+# --------------------------------------------------------------------------- service and audit
+
+
+class Answers:
+    """An engine that answers in an order drawn by a seed, with the weights of the service it works
+    for.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.service = random.Random(seed), None
+
+    async def generate(self, *args: Any, seed: int, max_tokens: int, temperature: float) -> Segment:
+        first = self.service.window.version
+        for _ in range(self.draw.randrange(12)):
+            await asyncio.sleep(0)
+        draw = random.Random(seed)
+        count = draw.randint(1, max_tokens)
+        tokens = np.array([draw.randrange(1, 9) for _ in range(count)], np.int32)
+        cut = draw.randint(0, count)
+        spans = [(first, cut), (self.service.window.version, count - cut)]
+        arrays = TokenArrays(tokens, -np.ones(count, np.float32))
+        return Segment("model", count, arrays, [one for one in spans if one[1]], "stop")
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 1000
+
+    def at(self, ordinal: int) -> Prompt:
+        return Prompt(ordinal % 17, f"p{ordinal}", [1, 2], "")
+
+
+class Verifier:
+    """Equal rewards for some prompts, so that dynamic sampling rejects their groups."""
+
+    has_start = False
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        failure = "timeout" if num_tokens == 3 else ""
+        equal = prompt.index % 3 == 0
+        return Verdict(0.0 if equal else float(num_tokens % 2), False, failure=failure)
+
+    async def texts(self, segments: Any) -> list[str]:
+        return ["" for _ in segments]
+
+
+def service(ledger: Path | None, seed: int, staleness: int, **more: Any) -> RolloutService:
+    config = RolloutConfig(
+        groups_per_step=3,
+        group_size=4,
+        max_new_tokens=5,
+        max_staleness=staleness,
+        dynamic_sampling=DynamicSamplingConfig(max_draws=3.0),
+        request_timeout_s=30.0,
+    )
+    engines = [Answers(seed), Answers(seed + 1)]
+    made = RolloutService(
+        config=config,
+        seed=3,
+        prompts=Prompts(),
+        engines=engines,
+        environment=Verifier(),  # type: ignore[arg-type]
+        num_data_ranks=1,
+        num_mini_batches=1,
+        micro_batch_tokens=40,
+        last_step=LAST,
+        transcripts_per_step=0,
+        ledger=Recorder(ledger) if ledger is not None else None,
+        **more,
+    )
+    for engine in engines:
+        engine.service = made
+    return made
+
+
+LAST = 5
+
+
+async def life(
+    path: Path, draw: random.Random, staleness: int, step: int, cursor: int, killed_in: int
+) -> tuple[int, int]:
+    """One life of a run from `step`: it saves checkpoints and is killed in step `killed_in`, or
+    ends. Returns step and cursor of its newest checkpoint.
+    """
+    made = service(path, draw.randrange(10**6), staleness, first_step=step, first_ordinal=cursor)
+    await made.start()
+    saved, on_disk = (step, cursor), path.stat().st_size
+    for now in range(step, LAST + 1):
+        if now == killed_in:
+            break
+        await made.take(now, 0)
+        await made.release(now + 1)
+        await made.release(now + 1)  # each rank releases
+        if draw.random() < 0.5:
+            saved = now + 1, await made.cursor(now + 1)
+            on_disk = path.stat().st_size
+            assert audit(events(path)).done == now + 1, "the checkpoint is ahead of the ledger"
+    for _ in range(draw.randrange(60)):
+        await asyncio.sleep(0)
+    if killed_in > LAST:
+        await made.stop()
+        return LAST + 1, 0
+    for task in made._tasks:
+        task.cancel()
+    made._ledger._journal.close()  # type: ignore[union-attr]
+    # What a killed process leaves: all that was synced, and any part of the rest.
+    whole = path.read_bytes()
+    path.write_bytes(whole[: draw.randint(on_disk, len(whole))])
+    return saved
+
+
+def events(path: Path) -> list[Event]:
+    return [from_record(record) for record in Reader(path)]
+
+
+def lived(path: Path, seed: int, staleness: int, kills: int) -> list[Event]:
+    """The ledger of a run that is killed and resumed `kills` times; after each its audit holds."""
+    draw = random.Random(seed)
+    step = cursor = 0
+    for left in reversed(range(kills + 1)):
+        killed_in = draw.randint(step, LAST) if left else LAST + 1
+        step, cursor = asyncio.run(life(path, draw, staleness, step, cursor, killed_in))
+        assert audit(events(path)).contradictions == []
+    return events(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 2), st.integers(0, 3))
+def test_the_audit_holds_for_any_order_kill_and_resume(
+    seed: int, staleness: int, kills: int
+) -> None:
+    with folder() as place:
+        path = place / FILE
+        told = lived(path, seed, staleness, kills)
+        found = audit(told)
+    assert found.contradictions == [] and found.done == LAST + 1 and found.ended is not None
+    assert found.restores <= kills and found.in_flight == [] and max(found.ages) <= staleness
+    assert found.dispatched == found.trained + found.rejected.total() + found.void
+    assert found.cursor == found.trained + found.rejected.total()
+    assert found.rejected["equal rewards"] > 0 and found.trained <= 3 * (LAST + 1)
+    # A run may be killed anywhere, so every beginning of a ledger holds.
+    for end in range(0, len(told), 7):
+        assert audit(told[:end]).contradictions == []
+
+
+def counted(told: list[Event]) -> list[int]:
+    """Places of the events of groups and steps that no resuming has made void. Of the others any
+    may be missing: they are what another moment of the kill would have left.
+    """
+    places, cursor, step = [], 10**9, 10**9
+    for place in reversed(range(len(told))):
+        match told[place]:
+            case Restored() as one:
+                cursor, step = min(cursor, one.cursor), min(step, one.step)
+            case Trained() as one if one.step <= step:
+                places.append(place)
+            case Dispatched() | Finished() | Accepted() | Rejected() as one:
+                places += [place] if one.ordinal < cursor else []
+    return places
+
+
+def drop(kind: type[Event]) -> Callable[[list[Event], random.Random], list[Event]]:
+    """A mutation: leave out one event of a kind, of a group or step that counts."""
+
+    def changed(told: list[Event], draw: random.Random) -> list[Event]:
+        place = draw.choice([n for n in counted(told) if type(told[n]) is kind])
+        return told[:place] + told[place + 1 :]
+
+    return changed
+
+
+def repeat(kind: type[Event]) -> Callable[[list[Event], random.Random], list[Event]]:
+    """A mutation: tell one event of a kind a second time, somewhat later."""
+
+    def changed(told: list[Event], draw: random.Random) -> list[Event]:
+        place = draw.choice([n for n, one in enumerate(told) if type(one) is kind])
+        later = draw.randint(place + 1, min(place + 8, len(told)))
+        return [*told[:later], told[place], *told[later:]]
+
+    return changed
+
+
+def train_twice(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group is accepted again, into the step after its own."""
+    place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Accepted)])
+    one = told[place]
+    assert isinstance(one, Accepted)
+    later = next(
+        (n for n in range(place, len(told)) if told[n] == Trained(one.step, one.step)),
+        len(told) - 1,
+    )
+    return [*told[: later + 1], replace(one, step=one.step + 1), *told[later + 1 :]]
+
+
+def too_old(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group that is trained in the last step was sampled by version 0."""
+    last = [one.ordinal for one in told if isinstance(one, Accepted) and one.step == LAST + 1]
+    chosen = draw.choice(last)
+    place = max(
+        n for n, one in enumerate(told) if isinstance(one, Finished) and one.ordinal == chosen
+    )
+    old = Finished(chosen, [RolloutRecord(0, 4, [(0, 4)], "")])
+    return [*told[:place], old, *told[place + 1 :]]
+
+
+def strict_bound(told: list[Event], draw: random.Random) -> list[Event]:
+    """The bound is one less than the ages there are."""
+    ages = audit(told).ages
+    assume(max(ages) > 0)
+    return [
+        replace(one, max_staleness=max(ages) - 1) if isinstance(one, Started) else one
+        for one in told
+    ]
+
+
+def skip(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group below the cursor leaves no trace."""
+    accepted = [told[place] for place in counted(told) if isinstance(told[place], Accepted)]
+    chosen = draw.choice(accepted).ordinal  # type: ignore[union-attr]
+    return [one for one in told if getattr(one, "ordinal", None) != chosen]
+
+
+def wrong_cursor(told: list[Event], draw: random.Random) -> list[Event]:
+    """The run goes on one group too late; the ledger ends there."""
+    place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Restored)])
+    one = told[place]
+    assert isinstance(one, Restored)
+    return [*told[:place], replace(one, cursor=one.cursor + 1)]
+
+
+def ahead(told: list[Event], draw: random.Random) -> list[Event]:
+    """The run goes on from a step that was not trained; the ledger ends there."""
+    place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Restored)])
+    done = audit(told[:place]).done
+    one = told[place]
+    assert isinstance(one, Restored)
+    return [*told[:place], replace(one, step=done + 1, cursor=audit(told[:place]).cursor)]
+
+
+def wrong_version(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group is dispatched at an older version than there is."""
+    dispatched = [
+        (place, one)
+        for place, one in ((place, told[place]) for place in counted(told))
+        if isinstance(one, Dispatched) and one.version > 0
+    ]
+    place, one = draw.choice(dispatched)
+    return [*told[:place], replace(one, version=one.version - 1), *told[place + 1 :]]
+
+
+MUTATIONS = {
+    "drop dispatched": drop(Dispatched),
+    "drop finished": drop(Finished),
+    "drop accepted": drop(Accepted),
+    "drop rejected": drop(Rejected),
+    "drop trained": drop(Trained),
+    "repeat dispatched": repeat(Dispatched),
+    "repeat finished": repeat(Finished),
+    "repeat accepted": repeat(Accepted),
+    "repeat rejected": repeat(Rejected),
+    "repeat trained": repeat(Trained),
+    "train twice": train_twice,
+    "too old": too_old,
+    "strict bound": strict_bound,
+    "skip": skip,
+    "wrong cursor": wrong_cursor,
+    "ahead": ahead,
+    "wrong version": wrong_version,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[Event]]:
+    """Ledgers of some runs that were resumed twice."""
+    place = tmp_path_factory.mktemp("runs")
+    return [lived(place / f"{seed}.jsonl", seed, 1, 2) for seed in range(6)]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_audit_finds_every_mutation(name: str, runs: list[list[Event]]) -> None:
+    for seed in range(60):
+        told = runs[seed % len(runs)]
+        changed = MUTATIONS[name](told, random.Random(seed))
+        assert audit(changed).num_contradictions > 0, (seed, name)
+
+
+def test_events_are_read_as_they_were_written() -> None:
+    told: list[Event] = [
+        Started(0, 0, 1, 2, 4),
+        Restored(2, 9, 1, 2, 4, 17),
+        Dispatched(4, 2, 0, 2**61),
+        Finished(4, [RolloutRecord(-1, 3, [(0, 1), (1, 2)], "nan")]),
+        Accepted(4, 0),
+        Rejected(5, 0, "why"),
+        Trained(0, 1),
+        Ended(1, "x"),
+    ]
+    assert {type(one) for one in told} == set(KINDS.values())
+    for one in told:
+        again = from_record(json.loads(json.dumps(to_record(one))))
+        assert again == one
+    for wrong in ({}, {"event": "lost"}, {"event": "accepted"}, {"event": "finished"}):
+        with pytest.raises(ValueError, match="is not an event of a ledger"):
+            from_record(wrong)
+
+
+def test_a_service_without_a_ledger_writes_none(tmp_path: Path) -> None:
+    async def go() -> None:
+        made = service(None, 0, 1)
+        await made.start()
+        await made.take(0, 0)
+        await made.release(1)
+        assert await made.cursor(1) > 0
+        await made.stop()
+
+    asyncio.run(go())
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_a_table_and_refuses_what_cannot_be_true(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / FILE
+    told = lived(path, 1, 1, 1)
+    assert main([str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    found = audit(told)
+    for line in (
+        f"steps trained           {LAST + 1} (ended)",
+        f"  trained               {found.trained}",
+        f"  rejected: equal rewards  {found.rejected['equal rewards']}",
+        f"  void after 1 restores {found.void}",
+        "contradictions 0",
+    ):
+        assert " ".join(line.split()) in " ".join(out.split()), out
+    path.write_bytes(path.read_bytes() + b'{"n":')
+    assert main([str(tmp_path), "--json"]) == 0
+    told_json, said = capfd.readouterr()
+    assert json.loads(told_json)["torn_bytes"] >= 5 and "torn tail of 5 bytes" in said
+    path.unlink()
+    written(path, [to_record(one) for one in told if one != Trained(2, 2)])
+    assert main([str(tmp_path)]) == 1
+    said = capfd.readouterr().err
+    assert "is dispatched at version 2, but 1 steps are trained" in said
+    assert "more contradictions" in said
+
+
+def test_the_commands_mistakes_are_one_line(tmp_path: Path) -> None:
+    for arguments in ([], ["a", "b"], [str(tmp_path), "--text"]):
+        with pytest.raises(UserError, match="needs one run folder"):
+            main(arguments)
+    with pytest.raises(UserError, match=r"ledger.jsonl does not exist"):
+        main([str(tmp_path)])
+    (tmp_path / FILE).write_text("")
+    with pytest.raises(UserError, match="holds no whole line"):
+        main([str(tmp_path)])
+    (tmp_path / FILE).unlink()
+    written(tmp_path / FILE, [{"event": "lost"}])
+    with pytest.raises(UserError, match=r"line 2: 'lost' is not an event"):
+        main([str(tmp_path)])
+
+
+def test_a_damaged_ledger_is_refused_before_a_run_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_ledger(str(tmp_path))
+    check_ledger(str(tmp_path / "new"))
+    path = tmp_path / FILE
+    path.write_bytes(example(3) + b"half a li")
+    check_ledger(str(tmp_path))
+    assert "cutting off a torn tail of 9 bytes" in capfd.readouterr().err
+    path.write_bytes(example(3).replace(b'"value":1', b'"value":7'))
+    with pytest.raises(ValueError, match=r"ledger.jsonl, line 3 is damaged .*move the file away"):
+        check_ledger(str(tmp_path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_ledger(str(tmp_path))

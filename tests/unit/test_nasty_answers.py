@@ -1,0 +1,45 @@
+"""Nasty answers to the verifier `math`: each gets its verdict in time, and none harms another's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from support.nasty_answers import NASTY
+
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment
+from megarl.types import Prompt, Verdict
+
+LIMIT_S = 10.0
+PLAIN = [("7", "so \\boxed{7}", True), ("7", "so \\boxed{8}", False), ("1/2", "#### 0.5", True)]
+"""Asked between the nasty ones, of the same processes."""
+
+
+def test_every_verdict_is_right_and_in_time() -> None:
+    asked = [(name, *case) for name, case in NASTY.items()]
+    asked += [("plain", *PLAIN[number % len(PLAIN)]) for number in range(len(NASTY))]
+    random.Random(1).shuffle(asked)
+
+    async def whole() -> list[Verdict]:
+        environment = Environment(
+            EnvironmentConfig(verifier="math", num_workers=2, time_limit_s=LIMIT_S)
+        )
+        try:
+            return list(
+                await asyncio.gather(
+                    *(
+                        environment.score(Prompt(0, "", [], answer), text, 5, False)
+                        for _, answer, text, _ in asked
+                    )
+                )
+            )
+        finally:
+            await environment.close()
+
+    found = asyncio.run(asyncio.wait_for(whole(), 240))
+    assert [
+        (name, verdict.failure, verdict.detail[:200], verdict.correct)
+        for (name, _, _, right), verdict in zip(asked, found, strict=True)
+        if verdict.failure or verdict.correct != right
+    ] == []

@@ -1,0 +1,485 @@
+"""The picture of a run's placement, from config.json alone: ranks, GPUs, parameters and memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.checks.engine_checks import check_placement
+from megarl.cluster.launch import main
+from megarl.cluster.launch_plan import Command, Gpu, Gpus, Options, make_plan
+from megarl.cluster.placement_table import compressed, placement
+from megarl.config import RunConfig, read
+from megarl.errors import UserError
+from megarl.parallel.layout import Layout
+from megarl.trainer.config import LoraConfig, TrainingConfig
+from megarl.trainer.memory import role_memory
+from megarl.weight_sync.parameters import ParameterSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+LLAMA_70B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+CLUSTER = ("--nodes", "12", "--gpus-per-node", "8")
+HEAD, BLOCKS = 128256 * 8192, 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+NORMS = (2 * 80 + 1) * 8192
+WHOLE = 2 * HEAD + BLOCKS + NORMS
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write_recipe(folder: Path, **changes: Any) -> str:
+    """launch/recipes/ppo_70b_apart.yaml with models that are folders with a config.json each, and
+    `changes` by dotted key.
+    """
+    tree = yaml.safe_load((ROOT / "launch/recipes/ppo_70b_apart.yaml").read_text())
+    for name, kind in (("model", "LlamaForCausalLM"), ("judge", "LlamaForSequenceClassification")):
+        (folder / name).mkdir(exist_ok=True)
+        settings = json.dumps(LLAMA_70B | {"architectures": [kind]})
+        (folder / name / "config.json").write_text(settings)
+    tree["model"]["path"] = str(folder / "model")
+    tree["reward_models"]["judge"]["model"]["path"] = str(folder / "judge")
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "recipe.yaml")
+
+
+def picture(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> str:
+    assert main([recipe, "--dry-run", *options]) == 0
+    return capsys.readouterr().out
+
+
+def rows_of(shown: str) -> dict[str, dict[str, str]]:
+    """{role or engine: {column: cell}} of a picture whose cells are on one line each."""
+    lines = shown.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("role "))
+    rows = [re.split(r" {2,}", line) for line in lines[first : lines.index("", first)]]
+    head = ["role", "status", *rows[0][1:]]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows[1:]}
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of "0-3,7"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def gpus_of(cell: str) -> list[tuple[int, int]]:
+    """(node, GPU) of a cell "NODES: GPUS; ...", with or without the mark of shared GPUs."""
+    found = []
+    for part in cell.removesuffix(" *").split("; "):
+        nodes, gpus = part.split(": ")
+        found += [(node, gpu) for node in numbers(nodes) for gpu in numbers(gpus)]
+    return found
+
+
+def expect(row: dict[str, str], weights: float, gradients: float, optimizer: float) -> None:
+    """Bytes a GPU, within 1 %."""
+    sizes = {"weights": weights, "grads": gradients, "optim": optimizer}
+    for name, size in (sizes | {"sum": sum(sizes.values())}).items():
+        if size == 0:
+            assert row[name] == "-", row
+        else:
+            assert float(row[name]) == pytest.approx(size / GIB, rel=0.01), (name, row)
+
+
+def test_four_models_of_70b_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = picture(capsys, write_recipe(tmp_path), *CLUSTER)
+    table = shown[: shown.index("megarl launch starts")]
+    assert table.isascii() and all(len(line) <= 120 for line in table.splitlines()[5:])
+    rows = rows_of(shown)
+    roles = ["policy", "reference", "critic", "reward_models.judge"]
+    assert list(rows) == [*roles, "engine 0", "engine 1", "free"]
+
+    # Every rank once, and no GPU twice.
+    ranks = {name: numbers(rows[name]["ranks"]) for name in roles}
+    assert sorted(rank for found in ranks.values() for rank in found) == list(range(80))
+    gpus = {name: gpus_of(rows[name]["node: GPUs"]) for name in [*roles, "engine 0", "engine 1"]}
+    assert all(len(gpus[name]) == len(ranks[name]) for name in roles)
+    assert all(len({node for node, _ in gpus[f"engine {n}"]}) == 1 for n in range(2))
+    uses = Counter(gpu for found in gpus.values() for gpu in found)
+    assert set(uses.values()) == {1} and "shared" not in shown
+    assert set(uses) == {(node, gpu) for node in range(12) for gpu in range(8)}
+    assert rows["free"]["node: GPUs"] == "none"
+
+    assert {name: rows[name]["status"] for name in rows if name != "free"} == {
+        "policy": "trained",
+        "reference": "frozen",
+        "critic": "trained",
+        "reward_models.judge": "frozen",
+        "engine 0": "vLLM",
+        "engine 1": "vLLM",
+    }
+    assert rows["policy"]["layout"] == "4x1x8 Z3" and rows["engine 0"]["layout"] == "tensor 8"
+    # 70.55 B with the output head; a critic and a reward model have a score of one row instead.
+    assert WHOLE == 70_553_706_496
+    assert rows["policy"]["params"] == rows["reference"]["params"] == "70.55 B"
+    assert rows["critic"]["params"] == rows["reward_models.judge"]["params"] == "69.50 B"
+
+    # ZeRO 3 over data 4 divides everything; norms are whole on every tensor rank.
+    policy = ((WHOLE - NORMS) / 8 + NORMS) / 4
+    critic = ((WHOLE - HEAD - NORMS) / 8 + NORMS + 8192) / 4
+    expect(rows["policy"], 2 * policy, 4 * policy, 12 * policy)
+    expect(rows["critic"], 2 * critic, 4 * critic, 12 * critic)
+    expect(rows["reference"], 2 * WHOLE / 8, 0, 0)
+    expect(rows["reward_models.judge"], 2 * (WHOLE - HEAD) / 8, 0, 0)
+    expect(rows["engine 1"], 2 * WHOLE / 8, 0, 0)
+
+    # What to start: Ray with the policy and the engines, torchrun where there are ranks.
+    started = shown[shown.index("node 0:") :]
+    assert len(re.findall(r"^node \d+:$", started, re.MULTILINE)) == 12
+    assert re.findall(r"--nnodes (\d+) --node-rank (\d+) --nproc-per-node (\d+)", started) == [
+        ("10", str(node), "8") for node in range(10)
+    ]
+    assert ray_of(started) == {0: 0, 1: 0, 2: 0, 3: 0, 10: 8, 11: 8}
+    assert started.count(" --head ") == 1 and started.count("--address=NODE0:6379 ") == 5
+
+
+def ray_of(shown: str) -> dict[int, int]:
+    """{node: GPUs that Ray deals out there} of the printed commands that start Ray."""
+    parts = re.split(r"^node (\d+):$", shown, flags=re.MULTILINE)[1:]
+    found = {}
+    for node, lines in zip(parts[::2], parts[1::2], strict=True):
+        if start := re.findall(r"ray start --num-gpus=(\d+)", lines):
+            (found[int(node)],) = map(int, start)
+    return found
+
+
+@pytest.mark.parametrize("port", [None, 17479])
+def test_ray_accepts_the_printed_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: int | None
+) -> None:
+    """Ray's own parser reads each line, and Ray's own check finds no port that is used twice."""
+    from ray._private.parameter import RayParams
+    from ray.scripts.scripts import start
+
+    options = ["--port", str(port)] if port else []
+    shown = picture(capsys, write_recipe(tmp_path), *CLUSTER, *options)
+    lines = re.findall(r"ray start (.*)", shown)
+    assert len(lines) == 6
+    for line in lines:
+        read = start.make_context("start", shlex.split(line)).params
+        assert read["disable_usage_stats"]
+        if read["head"]:
+            assert read["port"] == (port or 6379) and read["include_dashboard"] is False
+        else:
+            # Ray refuses these two without --head.
+            assert read["port"] is None and read["include_dashboard"] is None
+        names = ("min_worker_port", "max_worker_port", "dashboard_port")
+        RayParams(
+            gcs_server_port=read["port"],
+            ray_client_server_port=10001,
+            dashboard_agent_listen_port=read["dashboard_agent_listen_port"],
+            **{name: read[name] for name in names},
+        ).update_pre_selected_port()
+
+
+@pytest.mark.parametrize("port", [29500, 8265, 10001])
+def test_a_port_that_is_taken_on_several_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    recipe = write_recipe(tmp_path)
+    with pytest.raises(UserError, match=rf"^--port is {port}, which is .*; set --port to another"):
+        main([recipe, "--dry-run", "--port", str(port), *CLUSTER])
+    assert "placement" not in capsys.readouterr().out
+    picture(capsys, recipe, "--port", str(port))
+
+
+def test_printed_commands_are_waited_for() -> None:
+    """A shell that runs a printed line gets the exit code of its program. setsid, run by a shell
+    with job control, would return 0 at once.
+    """
+    line = str(Command({"A": "a b", "B": ""}, [sys.executable, "-c", "exit(7)"]))
+    assert line.startswith("env A='a b' B= ")
+    shell = ["bash", "-c", f"set -m\n{line}\nexit $?"]
+    assert subprocess.run(shell, timeout=60).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "per_parameter"),
+    [
+        (0, "float32", (4, 4, 8)),
+        (1, "float32", (4, 4, 12 / 4)),
+        (1, "bfloat16", (2, 4, 12 / 4)),
+        (2, "bfloat16", (2, 4 / 4, 12 / 4)),
+        (3, "bfloat16", (2 / 4, 4 / 4, 12 / 4)),
+    ],
+)
+def test_memory_by_zero_stage(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stage: int,
+    precision: str,
+    per_parameter: tuple[float, float, float],
+) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        **{"training.zero_stage": stage, "training.precision": precision, "critic.zero_stage": 1},
+    )
+    mine = (WHOLE - NORMS) / 8 + NORMS
+    row = rows_of(picture(capsys, recipe, *CLUSTER))["policy"]
+    weights, gradients, optimizer = (mine * each for each in per_parameter)
+    expect(row, weights, gradients, optimizer)
+
+
+def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of LoRA only the adapters have gradients; the reference on the policy's ranks is the policy
+    without them. With offload, gradients and optimizer states are in the host's memory.
+    """
+    lora = {"rank": 16, "targets": ["q_proj", "o_proj"]}
+    changes: dict[str, Any] = {"training.lora": lora, "reference": {}, "training.zero_stage": 2}
+    changes |= {
+        "training.offload_optimizer": True,
+        "critic.ranks": list(range(32, 64)),
+        "reward_models.judge.ranks": list(range(64, 72)),
+    }
+    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    rows = rows_of(shown)
+    # q_proj is cut by rows, o_proj by columns: the other matrix of the adapter is whole.
+    adapters = 80 * 2 * (16 * 8192 + 16 * 8192 / 8)
+    expect(rows["policy"], 2 * ((WHOLE - NORMS) / 8 + NORMS + adapters), 0, 0)
+    assert rows["reference"]["ranks"] == "0-31" and rows["reference"]["sum"] == "-"
+    assert "the reference is the policy without its adapters" in shown
+    host = re.search(r"policy: gradients and .* memory, ([0-9.]+) GiB a rank", shown)
+    assert host is not None and float(host[1]) == pytest.approx(16 * adapters / 4 / GIB, abs=0.06)
+    assert rows["free"]["node: GPUs"] == "11: 0-7"
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_adapters_of_a_layer_that_stays_whole(tensor: int) -> None:
+    """The router of experts is whole on every tensor-parallel rank, and so is its adapter."""
+    router = ParameterSpec("model.layers.0.mlp.gate.weight", (8, 64), "whole", "")
+    query = ParameterSpec("model.layers.0.self_attn.q_proj.weight", (32, 64), "outputs", "")
+    training = TrainingConfig(precision="float32", zero_stage=0, lora=LoraConfig(rank=4))
+    for table, frozen, adapter in (
+        ([router], 8 * 64, 4 * 64 + 8 * 4),
+        ([query], 32 * 64 // tensor, 4 * 64 + 32 * 4 // tensor),
+    ):
+        found = role_memory(table, Layout(1, 1, tensor), training, trains=True)
+        assert found.weights == 4 * (frozen + adapter)
+        assert found.gradients == 4 * adapter and found.optimizer == 8 * adapter
+
+
+def test_shared_gpus_are_marked_and_added_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Colocated engines share with the policy, and the reference does, but not the critic, whose
+    ranks are between those of the policy.
+    """
+    changes: dict[str, Any] = {
+        "reference": {},
+        "critic.ranks": list(range(8, 40)),
+        "reward_models.judge.ranks": list(range(64, 72)),
+        "rollout.placement": "colocated",
+        "rollout.max_staleness": 0,
+        "rollout.num_engines": 4,
+    }
+    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    rows = rows_of(shown)
+    assert rows["policy"]["node: GPUs"] == rows["reference"]["node: GPUs"] == "0,5-7: 0-7 *"
+    assert rows["policy"]["ranks"] == "0-7,40-63"
+    assert [rows[f"engine {n}"]["node: GPUs"] for n in (0, 3)] == ["0: 0-7 *", "7: 0-7 *"]
+    assert rows["critic"]["node: GPUs"] == "1-4: 0-7"
+    assert rows["free"]["node: GPUs"] == "9-11: 0-7"
+    total = sum(float(rows[name]["sum"]) for name in ("policy", "reference", "engine 3"))
+    found = re.search(r"\* shared, 7: 0-7: policy \+ reference \+ engine 3 = ([0-9.]+) GiB", shown)
+    assert found is not None and float(found[1]) == pytest.approx(total, abs=0.02)
+    assert len(re.findall(r"^  \* shared", shown, re.MULTILINE)) == 4
+    assert "setsid" not in shown
+    # Ray on the nodes of the policy and its engines, without GPUs: engines follow the ranks.
+    assert ray_of(shown) == {0: 0, 5: 0, 6: 0, 7: 0}
+
+
+def test_only_colocated_engines_sleep(tmp_path: Path) -> None:
+    """The picture of GPUs that are shared says so of no other engine."""
+    changes: dict[str, Any] = {"training.layout": {"data": 1}, "rollout.engine.tensor": 1}
+    changes |= {"critic.ranks": [], "reference": {}, "rollout.num_engines": 1}
+    changes |= {"critic.layout": {}, "reward_models": {}, "training.zero_stage": 1}
+    config = read(RunConfig, write_recipe(tmp_path, **changes))
+    plan = make_plan(config, Options("recipe.yaml"))
+    gpu = Gpu(0, "0")
+    gpus = Gpus([gpu] * plan.num_ranks, [[gpu]], [])
+    assert "sleeps" in placement(config, replace(plan, colocated=True), gpus)
+    shown = placement(config, replace(plan, colocated=False), gpus)
+    assert "* shared, 0: 0: policy" in shown and "sleeps" not in shown and "turns" not in shown
+
+
+def test_ranks_beside_engines_on_every_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 ranks and two engines of 2 on two nodes: six ranks and an engine on each. The critic's
+    tensor group is on both nodes then, which is said.
+    """
+    changes: dict[str, Any] = {
+        "training.layout": {"data": 1, "tensor": 4},
+        "critic.ranks": [4, 5, 6, 7],
+        "critic.layout": {"tensor": 4},
+        "reference": {},
+        "reward_models.judge.ranks": [8, 9, 10, 11],
+        "reward_models.judge.layout": {"tensor": 4},
+        "rollout.engine.tensor": 2,
+    }
+    recipe = write_recipe(tmp_path, **changes)
+    shown = picture(capsys, recipe, "--nodes", "2", "--gpus-per-node", "8")
+    rows = rows_of(shown)
+    assert [rows[f"engine {n}"]["node: GPUs"] for n in range(2)] == ["0: 6-7", "1: 6-7"]
+    assert rows["critic"]["node: GPUs"] == "0: 4-5; 1: 0-1"
+    assert rows["free"]["node: GPUs"] == "none"
+    assert "! critic: 1 of 1 tensor-parallel groups are on several nodes" in shown
+    assert "! policy" not in shown
+
+
+def test_without_config_json_memory_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, **{"model.path": "nobody/has-this-model"})
+    shown = picture(capsys, recipe, *CLUSTER)
+    row = rows_of(shown)["policy"]
+    assert [row[name] for name in ("params", "weights", "sum")] == ["?"] * 3
+    assert "the config.json of nobody/has-this-model is not on this machine" in shown
+    assert rows_of(shown)["reward_models.judge"]["params"] == "69.50 B"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says"),
+    [
+        (
+            {"reference.ranks": [90, 91, 92, 93, 94, 95, 96, 97]},
+            CLUSTER,
+            "reference.ranks names rank 90, .* the run has 80 trainer ranks, numbered from 0 to 79"
+            " without gaps: 32 of the policy, .*; set reference.ranks to numbers below 80",
+        ),
+        (
+            {"reference.ranks": list(range(60, 68))},
+            CLUSTER,
+            "two roles with ranks of their own share none; set others",
+        ),
+        ({"reference.ranks": list(range(8))}, CLUSTER, "rank 0 is the policy's"),
+        (
+            {"reference.ranks": [64, 64, *range(65, 71)], "reward_models.judge.ranks": [71]},
+            CLUSTER,
+            "reference.ranks is .*64, 64, .*each must be named once",
+        ),
+        (
+            {"reference.ranks": list(range(64, 71)), "reward_models.judge.ranks": [71]},
+            CLUSTER,
+            "reference.layout",
+        ),
+        ({}, ("--nodes", "11", *CLUSTER[2:]), "need 96 GPUs, but --nodes 11 x .* are 88"),
+        (
+            {"rollout.engine.tensor": 16},
+            ("--nodes", "20", *CLUSTER[2:]),
+            "an engine is on one node",
+        ),
+        (
+            {},
+            ("--gpus-train", "40", *CLUSTER),
+            "have 48 ranks of their own; set --gpus-train to 80",
+        ),
+        ({"training.layout": {"tensor": 8}}, CLUSTER, "set --gpus-train"),
+        (
+            {"training.layout": {"tensor": 8}},
+            ("--gpus-train", "48", *CLUSTER),
+            "leaves the policy no rank, .*; set it to at least 56",
+        ),
+        ({"weight_sync.transport": "shared_memory"}, CLUSTER, "set it to 'point_to_point'"),
+        ({}, ("--nodes", "12"), "--nodes needs --gpus-per-node"),
+        ({}, ("--cpu", *CLUSTER), "--nodes and --gpus-per-node and --cpu exclude each other"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], options: tuple[str, ...], says: str
+) -> None:
+    recipe = write_recipe(tmp_path, **changes)
+    with pytest.raises(UserError, match=says):
+        main([recipe, "--dry-run", *options])
+
+
+def test_several_nodes_are_only_planned(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="megarl launch starts one node; add --dry-run"):
+        main([write_recipe(tmp_path), *CLUSTER])
+
+
+def test_long_names_keep_lines_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs may be named by UUID, and a reward model as its author likes."""
+    recipe = write_recipe(
+        tmp_path,
+        **{
+            "training.layout": {"data": 2},
+            "critic": {"ranks": [2, 4]},
+            "reference": {},
+            "reward_models": {
+                "h" * 60: {"model": {"path": str(tmp_path / "judge")}, "ranks": [1, 3, 5]}
+            },
+            "rollout.engine.tensor": 1,
+        },
+    )
+    uuids = [f"GPU-{n}a2b3c4d-1111-2222-3333-444455556666" for n in range(9)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(uuids))
+    shown = picture(capsys, recipe)
+    table = shown[shown.index("role ") : shown.index("on the CPU:")]
+    assert max(map(len, table.splitlines())) <= 120
+    assert "GPU-7a2b3c4d" in table and "GPU-7a2b3c4d-" not in table
+    assert re.search(r"^policy .* 0,6 ", table, re.MULTILINE), table
+    assert all(table.count(f"GPU-{n}a2b3c4d") == (3 if n in (0, 6) else 1) for n in range(9)), table
+
+
+def test_a_critic_apart_keeps_its_memory(tmp_path: Path) -> None:
+    """Without ZeRO the optimizer's memory cannot be given to a colocated engine; a critic on ranks
+    of its own need not give any.
+    """
+    changes: dict[str, Any] = {"rollout.placement": "colocated", "rollout.max_staleness": 0}
+    changes |= {"rollout.num_engines": 4, "training.precision": "float32", "critic.zero_stage": 0}
+    apart = read(RunConfig, write_recipe(tmp_path, **changes))
+    check_placement(apart, 32, 80, shares_gpus=True, started=False)
+    beside = read(RunConfig, write_recipe(tmp_path, **changes | {"critic.ranks": []}))
+    with pytest.raises(ValueError, match=r"set critic\.zero_stage to 1 or more"):
+        check_placement(beside, 32, 48, shares_gpus=True, started=False)
+    with pytest.raises(ValueError, match="but the policy has 64 ranks to share with"):
+        check_placement(apart, 64, 80, shares_gpus=True, started=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ([0, 1, 2, 3, 7], "0-3,7"),
+        ([7, 6, 5], "7,6,5"),
+        ([], ""),
+        (["GPU-a", "1", "2"], "GPU-a,1-2"),
+    ],
+)
+def test_numbers_in_short(given: list[int | str], shown: str) -> None:
+    assert compressed(given) == shown

@@ -1,0 +1,635 @@
+"""Programs that attack: each ends within its limits, the host is unharmed, nothing is left running.
+
+Most attacks are also run without the sandbox, where that is safe, to show that they are attacks.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.sandbox import ROOT, Sandbox, SandboxError
+from megarl.environments.sandbox_child import FOLDER
+
+SETTINGS = CodeConfig(time_limit_s=7.0, memory_mib=128, processes=8, file_mib=4, output_kib=64)
+IS_ROOT = os.geteuid() == 0
+SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    made = Sandbox(SETTINGS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Sandbox]:
+    """With a time limit of a second, for programs that never end."""
+    made = Sandbox(replace(SETTINGS, time_limit_s=1.0))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def unprotected() -> Iterator[Sandbox]:
+    """The same machinery with `sandbox: none`."""
+    made = Sandbox(CodeConfig(sandbox="none", time_limit_s=5.0))
+    yield made
+    made.close()
+
+
+def run(sandbox: Sandbox, program: str, text: str = "") -> tuple[str, str]:
+    """(status, output) of a program with the input `text`."""
+    [result] = sandbox.run("stdin", program, [text], total_s=8.0)
+    return result["status"], base64.b64decode(result.get("output", "")).decode()
+
+
+def inhabitants(sandbox: Sandbox) -> list[int]:
+    """Processes on the host that share the sandbox's network namespace, without its server."""
+    assert sandbox._process is not None
+    server, found = sandbox._process.pid, []
+    home = os.readlink(f"/proc/{server}/ns/net")
+    assert home != os.readlink("/proc/self/ns/net")
+    for process in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process}/ns/net") == home and process != server:
+                found.append(process)
+    return found
+
+
+class Watched:
+    """Looks at the sandbox from outside while something runs in it."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox, self._ends = sandbox, threading.Event()
+        self.most_processes, self.most_bytes = 0, 0
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while not self._ends.wait(0.03):
+            found, size = inhabitants(self._sandbox), 0
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    size += psutil.Process(process).memory_info().rss
+            self.most_processes = max(self.most_processes, len(found))
+            self.most_bytes = max(self.most_bytes, size)
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ends.set()
+        self._thread.join(5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(sandbox: Sandbox) -> Iterator[None]:
+    yield
+    assert not inhabitants(sandbox)
+    assert run(sandbox, "print(input())", "alive") == ("ok", "alive\n")
+
+
+def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> None:
+    assert sandbox.protection == "namespaces"
+    assert run(sandbox, "print(sum(map(int, input().split())))", "3 4\n") == ("ok", "7\n")
+    assert run(sandbox, "print(1); exit()") == ("ok", "1\n")
+    assert run(sandbox, "print(1); exit(3)")[0] == "failed"
+    assert run(sandbox, "1 / 0")[0] == "failed"
+    big = "x" * 30_000
+    assert run(sandbox, "print(input()[::-1])", big) == ("ok", big + "\n")
+
+
+def test_what_a_program_may_still_do(sandbox: Sandbox) -> None:
+    """Processes, threads, semaphores, temporary files and event loops work."""
+    program = """
+import asyncio, multiprocessing, tempfile, threading
+async def later(): return 5
+with tempfile.NamedTemporaryFile() as file: file.write(b"x")
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+print(asyncio.run(later()))
+"""
+    assert run(sandbox, program) == ("ok", "thread\n[1, 2]\n5\n")
+
+
+def test_a_fork_bomb(hurried: Sandbox) -> None:
+    program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    with Watched(hurried) as seen:
+        status, _ = run(hurried, program)
+    assert status == "time" and not inhabitants(hurried)
+    assert 4 <= seen.most_processes <= SETTINGS.processes + 6
+
+
+def test_an_endless_loop(hurried: Sandbox) -> None:
+    for program in ("while True: pass", "import time\ntime.sleep(100)"):
+        began = time.monotonic()
+        assert run(hurried, program)[0] == "time"
+        assert time.monotonic() - began < 1.0 + 2.0
+
+
+MEMORY = {
+    "at once": "x = bytearray(10 << 30)",
+    "bit by bit": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "shared": "import mmap\nx = mmap.mmap(-1, 400 << 20)\nfor i in range(0, 400 << 20, 4096): x[i] = 1",
+    "by children": """
+import os, time
+for _ in range(6):
+    if not os.fork():
+        x = bytearray(b"1" * (60 << 20))
+        time.sleep(5)
+time.sleep(5)
+""",
+    "of no process": """
+import os
+f = os.memfd_create("x")
+for _ in range(300): os.write(f, bytes(1 << 20))
+""",
+}
+
+
+@pytest.mark.parametrize("how", MEMORY)
+def test_memory(sandbox: Sandbox, how: str) -> None:
+    with Watched(sandbox) as seen:
+        status, _ = run(sandbox, MEMORY[how])
+    assert status in ("failed", "memory")
+    if how == "by children":
+        assert status == "memory"
+    assert seen.most_bytes < 3 * SETTINGS.memory_mib * 2**20
+
+
+def test_endless_output(sandbox: Sandbox) -> None:
+    program = "import os\nfor _ in range(10 << 10): os.write(1, bytes(1 << 20))"
+    [result] = sandbox.run("stdin", program, [""], total_s=8.0)
+    assert result == {"status": "output"}
+
+
+def test_writing_outside_of_the_folder(
+    sandbox: Sandbox, unprotected: Sandbox, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    places = ["/x", "/etc/passwd", "/usr/x", f"{sys.base_prefix}/x", "/proc/x", "/dev/x"]
+    program = f"""
+import os, sys
+done = []
+for place in {[*places, str(tmp_path / "x"), sys.executable]}:
+    for way in (lambda: open(place, "a").close(), lambda: os.mkdir(place + "_"), lambda: os.chmod(place, 0o777)):
+        try: way(); done.append(place)
+        except OSError: pass
+print(done)
+"""
+    assert run(sandbox, program) == ("ok", "[]\n")
+    assert not list(tmp_path.iterdir())
+    harmful = f"open({str(tmp_path / 'y')!r}, 'w').close()"
+    assert run(sandbox, harmful)[0] == "failed" and not list(tmp_path.iterdir())
+    assert run(unprotected, harmful)[0] == "ok" and list(tmp_path.iterdir())
+
+
+def test_reading_what_is_the_hosts(sandbox: Sandbox, unprotected: Sandbox, tmp_path: Path) -> None:
+    """Environments of other processes, files of the host through every /proc path."""
+    (tmp_path / "secret").write_text("1")
+    tmp_path.chmod(0o755)
+    own = [entry for entry in Path("/proc/self/environ").read_bytes().split(b"\0") if entry]
+    marker = max(own, key=len)
+    program = f"""
+import os
+found = []
+for process in [*os.listdir("/proc"), {os.getpid()!r}, os.getppid()]:
+    try:
+        if {marker!r} in open(f"/proc/{{process}}/environ", "rb").read(): found.append("environ")
+    except OSError: pass
+    for place in ("root", "cwd", "root/.old"):
+        try: os.stat(f"/proc/{{process}}/{{place}}{tmp_path}/secret"); found.append(place)
+        except OSError: pass
+os.symlink({str(tmp_path)!r}, "link")
+for place in ({str(tmp_path)!r}, "link", "/box/../" + {str(tmp_path)!r}):
+    try: open(place + "/secret"); found.append(place)
+    except OSError: pass
+print(len(found), sorted(os.environ), os.environ["HOME"], os.getcwd())
+"""
+    assert run(sandbox, program) == ("ok", "0 ['HOME', 'LANG', 'PATH'] /box /box\n")
+    status, output = run(unprotected, program)
+    assert status == "ok" and int(output.split()[0]) >= 4
+
+
+def test_homes_are_hidden(sandbox: Sandbox) -> None:
+    """Of the root folder only what the interpreter needs is there."""
+    _, output = run(
+        sandbox,
+        "import os\nprint(*os.listdir('/'), *os.listdir('/home') if os.path.isdir('/home') else ())",
+    )
+    needed = {Path(sys.base_prefix).parts[1]}
+    system = {"bin", "sbin", "usr", "lib", "lib32", "lib64", "etc", "dev", "proc", "box", "tmp"}
+    assert set(output.split()) <= system | needed
+
+
+def test_kernel_settings(sandbox: Sandbox) -> None:
+    program = """
+done = []
+for place in ("sys/kernel/hostname", "sys/vm/drop_caches", "sysrq-trigger", "1/oom_score_adj", "sys/kernel/core_pattern"):
+    try: open("/proc/" + place, "r+b"); done.append(place)
+    except OSError: pass
+print(done)
+"""
+    assert run(sandbox, program) == ("ok", "[]\n")
+
+
+def test_sockets(sandbox: Sandbox, unprotected: Sandbox) -> None:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.chmod(folder, 0o755)
+        heard = [stack.enter_context(socket.socket(family)) for family in (2, 1, 1)]
+        heard[0].bind(("127.0.0.1", 0))
+        heard[1].bind(f"{folder}/s")
+        heard[2].bind(f"\0megarl{os.getpid()}")
+        os.chmod(f"{folder}/s", 0o777)
+        for one in heard:
+            one.listen()
+        program = f"""
+import socket
+done = 0
+for family, address in ((2, {heard[0].getsockname()!r}), (1, "{folder}/s"), (1, "\\0megarl{os.getpid()}")):
+    try:
+        with socket.socket(family) as one: one.connect(address)
+        done += 1
+    except OSError: pass
+print(done)
+"""
+        assert run(sandbox, program) == ("ok", "0\n")
+        assert run(unprotected, program) == ("ok", "3\n")
+
+
+def test_the_network_is_another_even_without_the_filter(sandbox: Sandbox) -> None:
+    _, output = run(sandbox, "print(open('/proc/net/dev').read())")
+    assert [line.split(":")[0].strip() for line in output.splitlines()[2:] if line] == ["lo"]
+
+
+def test_killing_others(sandbox: Sandbox, unprotected: Sandbox) -> None:
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        program = f"""
+import os, signal
+for process in ({victim.pid}, {os.getpid()}, os.getppid(), 1, 0, -1):
+    if process in (0, -1): signal.signal(9 + 6, signal.SIG_IGN)
+    try: os.kill(process, 15 if process < 1 else 9)
+    except OSError: pass
+print("done")
+"""
+        assert run(sandbox, program) == ("ok", "done\n")
+        assert victim.poll() is None
+        assert run(unprotected, f"import os\nos.kill({victim.pid}, 9)") == ("ok", "")
+        assert victim.wait(5) == -signal.SIGKILL
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+CALLS = (
+    """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+child = os.fork()
+if not child:
+    time.sleep(20)
+    os._exit(0)
+buffer = ctypes.create_string_buffer(64)
+vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
+calls = {
+    "ptrace": lambda: libc.ptrace(16, child, 0, 0),
+    "process_vm_readv": lambda: libc.process_vm_readv(child, vector, 1, vector, 1, 0),
+    "clone": lambda: libc.syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0),
+    "unshare": lambda: libc.unshare(0x10000000),
+    "mount": lambda: libc.mount(b"none", b"/box", b"tmpfs", 0, None),
+    "remount": lambda: libc.mount(None, b"/", None, 32, None),
+    "umount2": lambda: libc.umount2(b"/proc", 2),
+    "chroot": lambda: libc.chroot(b"/box"),
+    "setns": lambda: libc.setns(os.open("/proc/self/ns/net", 0), 0),
+    "keyctl": lambda: libc.syscall(KEYCTL, 0, -3, 1),
+    "bpf": lambda: libc.syscall(BPF, 0, buffer, 0),
+    "setuid": lambda: libc.setuid(0),
+    "sethostname": lambda: libc.sethostname(b"x", 1),
+}
+for name, call in calls.items():
+    ctypes.set_errno(0)
+    result = call()
+    if name == "clone" and result == 0: os._exit(0)
+    if result != -1: print(name)
+os.kill(child, 9)
+""".replace("KEYCTL", "250")
+    .replace("BPF", "321")
+    .replace("CLONE", "56")
+)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls of x86_64")
+def test_system_calls(sandbox: Sandbox, unprotected: Sandbox) -> None:
+    assert run(sandbox, CALLS) == ("ok", "")
+    # Those that would change the machine are left out.
+    safe = CALLS.replace('"umount2"', '#"').replace('"remount"', '#"').replace('"mount"', '#"')
+    safe = safe.replace('"chroot"', '#"').replace('"sethostname"', '#"').replace('"setuid"', '#"')
+    _, output = run(unprotected, safe)
+    assert {"ptrace", "process_vm_readv", "unshare", "keyctl", "clone"} <= set(output.split()) | (
+        set() if IS_ROOT else {"unshare", "clone"}
+    )
+
+
+DAEMON = """
+import os, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        for number in range(3): os.close(number)
+        time.sleep(30)
+        os._exit(0)
+    os._exit(0)
+os.wait()
+print("left")
+"""
+
+
+def test_a_daemon_is_not_left_behind(sandbox: Sandbox, unprotected: Sandbox) -> None:
+    assert run(sandbox, DAEMON) == ("ok", "left\n")
+    assert not inhabitants(sandbox)
+    marked = f"{DAEMON}\n# {os.getpid()}-{time.time_ns()}"
+    plain = subprocess.run(
+        [sys.executable, "-c", marked], capture_output=True, text=True, timeout=20
+    )
+    assert plain.stdout == "left\n"
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if marked in (one.info["cmdline"] or [])
+    ]
+    assert left  # an attack it is
+    for one in left:
+        one.kill()
+    # `rlimits` and `none` adopt what is left and kill it
+    began = {one.pid for one in psutil.Process().children(recursive=True)}
+    assert run(unprotected, DAEMON) == ("ok", "left\n")
+    assert {one.pid for one in psutil.Process().children(recursive=True)} <= began
+
+
+def test_filling_the_folder(sandbox: Sandbox) -> None:
+    program = """
+import os
+written = 0
+try:
+    for number in range(10000):
+        with open(f"f{number}", "wb", buffering=0) as file:
+            for _ in range(16): written += file.write(bytes(1 << 16))
+except OSError as error: print(error.errno, written)
+"""
+    status, output = run(sandbox, program)
+    number, written = map(int, output.split())
+    assert (status, number) == ("ok", 28)  # ENOSPC
+    assert 2**20 < written <= SETTINGS.file_mib * 2**20
+    status, output = run(sandbox, "for i in range(10**6): open(f'f{i}', 'w').close()")
+    assert status == "failed"  # no more names
+    big = "with open('f', 'wb') as file:\n    file.truncate(5 << 20)\nprint('made')"
+    assert run(sandbox, big)[1] == ""
+    assert run(sandbox, "import os\nprint(os.listdir('.'))") == ("ok", "['program']\n")
+
+
+def test_opening_many_files(sandbox: Sandbox) -> None:
+    program = """
+import os
+held = []
+try:
+    while True: held.append(os.open("/dev/null", 0))
+except OSError as error: print(error.errno, len(held))
+"""
+    status, output = run(sandbox, program)
+    number, count = map(int, output.split())
+    assert (status, number) == ("ok", 24) and count < 200  # EMFILE
+
+
+def test_tests_share_nothing(sandbox: Sandbox) -> None:
+    program = """
+import os
+print(sorted(os.listdir(".")))
+open("left", "w").close()
+os.fork() or __import__("time").sleep(5)
+"""
+    results = sandbox.run("stdin", program, ["", ""], total_s=8.0)
+    assert [base64.b64decode(one["output"]) for one in results] == [b"['program']\n"] * 2
+
+
+def test_a_server_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
+    made = Sandbox(SETTINGS)
+    try:
+        assert made._process is not None
+        made._process.kill()
+        with pytest.raises(RuntimeError, match="server process does not answer"):
+            run(made, "print(1)")
+        assert run(made, "print(1)") == ("ok", "1\n")
+    finally:
+        made.close()
+
+
+def test_nothing_outlives_the_verifiers_process() -> None:
+    """A process with a sandbox in which a program runs is killed by force."""
+    script = """
+import sys
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.sandbox import Sandbox
+sandbox = Sandbox(CodeConfig(time_limit_s=60.0))
+print(sandbox._process.pid, flush=True)
+sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if os.getpid() > 3 else 0\\ntime.sleep(50)", [""], total_s=60.0)
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert owner.stdout is not None
+        server = psutil.Process(int(owner.stdout.readline()))
+        until = time.monotonic() + 10
+        while len(server.children(recursive=True)) < 6 and time.monotonic() < until:
+            time.sleep(0.02)
+        inside = [server, *server.children(recursive=True)]
+        assert len(inside) >= 7  # server, warden, first process, four of the program
+        owner.kill()
+        _, alive = psutil.wait_procs(inside, timeout=10)
+        assert not alive
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close() if owner.stdout else None
+
+
+def test_without_namespaces_auto_refuses() -> None:
+    script = """
+from megarl.environments import sandbox_kernel as kernel
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.sandbox import Sandbox
+kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
+kernel.deny_system_calls()
+try: Sandbox(CodeConfig())
+except ValueError as error: print(error)
+print(Sandbox(CodeConfig(sandbox="none")).protection)
+"""
+    # In this filter sockets are denied as well, which the sandbox's own channel needs.
+    script = script.replace("kernel.prctl", "del kernel.DENIED['socket']\nkernel.prctl", 1)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    refused, allowed = done.stdout.splitlines()
+    assert "refuses namespaces (unshare: Operation not permitted)" in refused, done.stderr
+    assert "set environment.code.sandbox to rlimits or none" in refused
+    assert allowed == "none"
+
+
+@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+def test_limits_alone(tmp_path: Path) -> None:
+    """`sandbox: rlimits` bounds memory, time and processes; it hides no file."""
+    settings = CodeConfig(sandbox="rlimits", time_limit_s=1.0, memory_mib=128, processes=8)
+    if IS_ROOT:
+        hidden = tmp_path / "hidden"
+        hidden.write_text("")
+        hidden.chmod(0o700)
+        with pytest.raises(ValueError, match="user nobody, who may not run"):
+            Sandbox(replace(settings, interpreter=(str(hidden),)))
+        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
+    made = Sandbox(settings)
+    try:
+        assert run(made, "print(input())", "x") == ("ok", "x\n")
+        assert run(made, MEMORY["at once"])[0] == "failed"
+        assert run(made, "while True: pass")[0] == "time"
+        bomb = "import os\nn = 0\ntry:\n    while n < 500:\n        n += 1\n        if not os.fork(): __import__('time').sleep(9)\nexcept OSError: print('stopped')"
+        assert run(made, bomb) == ("ok", "stopped\n")
+        assert run(made, DAEMON) == ("ok", "left\n")
+        assert made._process is not None
+        assert not psutil.Process(made._process.pid).children(recursive=True)
+    finally:
+        made.close()
+
+
+FLEES = """
+import os, time
+print("left", flush=True)
+end = time.time() + 25
+if os.fork(): os._exit(0)
+for _ in range(3):
+    try: os.fork()
+    except OSError: pass
+while time.time() < end:
+    try:
+        if os.fork(): os._exit(0)
+    except OSError: pass
+"""
+
+
+def processes_of(mark: str) -> set[int]:
+    """Processes with `mark` in their command line, which those have that one forks."""
+    found: set[int] = set()
+    for _ in range(20):  # one look misses processes that begin and end while it lasts
+        for process in psutil.pids():
+            with contextlib.suppress(OSError):
+                if mark.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+                    found.add(process)
+    return found
+
+
+@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path: Path) -> None:
+    """Without namespaces: none is running when the verdict comes, and no folder is left."""
+    settings = CodeConfig(sandbox="rlimits", time_limit_s=1.0, processes=8)
+    if IS_ROOT:
+        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
+    before = set(Path(tempfile.gettempdir()).glob(f"{FOLDER}*"))
+    made = Sandbox(settings)
+    try:
+        for _ in range(3):
+            assert run(made, FLEES) == ("ok", "left\n")
+            assert not processes_of(f"/{FOLDER}")
+            assert not set(Path(tempfile.gettempdir()).glob(f"{FOLDER}*")) - before
+    finally:
+        made.close()
+
+
+@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+def test_a_sandbox_whose_first_process_is_killed_leaves_no_program(tmp_path: Path) -> None:
+    """Without namespaces the process above it kills what the program has started."""
+    settings = CodeConfig(sandbox="rlimits", time_limit_s=8.0, processes=8)
+    if IS_ROOT:
+        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
+    made = Sandbox(settings)
+    seen: list[psutil.Process] = []
+
+    def kill() -> None:
+        assert made._process is not None
+        until = time.monotonic() + 20
+        while time.monotonic() < until and len(seen) < 5:  # warden, first, three of the program
+            time.sleep(0.05)
+            seen[:] = psutil.Process(made._process.pid).children(recursive=True)
+        psutil.Process(made._process.pid).children()[0].children()[0].kill()
+
+    killer = threading.Thread(target=kill)
+    try:
+        assert run(made, "print(input())", "x") == ("ok", "x\n")
+        killer.start()
+        with pytest.raises(SandboxError, match="ended before its report"):
+            run(made, "import os, time\nos.fork(); os.fork(); time.sleep(25)")
+        killer.join(20)
+        assert len(seen) >= 5 and not any(one.is_running() for one in seen)
+    finally:
+        made.close()
+
+
+@pytest.mark.skipif(
+    not (IS_ROOT and SYSTEM_PYTHON), reason="needs root and a Python that all may run"
+)
+def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
+    """Without root the programs have the user's own id, and no other."""
+    programs = {
+        "right": "print(input())",
+        "bomb": "import os\nn = 0\ntry:\n    while n < 500:\n        n += 1\n        if not os.fork(): __import__('time').sleep(9)\nexcept OSError: print('stopped')",
+        "kill": f"import os\nfor p in ({os.getpid()}, os.getppid(), 1, -1):\n    try: os.kill(p, 0 if p != 1 else 9)\n    except OSError: print(p > 1)",
+        "home": "import os\nprint(os.path.exists('/home'), os.path.exists('/root'))",
+        "memory": "x = bytearray(10 << 30)",
+        "first": "open('/proc/1/mem', 'rb').read(1)",
+        "write": f"open({str(tmp_path)!r} + '/x', 'w')",
+        "daemon": DAEMON,
+    }  # fmt: skip
+    script = f"""
+import base64, json, os
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.sandbox import Sandbox
+assert os.getuid() == 1000
+made = Sandbox(CodeConfig(time_limit_s=2.0, memory_mib=128, processes=8))
+found = {{}}
+for name, program in {programs!r}.items():
+    [result] = made.run("stdin", program, ["x"], total_s=8.0)
+    found[name] = [result["status"], base64.b64decode(result.get("output", "")).decode()]
+print(json.dumps([made.protection, found]))
+"""
+    tmp_path.chmod(0o777)
+    done = subprocess.run(
+        [str(SYSTEM_PYTHON), "-c", script],
+        capture_output=True, text=True, user=1000, group=1000, extra_groups=[], cwd="/",
+        env={"PYTHONPATH": str(ROOT)}, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    protection, found = json.loads(done.stdout)
+    assert protection == "namespaces"
+    assert found["right"] == ["ok", "x\n"]
+    assert found["bomb"] == ["ok", "stopped\n"]
+    assert found["home"] == ["ok", "False False\n"]
+    assert found["daemon"] == ["ok", "left\n"]
+    assert found["kill"][0] == "ok"
+    assert {found[name][0] for name in ("memory", "first", "write")} == {"failed"}
+    assert not list(tmp_path.iterdir())

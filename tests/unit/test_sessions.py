@@ -1,0 +1,357 @@
+"""Sessions in their worker processes: many at once, each bounded, none lost in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny import write_tokenizer
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.outcome import Outcome
+from megarl.environments.scoring import Environment
+from megarl.environments.session_pool import SessionPool
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+CLASSES = """
+import asyncio, os, sys, threading, time
+from megarl.environments.session import Answer, Observation
+
+class Unsayable(Exception):
+    def __str__(self): raise self
+
+class Stays:
+    '''Its step catches the cancellation; what is cut off inside is no text.'''
+    async def start(self, prompt): return Observation("")
+    async def step(self, text, token_ids):
+        while True:
+            try: await asyncio.sleep(60)
+            except asyncio.CancelledError: pass
+    def cut_off_inside(self, token_ids): return {1}
+
+class Waits:
+    async def start(self, prompt):
+        self.turns = 0
+        return Observation("")
+    async def step(self, text, token_ids):
+        self.turns += 1
+        await asyncio.sleep(0.2)
+        return Observation("a", reward=0.5) if self.turns < 2 else float(self.turns)
+
+class Mixed:
+    '''What it does is said by the prompt's answer.'''
+    def start(self, prompt):
+        self.told, self.turns = prompt.answer, 0
+        if self.told == "late start": time.sleep(60)
+        return Observation("")
+    def step(self, text, token_ids):
+        self.turns += 1
+        if self.told == "loop":
+            while True: pass
+        if self.told == "sleep": time.sleep(60)
+        if self.told == "exit": sys.exit(3)
+        if self.told == "die": os._exit(7)
+        if self.told == "raise": raise TimeoutError("a time-out of its own")
+        if self.told == "number": return Observation(5)
+        if self.told == "nothing": return Observation("")
+        if self.told == "nan": return Observation("a", reward=float("nan"))
+        if self.told == "wrong": return "a text"
+        if self.told == "answer": return Answer("8")
+        if self.told == "no answer": return Answer(8)
+        if self.told == "unsayable": raise Unsayable
+        if self.told == "long": return Observation("a" * 4_000_001)
+        return Observation("a") if self.turns < 3 else 1.0
+
+class Blocks(Mixed):
+    async def step(self, text, token_ids):
+        return super().step(text, token_ids)
+
+class Slow(Waits):
+    def step(self, text, token_ids):
+        time.sleep(0.3)
+        return 1.0
+
+class LateCloses(Waits):
+    async def start(self, prompt):
+        self.path = prompt.answer
+        await asyncio.sleep(0.3)
+        return Observation("")
+    async def step(self, text, token_ids):
+        await asyncio.sleep(0.3)
+        return Observation("a")
+    def close(self): open(self.path, "a").write("closed ")
+
+class Closes(Waits):
+    def __init__(self): self.path = None
+    def start(self, prompt):
+        self.path = prompt.answer
+        return Observation("")
+    async def step(self, text, token_ids): return Observation("a")
+    def close(self): open(self.path, "a").write("closed ")
+"""
+
+
+def prompt(answer: str = "8") -> Prompt:
+    return Prompt(0, "3+5=", [6, 13, 8, 14], answer)
+
+
+def run(
+    folder: Path, name: str, use: Callable[[Any], Awaitable[Any]], whole: bool = False, **more: Any
+) -> Any:
+    """What `use` returns, of a `SessionPool` for class `name`, or of a `whole` environment."""
+    write_tokenizer(folder / "tokenizer")
+    (folder / "own.py").write_text(CLASSES)
+    codec = Codec.of(load_tokenizer(str(folder / "tokenizer")))
+    config = EnvironmentConfig(session=f"{folder}/own.py:{name}", **more)
+    pool = (Environment if whole else SessionPool)(config, codec)
+
+    async def go() -> Any:
+        try:
+            await pool.start()
+            return await use(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+SAID = np.array([10, 1], dtype=np.int32)
+
+
+def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> list[Outcome]:
+        async def one(key: str) -> Outcome:
+            assert (await pool.begin(key, prompt())).observation == []
+            first = await pool.step(key, SAID)
+            assert first.reward == 0.5 and len(first.observation or ()) == 1, first
+            return await pool.step(key, SAID)
+
+        started = time.monotonic()
+        found = await asyncio.gather(*(one(str(number)) for number in range(300)))
+        assert time.monotonic() - started < 300 * 0.4 / 4, "one after the other it takes 120 s"
+        return found
+
+    assert {outcome.score for outcome in run(tmp_path, "Waits", use)} == {2.0}
+
+
+def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> float:
+        await asyncio.gather(*(pool.begin(str(number), prompt()) for number in range(6)))
+        started = time.monotonic()
+        found = await asyncio.gather(*(pool.step(str(number), SAID) for number in range(6)))
+        assert {outcome.score for outcome in found} == {1.0}
+        return time.monotonic() - started
+
+    # One call may take nearly the whole limit: a call's time begins with the call, not before.
+    assert run(tmp_path, "Slow", use, time_limit_s=1.2) >= 6 * 0.3
+    assert run(tmp_path, "Slow", use, threads=6) < 6 * 0.3
+
+
+@pytest.mark.parametrize(
+    ("told", "failure", "detail"),
+    [
+        ("loop", "timeout", "environment.time_limit_s = 0.5 s"),
+        ("sleep", "timeout", "environment.time_limit_s = 0.5 s"),
+        ("exit", "error", "SystemExit: 3"),
+        ("raise", "error", "TimeoutError: a time-out of its own"),
+        ("number", "error", "observation is 5, not a text"),
+        ("nothing", "error", "the observation '', which has no tokens"),
+        ("nan", "nan", "not a finite number"),
+        ("wrong", "nan", "'a text'"),
+        ("no answer", "error", "answer is 8, not a text"),
+        ("unsayable", "error", "Unsayable"),
+        ("long", "error", "4,000,001 characters"),
+    ],
+)
+def test_a_bad_call_costs_its_own_rollout(
+    tmp_path: Path, told: str, failure: str, detail: str
+) -> None:
+    async def use(pool: SessionPool) -> Outcome:
+        await asyncio.gather(pool.begin("good", prompt()), pool.begin("bad", prompt(told)))
+        assert (await pool.step("good", SAID)).observation
+        bad = await pool.step("bad", SAID)
+        assert (await pool.step("good", SAID)).observation
+        assert (await pool.step("good", SAID)).score == 1.0
+        again = await pool.step("bad", SAID)
+        assert "the session ended with" in again.detail, "a failed session takes no further step"
+        return bad
+
+    outcome = run(tmp_path, "Mixed", use, time_limit_s=0.5)
+    assert outcome.failure == failure and detail in outcome.detail, outcome
+
+
+def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> list[Outcome]:
+        begun = (pool.begin("bad", prompt("late start")), pool.begin("good", prompt()))
+        return await asyncio.gather(*begun)
+
+    bad, good = run(tmp_path, "Mixed", use, start_limit_s=0.5)
+    assert bad.failure == "timeout" and "start_limit_s" in bad.detail
+    assert good.observation == [] and not good.failure
+
+
+def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> None:
+        keys = [str(number) for number in range(40)]
+        await asyncio.gather(*(pool.begin(key, prompt("sleep")) for key in keys[1:]))
+        await pool.begin(keys[0], prompt("die"))
+        steps = [asyncio.create_task(pool.step(key, SAID)) for key in keys]
+        found = await asyncio.gather(*steps)
+        ended = [one for one in found if "ended with exit code 7" in one.detail]
+        late = [one for one in found if one.failure == "timeout"]
+        assert found[0] in ended and len(ended) > 5 and len(late) > 5, "one of two processes died"
+        assert len(ended) + len(late) == len(keys)
+        assert (await pool.begin("new", prompt())).observation == []
+        assert (await pool.step("new", SAID)).observation
+
+    run(tmp_path, "Mixed", use, time_limit_s=2.0, num_workers=2, threads=40)
+
+
+def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> Outcome:
+        await pool.begin("a", prompt())
+        host = pool._hosts[0]
+        assert host is not None
+        os.kill(host.handle.process.pid, signal.SIGKILL)
+        while not host.lost:
+            await asyncio.sleep(0.01)
+        return await pool.step("a", SAID)
+
+    outcome = run(tmp_path, "Mixed", use)
+    assert outcome.failure == "error" and "the session is gone: it ended" in outcome.detail
+
+
+def test_an_async_method_that_computes_without_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.environments.session_pool.GRACE_S", 0.5)
+
+    async def use(pool: SessionPool) -> Outcome:
+        await pool.begin("bad", prompt("loop"))
+        bad = await pool.step("bad", SAID)
+        await pool.begin("good", prompt())
+        assert (await pool.step("good", SAID)).observation, "another process took its place"
+        return bad
+
+    outcome = run(tmp_path, "Blocks", use, time_limit_s=1.0)
+    assert outcome.failure == "timeout" and "must wait, not compute" in outcome.detail
+
+
+def test_an_answer_is_scored_by_the_recipes_verifier(tmp_path: Path) -> None:
+    async def use(environment: Environment) -> list[Any]:
+        found = []
+        for number, (reference, limit) in enumerate([("answer", "stop"), ("answer", "length")]):
+            key = str(number)
+            assert await environment.begin(key, prompt(reference)) is None
+            arrays = TokenArrays(SAID, np.zeros(2, dtype=np.float32))
+            said = Segment("model", 2, arrays, finish=limit)  # type: ignore[arg-type]
+            found.append(await environment.step(key, prompt("8"), said, num_tokens=2))
+        return found
+
+    found = run(tmp_path, "Mixed", use, whole=True, correct=2.0, wrong=-1.0)
+    assert found[0] == Verdict(reward=2.0, correct=True)
+    assert found[1] == Verdict(reward=-1.0, correct=False, judged=False)
+
+
+def test_a_session_is_closed_however_it_ends(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+
+    async def use(pool: SessionPool) -> None:
+        await pool.begin("a", prompt(str(marks)))
+        await pool.step("a", SAID)
+        assert not marks.exists()
+        await pool.cut_off("a", SAID)
+
+    run(tmp_path, "Closes", use)
+    assert marks.read_text() == "closed "
+
+
+def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+
+    async def use(pool: SessionPool) -> None:
+        begins = asyncio.create_task(pool.begin("a", prompt(str(marks))))
+        await asyncio.sleep(0.1)
+        await pool.cut_off("a")
+        await begins
+        await pool.begin("b", prompt(str(marks)))
+        steps = asyncio.create_task(pool.step("b", SAID))
+        await asyncio.sleep(0.1)
+        steps.cancel()
+        await pool.cut_off("b")
+        for _ in range(100):
+            if marks.exists() and marks.read_text() == "closed closed ":
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("a session was left open")
+
+    run(tmp_path, "LateCloses", use)
+
+
+def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
+    async def use(pool: SessionPool) -> list[Outcome]:
+        await asyncio.gather(pool.begin("a", prompt()), pool.begin("b", prompt()))
+        return [await pool.step("a", SAID), await pool.cut_off("b", SAID)]
+
+    late, cut = run(tmp_path, "Stays", use, time_limit_s=0.3)
+    assert late.failure == "timeout" and "time_limit_s = 0.3" in late.detail
+    assert cut.failure == "error" and "not '' or 'tool_call'" in cut.detail
+
+
+def test_a_process_with_stopped_calls_ends_after_its_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts no more sessions, and keeps those that are open."""
+
+    async def use(pool: SessionPool) -> None:
+        await pool.begin("open", prompt())
+        old = pool._hosts[0]
+        assert old is not None
+        old.retires = True  # as a reply says after `MOST_STOPPED` stopped calls
+        await pool.begin("new", prompt())
+        assert pool._hosts[0] is not old and old.lost is None
+        for _ in range(2):
+            assert (await pool.step("open", SAID)).observation
+        assert (await pool.step("open", SAID)).score == 1.0
+        while old.lost is None:
+            await asyncio.sleep(0.01)
+        assert (await pool.step("new", SAID)).observation
+
+    run(tmp_path, "Mixed", use)
+
+
+def test_a_process_that_does_not_start_again_costs_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's code loaded once, so that a failure later is not its author's."""
+    for name, value in (("FIRST_PAUSE_S", 0.01), ("PAUSE_S", 0.5)):
+        monkeypatch.setattr(f"megarl.environments.session_pool.{name}", value)
+
+    async def use(pool: SessionPool) -> None:
+        await pool.begin("a", prompt("die"))
+        starts, tries = pool._files.start_worker, []
+
+        def refuse(*_: Any) -> Any:
+            tries.append(1)
+            raise ValueError("no server")
+
+        monkeypatch.setattr(pool._files, "start_worker", refuse)
+        assert (await pool.step("a", SAID)).failure == "error"
+        for _ in range(2):  # the second without another try
+            found = await pool.begin("b", prompt())
+            assert found.failure == "error" and "did not start: no server" in found.detail
+        assert len(tries) == 3
+        monkeypatch.setattr(pool._files, "start_worker", starts)
+        await asyncio.sleep(0.5)
+        assert (await pool.begin("c", prompt())).observation == []
+
+    run(tmp_path, "Mixed", use)

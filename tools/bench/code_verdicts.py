@@ -1,0 +1,121 @@
+"""Verdicts a second of the verifier `code`, on each form of tests, half of the programs wrong.
+
+Each thread has a verifier with a sandbox of its own, as the processes of `environment.num_workers`
+have; the threads themselves only wait and compare.
+
+    python tools/bench/code_verdicts.py --threads 2 --rounds 5 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import (
+    Others,
+    cell,
+    command_line,
+    require_positive,
+    run_tool,
+    spread,
+    warn_if_not_quiet,
+)
+
+OPTIONS = {
+    "--verdicts": {"type": int, "default": 60, "help": "responses of a form in a round"},
+    "--tests": {"type": int, "default": 3, "help": "tests of a row"},
+    "--threads": {"type": int, "default": 2, "help": "verifiers at the same time"},
+    "--rounds": {"type": int, "default": 5, "help": "rounds"},
+    "--sandbox": {"default": "auto", "help": "environment.code.sandbox"},
+}
+FORMS = ("stdin", "calls", "asserts", "check")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = command_line(__doc__, OPTIONS)
+    args = parser.parse_args(argv)
+    require_positive(parser, args, ("verdicts", "tests", "threads", "rounds"))
+    return args
+
+
+def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
+    """(row, response): the sum of a list; a wrong program forgets the last number."""
+    lists = [list(range(number, number + 20)) for number in range(1, tests + 1)]
+    part = "" if right else "[:-1]"
+    function = f"```python\ndef total(numbers):\n    return sum(numbers{part})\n```"
+    if form == "stdin":
+        inputs = [" ".join(map(str, one)) + "\n" for one in lists]
+        row = {"input_output": {"inputs": inputs, "outputs": [str(sum(one)) for one in lists]}}
+        return row, f"```python\nprint(sum(list(map(int, input().split())){part}))\n```"
+    if form == "calls":
+        data = {"fn_name": "total", "inputs": [[one] for one in lists]}
+        return {"input_output": data | {"outputs": [sum(one) for one in lists]}}, function
+    if form == "asserts":
+        return {"test_list": [f"assert total({one}) == {sum(one)}" for one in lists]}, function
+    lines = "".join(f"    assert candidate({one}) == {sum(one)}\n" for one in lists)
+    starts = 'def total(numbers):\n    """The sum."""\n'
+    check = f"def check(candidate):\n{lines}"
+    return {"prompt": starts, "entry_point": "total", "test": check}, function
+
+
+def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
+    """Verdicts a second of one round. Raises `RuntimeError` for a wrong verdict."""
+    from megarl.environments.code import code
+    from megarl.environments.code_config import CodeConfig
+    from megarl.environments.config import EnvironmentConfig
+    from megarl.types import Prompt
+
+    settings = CodeConfig(sandbox=args.sandbox, time_limit_s=30.0)
+    config = EnvironmentConfig(verifier="code", code=settings, time_limit_s=120.0)
+    verifiers = [code(config) for _ in range(args.threads)]  # a sandbox ends with its thread
+
+    def work(number: int) -> None:
+        for index in range(number, args.verdicts, args.threads):
+            right = index % 4 < 2
+            row, response = problem(form, args.tests, right)
+            prompt = Prompt(index=index, text="", token_ids=[1], answer="", fields=row)
+            score = asyncio.run(_awaited(verifiers[number](prompt, response)))
+            if score.correct != right:
+                raise RuntimeError(f"{form}: verdict {score}, but the program is right: {right}")
+
+    with ThreadPoolExecutor(args.threads) as pool:
+        list(pool.map(work, range(args.threads)))  # the first starts import, and fill caches
+        began = time.perf_counter()
+        list(pool.map(work, range(args.threads)))
+        return args.verdicts / (time.perf_counter() - began)
+
+
+async def _awaited(made: Any) -> Any:
+    return await made
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, list[float]] = {form: [] for form in FORMS}
+    share = 0.0
+    for _ in range(args.rounds):
+        for form in FORMS:
+            with Others() as others:
+                found[form].append(verdicts_per_s(form, args))
+            share = max(share, others.share)
+    rates = {form: spread(values) for form, values in found.items()}
+    return {"verdicts_per_s": rates, "others_cpu_share": share}
+
+
+def show(result: dict[str, Any]) -> Iterable[str]:
+    task = result["task"]
+    yield f"{task['tests']} tests a program, {task['threads']} verifiers, {task['rounds']} rounds"
+    for form, rates in result["verdicts_per_s"].items():
+        mean = sum(rates["all"]) / len(rates["all"])
+        yield f"{form:<8} {cell(rates, '.1f')} verdicts/s, mean {mean:.1f}"
+    yield from warn_if_not_quiet(result["others_cpu_share"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool("code_verdicts", arguments=arguments, measure=measure, show=show))

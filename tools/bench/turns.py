@@ -1,0 +1,340 @@
+"""Rollouts of many turns on a real vLLM engine: are they exact, and does the engine stay busy?
+
+    python tools/bench/turns.py exact RECIPE.yaml [--rollouts 500]
+    python tools/bench/turns.py load MODEL [--sessions 2000] [--turns 8] [--wait-ms 50]
+                                           [--tokens 16] [--minutes 0]
+
+`exact` generates rollouts of a recipe with a session or tools, each from another prompt. It
+compares the rows that would be trained on, token by token, with what the engine itself recorded of
+each request, and the engine's log-probs with those of the model in float32 through transformers.
+
+`load` opens many sessions at once, whose every turn waits like a tool does, in one worker process,
+and reports the share of the time in which the engine's process computed (its CPU time over wall
+time, from the first request to the last), and the memory of this process, which holds what the
+rollout service holds. With `--minutes` the sessions are opened again and again for so long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from megarl.checks.sampling import check_rollout
+from megarl.cluster.process_env import engine_environment, prepare_environment
+from megarl.cluster.remote import EngineActor, GenerateRequest
+from megarl.config import RunConfig, load, longest_request
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment
+from megarl.rollout.attempts import Attempts
+from megarl.rollout.batch import shares
+from megarl.rollout.config import EngineConfig, RolloutConfig
+from megarl.rollout.requests import EnginePool
+from megarl.types import Group, Prompt, Rollout, Samples, Segment
+
+WAITING = """
+import asyncio
+from megarl.environments.session import Observation
+
+class Waits:
+    async def start(self, prompt):
+        self.turns = 0
+        return Observation("")
+    async def step(self, text, token_ids):
+        await asyncio.sleep({seconds})
+        self.turns += 1
+        return 1.0 if self.turns == {turns} else Observation("1")
+"""
+
+
+class RecordedEngine(EngineActor):
+    """An engine that keeps vLLM's own account of each request: (prompt tokens, generated tokens,
+    their log-probs).
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.record: list[tuple[list[int], list[int], list[float]]] = []
+        self.keeps = True
+
+    async def _run(self, prompt: dict[str, Any], sampling: Any) -> Any:
+        final = None
+        name = self._name("sample")
+        async for final in self._llm.generate(prompt, sampling, name, lora_request=self._lora):  # type: ignore[arg-type]
+            pass
+        assert final is not None
+        out = final.outputs[0]
+        if self.keeps:
+            given = list(final.prompt_token_ids or ())
+            self.record.append((given, list(out.token_ids), list(out.logprobs.logprobs)))
+        return out
+
+
+class Here:
+    """An engine of this process, as the rollout service sees it."""
+
+    def __init__(self, engine: RecordedEngine) -> None:
+        self._engine = engine
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
+        return await self._engine.serve(request, [part.arrays for part in segments])
+
+
+# ------------------------------------------------------------------------------------------- exact
+
+
+async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
+    """Generate `count` rollouts and compare them with the engine's record."""
+    engine = RecordedEngine(
+        number=0,
+        model=config.model.path,
+        config=config.rollout.engine,
+        max_tokens=longest_request(config),
+        stop_token_ids=inputs.stop_token_ids,
+        trust_remote_code=False,
+        seed=config.seed,
+        environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
+        load=True,
+        sampling=config.rollout.sampling,
+    )
+    codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
+    environment = Environment(config.environment, codec)
+    await asyncio.gather(engine.start(), environment.start())
+    try:
+        pool = EnginePool([Here(engine)], config.rollout)
+        attempts = Attempts(
+            pool,
+            environment,
+            config.seed,
+            config.rollout.max_new_tokens,
+            config.environment.max_turns,
+        )
+        prompts = [inputs.prompts.at(ordinal) for ordinal in range(count)]
+        found = await asyncio.gather(
+            *(attempts.attempt(one, n, 0, temperature=1.0) for n, one in enumerate(prompts))
+        )
+    finally:
+        await environment.close()
+        await engine.stop()
+    groups = [
+        Group(n, prompt, [Rollout(0, 0, segments, verdict, 0)])
+        for n, (prompt, (segments, verdict)) in enumerate(zip(prompts, found, strict=True))
+    ]
+    rows = rows_of(groups)
+    worst = max(differences(config.model.path, rows))
+    return {
+        "rollouts": count,
+        "requests": len(engine.record),
+        "turns_mean": float(np.mean([sum(p.kind == "model" for p in s) for s, _ in found])),
+        "with_tools_or_observations": sum(len(s) > 1 for s, _ in found),
+        "failures": sum(bool(verdict.failure) for _, verdict in found),
+        "rows_that_differ": wrong_rows(rows, engine.record),
+        "largest_logprob_difference": worst,
+    }
+
+
+def rows_of(groups: list[Group]) -> Samples:
+    """The samples that one rank would train on."""
+    made = shares(
+        step=0,
+        drawn=groups,
+        accepted=groups,
+        seconds=1.0,
+        num_data_ranks=1,
+        num_mini_batches=1,
+        micro_batch_tokens=2**20,
+        transcripts=0,
+    )
+    (samples,) = made.share(0).samples
+    return samples
+
+
+def wrong_rows(rows: Samples, record: list[tuple[list[int], list[int], list[float]]]) -> int:
+    """Number of rows that are not what the engine recorded: for each stretch of trained tokens
+    there must be one request, whose prompt is the row up to there and whose tokens and log-probs
+    are the stretch. A request is used once, and all are used.
+    """
+    asked: dict[tuple[int, ...], list[tuple[list[int], list[float]]]] = {}
+    for given, made, logprobs in record:
+        asked.setdefault(tuple(given), []).append((made, logprobs))
+    wrong = 0
+    for n in range(len(rows)):
+        part = slice(rows.offsets[n], rows.offsets[n + 1])
+        tokens, mask = rows.token_ids[part].tolist(), rows.mask[part]
+        logprobs = rows.engine_logprobs[part]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+        right = bool((logprobs[~mask] == 0).all())
+        for start, end in edges.reshape(-1, 2).tolist():
+            candidates = asked.get(tuple(tokens[:start]), [])
+            expected = (tokens[start:end], logprobs[start:end].tolist())
+            same = [
+                one
+                for one in candidates
+                if one[0] == expected[0]
+                and np.array_equal(np.float32(one[1]), np.float32(expected[1]))
+            ]
+            right = right and bool(same)
+            if same:
+                candidates.remove(same[0])
+        wrong += not right
+    return wrong + sum(len(left) for left in asked.values())
+
+
+def differences(model: str, rows: Samples) -> list[float]:
+    """For each row, the largest difference between the engine's log-probs and the model's."""
+    import torch
+    import transformers
+
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
+    for n in range(len(rows)):
+        part = slice(rows.offsets[n], rows.offsets[n + 1])
+        tokens = torch.from_numpy(rows.token_ids[part]).long()
+        mask = torch.from_numpy(rows.mask[part])[1:]
+        with torch.no_grad():
+            logits = policy(tokens[None]).logits[0, :-1]
+        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        theirs = torch.from_numpy(rows.engine_logprobs[part])[1:]
+        found.append(float((own - theirs)[mask].abs().max()))
+    return found
+
+
+# -------------------------------------------------------------------------------------------- load
+
+
+async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Many sessions at once."""
+    (folder / "own.py").write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
+    tokenizer = load_tokenizer(args.model)
+    longest = 8 + args.turns * (args.tokens + 1)
+    engine = RecordedEngine(
+        number=0,
+        model=args.model,
+        config=EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1),
+        max_tokens=longest,
+        stop_token_ids=[],
+        trust_remote_code=False,
+        seed=1,
+        environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
+        load=True,
+    )
+    engine.keeps = False
+    config = EnvironmentConfig(
+        session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
+    )
+    environment = Environment(config, Codec.of(tokenizer))
+    started = await engine.start()
+    await environment.start()
+    own = psutil.Process().pid
+    of_engine = [psutil.Process(pid) for _, pid, _ in started["processes"] if pid != own]
+    pool = EnginePool([TurnLimit(engine, args.tokens)], RolloutConfig(request_timeout_s=600.0))
+    attempts = Attempts(pool, environment, 1, longest)
+    memory, rounds = [], []
+    until = time.monotonic() + 60 * args.minutes
+    try:
+        while not rounds or time.monotonic() < until:
+            begun, before = time.monotonic(), [sum(one.cpu_times()[:2]) for one in of_engine]
+            prompts = [Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions)]
+            done = await asyncio.gather(
+                *(
+                    attempts.attempt(one, len(rounds), n, temperature=1.0)
+                    for n, one in enumerate(prompts)
+                )
+            )
+            seconds = time.monotonic() - begun
+            after = [sum(one.cpu_times()[:2]) for one in of_engine]
+            computed = max(late - early for early, late in zip(before, after, strict=True))
+            assert all(not verdict.failure and verdict.reward == 1.0 for _, verdict in done)
+            rounds.append(
+                {
+                    "seconds": seconds,
+                    "engine_busy": computed / seconds,
+                    "turns_per_s": args.sessions * args.turns / seconds,
+                }
+            )
+            memory.append(psutil.Process().memory_info().rss / 2**20)
+            del done
+    finally:
+        await environment.close()
+        await engine.stop()
+    return {"rounds": rounds, "memory_mib": memory}
+
+
+class TurnLimit(Here):
+    """An engine whose turns have so many tokens, whatever the rollout has left."""
+
+    def __init__(self, engine: RecordedEngine, tokens: int) -> None:
+        super().__init__(engine)
+        self._tokens = tokens
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        segments: Sequence[Segment],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+    ) -> Segment:
+        made = await super().generate(
+            prompt_ids,
+            segments,
+            seed=seed,
+            max_tokens=self._tokens,
+            temperature=temperature,
+        )
+        return replace(made, finish="stop")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    one = kinds.add_parser("exact")
+    one.add_argument("recipe")
+    one.add_argument("--rollouts", type=int, default=500)
+    one = kinds.add_parser("load")
+    one.add_argument("model")
+    one.add_argument("--sessions", type=int, default=2000)
+    one.add_argument("--turns", type=int, default=8)
+    one.add_argument("--wait-ms", type=float, default=50)
+    one.add_argument("--tokens", type=int, default=16)
+    one.add_argument("--minutes", type=float, default=0)
+    args = parser.parse_args(argv)
+    prepare_environment(1)
+    if args.kind == "exact":
+        config = load(RunConfig, args.recipe, [])
+        inputs = check_rollout(config).run
+        found = asyncio.run(exact(config, inputs, args.rollouts))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = asyncio.run(under_load(args, Path(folder)))
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
