@@ -40,7 +40,7 @@ from megarl.objectives.config import (
     DistillationConfig,
 )
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
-from megarl.rollout.config import RolloutConfig
+from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
 from megarl.serve_config import ServeRewardConfig
 from megarl.supervised_config import (
@@ -283,6 +283,16 @@ def patience_s(config: RunConfig, num_requests: int) -> float:
     """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
+
+
+def silence_s(config: RunConfig) -> float:
+    """Seconds in which neither an engine makes a step nor a response is judged, after which
+    something must be wrong: an engine hangs and is found out, its replacement is started as often
+    as it may be, and the slowest verdict comes after that.
+    """
+    engine, environment = config.rollout.engine, config.environment
+    restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
+    return restart_s + environment.start_limit_s + environment.time_limit_s + 60.0
 
 
 def read(kind: type[C], file: str | Path, overrides: Sequence[str] = ()) -> C:

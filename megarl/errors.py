@@ -16,3 +16,9 @@ class EngineLost(RuntimeError):
         """`engines`: the numbers of the lost engines, as far as they are known."""
         super().__init__(reason)
         self.engines = engines
+
+
+class EngineUnreachable(RuntimeError):
+    """An inference engine that could not be reached for a moment, but may be alive: a request to it
+    can be sent again.
+    """

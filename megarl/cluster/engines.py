@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.console import say
 from megarl.errors import EngineLost, UserError
+from megarl.rollout.config import ENGINE_STARTS
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 ActorHandle = Any
@@ -62,12 +65,16 @@ def end(processes: Sequence[Process], *, patience_s: float) -> None:
         time.sleep(0.02)
 
 
+class ActorDied(RuntimeError):
+    """A Ray actor died before it answered."""
+
+
 def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = "") -> list[Any]:
     """`ray.get` of {name of the actor: object reference} with a deadline; returns the results in
     order.
 
-    An error names the actor that failed or was late, and the reason; a `UserError` of an actor is
-    raised as it is. `fix` is the advice given where an actor is late.
+    An error names the actor that failed, was late or died (`ActorDied`), and the reason; a
+    `UserError` of an actor is raised as it is. `fix` is the advice given where an actor is late.
     """
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -83,14 +90,17 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
                 raise UserError(str(error.cause)) from None
             raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
         except RayActorError as error:
-            raise RuntimeError(f"{which} died ({doing}): {error}") from error
+            raise ActorDied(f"{which} died ({doing}): {error}") from error
     return answers
 
 
 class EngineGroup:
     """All inference engines of a run, as rank 0 controls them.
 
-    Each method calls every engine and raises within its time limit, naming the engine that failed.
+    Each call to the engines raises within its time limit, naming the engine that failed. Two
+    threads of rank 0 use the group: the training loop, and the supervisor
+    (`megarl.cluster.supervisor`). While the loop publishes, or a colocated trainer has the GPUs
+    (`hold`), only the loop replaces engines; otherwise only the supervisor does.
     """
 
     def __init__(self, count: int, start: Callable[[int], ActorHandle], timeout_s: float) -> None:
@@ -100,22 +110,54 @@ class EngineGroup:
             number: handle.start.remote() for number, handle in enumerate(self.handles)
         }
         self._processes: dict[int, list[Process]] = {}
-        self._fresh: list[int] = []
+        self._fresh: set[int] = set()
+        """Engines that have replaced others and that the rollout service does not know yet."""
+        self.dead: set[int] = set()
+        """Engines that were ended and are not yet started again."""
+        self.is_held = False
+        self.lock = threading.RLock()
+        """Held by whoever replaces engines or changes who may."""
         self.service: ActorHandle = None
         """The rollout service, which `admit` tells of replaced engines; None for a run without one.
         """
 
     def wait(self) -> float:
-        """Wait until every starting engine is ready; returns the start-up time of the slowest in
-        seconds.
+        """Wait until every starting engine is ready; an engine whose process dies meanwhile is
+        started again, up to `ENGINE_STARTS` times. Returns the seconds that the slowest took.
         """
-        starting, self._starting = self._starting, {}
-        answers = self._ask(
-            starting, self._timeout_s, "starting", "raise rollout.engine.start_timeout_s"
-        )
-        for number, answer in zip(starting, answers, strict=True):
-            self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
-        return max(answer["seconds"] for answer in answers)
+        slowest = 0.0
+        for number in sorted(self._starting):
+            for attempt in range(1, ENGINE_STARTS + 1):
+                try:
+                    slowest = max(slowest, self.finish_start(number, self._timeout_s))
+                    break
+                except ActorDied as error:
+                    if attempt == ENGINE_STARTS:
+                        raise
+                    say(f"megarl: {error}; starting it again")
+                    self.restart([number])
+        return slowest
+
+    def finish_start(self, number: int, timeout_s: float) -> float:
+        """Wait until the starting engine `number` is ready; returns its start-up time in seconds.
+        Raises `ActorDied` if its process dies, and `RuntimeError` if it cannot start or is late.
+        """
+        starting = {f"engine {number}": self._starting[number]}
+        fix = "raise rollout.engine.start_timeout_s"
+        answer = ask(starting, timeout_s, "starting", fix)[0]
+        del self._starting[number]
+        self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
+        return answer["seconds"]
+
+    @property
+    def starting(self) -> dict[int, Any]:
+        """{engine number: object reference of its start's result} of engines that start."""
+        return dict(self._starting)
+
+    @property
+    def fresh(self) -> set[int]:
+        """Numbers of the engines that have replaced others and do not serve requests yet."""
+        return set(self._fresh)
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         """Send each engine `info(number)`: where it receives its weights from (`Engine.connect`).
@@ -149,18 +191,24 @@ class EngineGroup:
         return Answers([handle.load_adapter.remote(version, shared) for handle in self.handles])
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory; generation pauses."""
-        self._ask(self._call("sleep"), timeout_s, "going to sleep")
+        """Have every engine free its GPU memory; generation pauses. An engine that is lost is
+        ended, and replaced by the next publication. No engine is started until then.
+        """
+        self.hold()
+        self._each("sleep", timeout_s)
 
     def wake(self, *, timeout_s: float) -> None:
         """Have every engine allocate its GPU memory again, without the weights: publish a version
-        before generation.
+        before generation. An engine that is lost is ended, and replaced by that publication.
         """
-        self._ask(self._call("wake"), timeout_s, "waking up")
+        self._each("wake", timeout_s)
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        """For each engine, the log-probs of `token_ids[1:]`, at temperature 1."""
-        return self._ask(self._call("score", token_ids), timeout_s, "scoring")
+        """For each engine, the log-probs of `token_ids[1:]`, at temperature 1. Raises `EngineLost`
+        if an engine is dead or late.
+        """
+        answers = Answers([handle.score.remote(token_ids) for handle in self.handles])
+        return answers.result(timeout_s=timeout_s)
 
     def processes(self) -> list[Process]:
         """The processes of all engines."""
@@ -170,53 +218,81 @@ class EngineGroup:
         """Process ids of engine `number`: its Ray actor first, then vLLM's processes."""
         return [pid for _, pid, _ in self._processes[number]]
 
+    def hold(self) -> list[int]:
+        """From now on only the caller replaces engines. Waits for engines that are being started;
+        returns the numbers of those that have no weights yet.
+        """
+        with self.lock:
+            self.is_held = True
+        self.wait()
+        return sorted(self._fresh)
+
+    def let_go(self) -> None:
+        """End what `hold` has begun: from now on the supervisor replaces engines."""
+        with self.lock:
+            self.is_held = False
+
+    def kill(self, number: int, handle: ActorHandle) -> None:
+        """Kill the processes of engine `number`, if its actor still is `handle`."""
+        with self.lock:
+            if self.handles[number] is not handle:
+                return
+            self.dead.add(number)
+            self._starting.pop(number, None)
+            processes = self._processes.pop(number, [])
+        with contextlib.suppress(Exception):
+            ray.kill(handle)
+        end(processes, patience_s=0.0)
+
+    def restart(self, numbers: Sequence[int]) -> None:
+        """Kill what is left of the engines `numbers`, and begin to start new ones under the same
+        numbers.
+        """
+        for number in numbers:
+            self.kill(number, self.handles[number])
+        with self.lock:
+            for number in numbers:
+                self.handles[number] = self._start(number)
+                self._starting[number] = self.handles[number].start.remote()
+                self._fresh.add(number)
+                self.dead.discard(number)
+
     def replace(self, numbers: Sequence[int]) -> None:
         """Kill what is left of the engines `numbers` and start new ones in parallel under the same
         numbers; returns once they are ready.
         """
-        for number in numbers:
-            with contextlib.suppress(Exception):
-                ray.kill(self.handles[number])
-        end(
-            [process for number in numbers for process in self._processes.pop(number, [])],
-            patience_s=0.0,
-        )
-        for number in numbers:
-            self.handles[number] = self._start(number)
-        self._starting = {number: self.handles[number].start.remote() for number in numbers}
-        self._fresh = sorted({*self._fresh, *numbers})
+        self.restart(numbers)
         self.wait()
 
-    def admit(self) -> None:
+    def admit(self) -> int:
         """Hand the replaced engines to the rollout service, which then sends them requests. Call it
-        once they have received a version of the weights.
+        once they have the current weights. Returns their number.
         """
+        fresh = sorted(self._fresh)
         if self.service is not None:
-            for number in self._fresh:
+            for number in fresh:
                 told = self.service.use_engine.remote(number, self.handles[number])
                 ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of fresh engines")
-        self._fresh = []
+        self._fresh.difference_update(fresh)
+        return len(fresh)
 
-    def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call `method` of every engine: {engine number: object reference of the result}."""
-        return {
-            number: getattr(handle, method).remote(*arguments)
-            for number, handle in enumerate(self.handles)
-        }
-
-    def _ask(
-        self,
-        references: Mapping[int, Any],
-        timeout_s: float,
-        doing: str,
-        fix: str = "raise weight_sync.timeout_s",
-    ) -> list[Any]:
-        return ask(
-            {f"engine {number}": reference for number, reference in references.items()},
-            timeout_s,
-            doing,
-            fix,
-        )
+    def _each(self, method: str, timeout_s: float) -> None:
+        """Call `method` of every engine and wait. Engines that are dead or late are killed. Raises
+        `RuntimeError` if a living engine fails.
+        """
+        handles = list(self.handles)
+        answers = Answers([getattr(handle, method).remote() for handle in handles])
+        try:
+            refused = answers.refused(timeout_s=timeout_s)
+        except EngineLost as lost:
+            say(f"megarl: {method} of engines {lost.engines}: {lost}; they are replaced")
+            for number in lost.engines:
+                self.kill(number, handles[number])
+            return
+        if refused:
+            raise RuntimeError(
+                "; ".join(f"engine {number} failed: {why}" for number, why in refused.items())
+            )
 
 
 class Answers:

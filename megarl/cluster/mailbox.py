@@ -21,9 +21,14 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayActorError,
+)
 
-from megarl.errors import EngineLost
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.types import Segment, TokenArrays
 
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
@@ -124,7 +129,8 @@ class Mailbox:
         """Have the actor run `serve(request, arrays)` and return the result.
 
         If the result is a `Segment`, its `arrays` are replaced by a `StoredArrays`. Raises
-        `EngineLost` if the actor, or a process it depends on, is dead. Raises `ValueError` if
+        `EngineLost` if the actor, or a process it depends on, is dead, and `EngineUnreachable` if
+        the actor may still be alive. Raises `ValueError` if
         `serve` raised one, and `RuntimeError` for any other exception of `serve`.
         """
         loop = asyncio.get_running_loop()
@@ -188,7 +194,9 @@ class Mailbox:
 
     def _fail(self, error: Exception) -> None:
         """End every unanswered request with the exception `error`."""
-        if isinstance(error, RayActorError):
+        if isinstance(error, ActorUnavailableError):
+            error = EngineUnreachable(f"it could not be reached ({str(error).splitlines()[0]})")
+        elif isinstance(error, RayActorError):
             error = EngineLost(f"its process died ({str(error).splitlines()[0]})")
         self._outbox = []
         for waiting in self._pending.values():

@@ -22,10 +22,13 @@ from megarl.cluster.process_env import use_cluster_token, without_variable
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.console import say
 from megarl.errors import UserError
 from megarl.rollout.batch import assemble
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluation import Evaluated
+from megarl.rollout.waits import PublishAgain
 from megarl.signals import Stop
 from megarl.types import Prompt, StepBatch
 
@@ -42,6 +45,12 @@ of the service ends the wait at once."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """As `STOP_TIMEOUT_S`, for a run that ends by a signal or an error."""
+
+SERVICE_TIMEOUT_S = 120.0
+"""Seconds the rollout service has to answer a call that waits for nothing."""
+
+PROGRESS_POLL_S = 5.0
+"""Seconds between two questions whether the rollouts that a rank waits for make progress."""
 
 
 RAY_ATTEMPTS = 3
@@ -91,6 +100,7 @@ class Cluster:
         self.namespace = namespace
         self._owned: list[ActorHandle] = []
         self._groups: list[EngineGroup] = []
+        self._supervisors: list[EngineSupervisor] = []
         self._service_ready: Any = None
         # Ray puts handlers of its own in place, which end the process on the spot.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -146,6 +156,18 @@ class Cluster:
         self._groups.append(EngineGroup(len(seats), start, timeout_s))
         return self._groups[-1]
 
+    def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:
+        """Watch started engines from now on, and replace those that die or hang. `loads`: the
+        engines read their weights from disk, and nothing is published to them.
+        """
+        supervisor = EngineSupervisor(
+            engines,
+            stall_s=config.engine.stall_timeout_s,
+            start_s=config.engine.start_timeout_s,
+            loads=loads,
+        )
+        self._supervisors.append(supervisor)
+
     def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
         """Start the rollout service in a named actor that every rank can look up; `build`
         constructs it there. Call `wait_for_service` before use. `held_out`: the problems it
@@ -171,6 +193,8 @@ class Cluster:
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the actors, then Ray, then kill the processes of vLLM that still run."""
+        for supervisor in self._supervisors:
+            supervisor.close()
         stops = []
         for handle in self._owned:
             with contextlib.suppress(Exception):
@@ -194,15 +218,17 @@ class Cluster:
 
 
 class RolloutClient:
-    """A trainer rank's interface to the rollout service. Every call has a timeout.
+    """A trainer rank's interface to the rollout service. Every call has a timeout; a call that
+    waits for rollouts has one for the time without progress.
 
     Once `stop` is set, the service is told to give out no further work, and `take` and `evaluate`
     return None, on all ranks after the same step.
     """
 
-    def __init__(self, data_rank: int, *, deadline_s: float) -> None:
+    def __init__(self, data_rank: int, *, silence_s: float) -> None:
+        """`silence_s`: seconds that rollouts may make no progress (`megarl.config.silence_s`)."""
         self._service = ray.get_actor(SERVICE)
-        self._data_rank, self._deadline_s = data_rank, deadline_s
+        self._data_rank, self._silence_s = data_rank, silence_s
         self.stop = Stop()
         """Set by a signal that ends the run."""
 
@@ -210,17 +236,19 @@ class RolloutClient:
         """Have the rollout service start to generate."""
         self._ask(self._service.start.remote(), "starting rollouts")
 
-    def take(self, step: int) -> StepBatch | None:
+    def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
         """The samples of this rank for `step`; the token arrays are read from Ray's object
-        store. None if the run is to end before that step.
+        store. None if the run is to end before that step. `publish_again` publishes the present
+        weights; it is called, on all ranks alike, whenever an engine was replaced meanwhile.
         """
         plan = self._ask_unless_stopped(
-            lambda: self._service.take.remote(step, self._data_rank),
-            f"waiting for the rollouts of step {step + 1}",
+            lambda count: self._service.take.remote(step, self._data_rank, count),
+            f"the rollouts of step {step + 1}",
+            publish_again,
         )
         if plan is None:
             return None
-        return assemble(plan, partial(fetch, timeout_s=self._deadline_s))
+        return assemble(plan, partial(fetch, timeout_s=self._silence_s))
 
     def release(self, step: int) -> None:
         """Tell the service that `step` is trained and weight version `step + 1` is on the
@@ -234,12 +262,16 @@ class RolloutClient:
             self._service.cursor.remote(step), f"reading the prompt cursor after {step} steps"
         )
 
-    def evaluate(self, temperature: float, name: str) -> Evaluated | None:
+    def evaluate(
+        self, temperature: float, name: str, publish_again: Callable[[], object]
+    ) -> Evaluated | None:
         """Generate and score one response to each held-out problem: (metrics, transcripts). None if
-        the run is to end.
+        the run is to end. `publish_again`: see `take`.
         """
         return self._ask_unless_stopped(
-            lambda: self._service.evaluate.remote(temperature, name), "evaluating"
+            lambda count: self._service.evaluate.remote(temperature, name, count),
+            "an evaluation",
+            publish_again,
         )
 
     def stop_early(self) -> None:
@@ -269,25 +301,55 @@ class RolloutClient:
         Yields one list of records per call, in the order of the calls.
         """
         for reference in pending:
-            yield self._ask(reference, "evaluating")
+            watch = self._progress_watch("an evaluation")
+            while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                watch()
+            yield self._ask(reference, "an evaluation")
 
-    def _ask_unless_stopped(self, call: Callable[[], Any], doing: str) -> Any:
-        """The answer to `call`; before and while waiting, tells the service if the run is to
-        end.
+    def _ask_unless_stopped(
+        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
+    ) -> Any:
+        """The answer to `call`, which gets the number of publications so far; before and while
+        waiting, tells the service if the run is to end.
         """
-        deadline, told = time.monotonic() + self._deadline_s, False
-        reference = None
+        told, count, reference, watch = False, 0, None, self._progress_watch(what)
         while True:
             if self.stop and not told:
                 self._ask(self._service.interrupt.remote(False), "ending the run")
                 told = True
-            reference = reference or call()
-            if ray.wait([reference], timeout=STOP_POLL_S)[0]:
-                return self._ask(reference, doing)
-            if time.monotonic() > deadline:
+            reference = reference or call(count)
+            if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                watch()
+                continue
+            answer = self._ask(reference, f"waiting for {what}")
+            if not isinstance(answer, PublishAgain):
+                return answer
+            publish_again()
+            reference, count, watch = None, count + 1, self._progress_watch(what)
+
+    def _progress_watch(self, what: str) -> Callable[[], None]:
+        """A function to call while waiting for rollouts: raises `RuntimeError` once they have made
+        no progress for `silence_s` seconds.
+        """
+        progress, moved_at = -1, time.monotonic()
+        asked_at = moved_at
+
+        def watch() -> None:
+            nonlocal progress, moved_at, asked_at
+            if time.monotonic() < asked_at + PROGRESS_POLL_S:
+                return
+            found = self._ask(self._service.progress.remote(), f"waiting for {what}")
+            asked_at = time.monotonic()
+            if found != progress:
+                progress, moved_at = found, asked_at
+            elif asked_at - moved_at > self._silence_s:
                 raise RuntimeError(
-                    f"the rollout service did not answer within {self._deadline_s:g} s ({doing})"
+                    f"no engine has made a step and no response was judged for {self._silence_s:g}"
+                    f" s, while this rank waited for {what}; look at run.log for what engines and"
+                    " environment printed last"
                 )
 
+        return watch
+
     def _ask(self, reference: Any, doing: str) -> Any:
-        return ask({"the rollout service": reference}, self._deadline_s, doing)[0]
+        return ask({"the rollout service": reference}, SERVICE_TIMEOUT_S, doing)[0]

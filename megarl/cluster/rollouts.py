@@ -53,6 +53,7 @@ class Generation:
         if self.cluster is not None and self.engines is not None:
             self.engines.wait()
             self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
+            self.cluster.supervise(self.engines, self.config.rollout, loads=False)
 
     def join(self, stack: ExitStack) -> None:
         """Connect the other ranks to rank 0's Ray cluster. All ranks call it together."""

@@ -20,6 +20,7 @@ from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
+from megarl.rollout.waits import PublishAgain
 from megarl.types import Prompt
 
 
@@ -87,8 +88,10 @@ class ServiceActor:
     async def is_early_stop(self) -> bool:
         return self._service.is_early_stop
 
-    async def take(self, step: int, data_rank: int) -> SharePlan | None:
-        return await self._service.take(step, data_rank)
+    async def take(
+        self, step: int, data_rank: int, publications: int
+    ) -> SharePlan | PublishAgain | None:
+        return await self._service.take(step, data_rank, publications)
 
     async def release(self, version: int) -> None:
         await self._service.release(version)
@@ -96,8 +99,10 @@ class ServiceActor:
     async def cursor(self, step: int) -> int:
         return await self._service.cursor(step)
 
-    async def evaluate(self, temperature: float, name: str) -> Evaluated | None:
-        return await self._service.evaluate(self._held_out, temperature, name)
+    async def evaluate(
+        self, temperature: float, name: str, publications: int
+    ) -> Evaluated | PublishAgain | None:
+        return await self._service.evaluate(self._held_out, temperature, name, publications)
 
     async def answers(
         self, prompts: list[Prompt], temperature: float, name: str, takes_failures: bool
@@ -105,6 +110,15 @@ class ServiceActor:
         return await self._service.answers(
             prompts, temperature, name, takes_failures=takes_failures
         )
+
+    async def engine_is_ready(self, number: int) -> None:
+        await self._service.engine_is_ready(number)
+
+    async def fail(self, reason: str) -> None:
+        await self._service.fail(reason)
+
+    async def progress(self, engine_steps: int = 0) -> int:
+        return self._service.progress(engine_steps)
 
     async def use_engine(self, number: int, handle: Any) -> None:
         self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))

@@ -19,7 +19,7 @@ from megarl.checks.evaluation import EvalCase, EvalInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
-from megarl.config import RunConfig, patience_s
+from megarl.config import RunConfig, silence_s
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import final_expression, plain_number
 from megarl.errors import UserError
@@ -77,13 +77,13 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
             start_service(config, cluster, engines, case.inputs, first_step=0, first_ordinal=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * next(iter(case.sets.values()))[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
         for source, prompts in case.sets.items():
             count = max(evaluation.samples, int(evaluation.sampled_too))
-            deadline_s = patience_s(config, len(prompts) * (1 + count))
-            client = RolloutClient(0, deadline_s=deadline_s)
+            client = RolloutClient(0, silence_s=silence_s(config))
             about = {"model": config.model.path, "data": source}
             greedy = list(generate(client, prompts, evaluation.temperature, ["eval"]))
             write(to, about, "greedy", greedy)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +106,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
     for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
-        batch = rollouts.take(step)
+        batch = rollouts.take(step, partial(parts.publisher.publish, version=step))
         if batch is None:
             return step, saved
         taken_at = time.monotonic()
@@ -254,7 +255,9 @@ def evaluate(parts: Parts, step: int) -> bool:
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        found = parts.rollouts.evaluate(temperature, name)
+        found = parts.rollouts.evaluate(
+            temperature, name, partial(parts.publisher.publish, version=step)
+        )
         if found is None:
             return False
         metrics, transcripts = found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.ray_cluster import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
-from megarl.config import DistillConfig, RunConfig, longest_request, patience_s
+from megarl.config import DistillConfig, RunConfig, longest_request, patience_s, silence_s
 from megarl.console import phase
 from megarl.kernels.divergence import Divergence
 from megarl.observe.observer import Observer
@@ -135,7 +135,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         serving=everyone if len(mesh.ranks) < everyone.size else None,
         learner=learner,
         generation=generation,
-        rollouts=RolloutClient(mesh.data.rank, deadline_s=rollout_deadline_s(config, num_held_out)),
+        rollouts=RolloutClient(mesh.data.rank, silence_s=silence_s(config)),
         publisher=publisher,
         checkpoints=checkpoints,
         observer=observer,

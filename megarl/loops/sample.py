@@ -25,7 +25,7 @@ from megarl.checks.sampling import SampleInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
-from megarl.config import RunConfig, as_plain, patience_s
+from megarl.config import RunConfig, as_plain, silence_s
 from megarl.loops.evaluate import generate, make_folder, refuse_broken
 from megarl.loops.evaluate import write as write_records
 from megarl.loops.text_scores import Text, score_texts
@@ -87,12 +87,13 @@ def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Re
             start_service(config, cluster, engines, run, first_step=0, first_ordinal=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * prompts[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
         for first in range(0, len(prompts), AT_ONCE):
             asked = prompts[first : first + AT_ONCE]
-            client = RolloutClient(0, deadline_s=patience_s(config, len(asked) * count))
+            client = RolloutClient(0, silence_s=silence_s(config))
             found = list(generate(client, asked, config.rollout.temperature, names))
             write_records(to, {}, "sampled", found)
             groups += [found[number :: len(asked)] for number in range(len(asked))]

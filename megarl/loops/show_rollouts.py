@@ -19,7 +19,7 @@ from megarl.checks.sampling import SampleInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
-from megarl.config import RunConfig, patience_s
+from megarl.config import RunConfig, silence_s
 from megarl.loops.evaluate import generate, refuse_broken
 from megarl.parallel import mesh
 
@@ -66,10 +66,11 @@ def rollouts(config: RunConfig, inputs: SampleInputs) -> list[dict[str, Any]]:
             start_service(config, cluster, engines, run, first_step=0, first_ordinal=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * prompts[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
-        client = RolloutClient(0, deadline_s=patience_s(config, len(prompts)))
+        client = RolloutClient(0, silence_s=silence_s(config))
         temperature = config.rollout.temperature
         # A failure is what somebody who writes an environment wants to see.
         return list(generate(client, prompts, temperature, ["shown"], takes_failures=True))

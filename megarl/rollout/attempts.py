@@ -62,7 +62,7 @@ def request_seed(run_seed: int, *place: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempts:
     """Generates and scores rollouts with a run's engines and environment."""
 
@@ -75,6 +75,9 @@ class Attempts:
     """Limit of model segments in a rollout; 0 is none."""
     max_failure_share: float = 1.0
     """An evaluation raises `UserError` if at least this share of its verdicts has failed."""
+
+    progress: int = 0
+    """Answers that engines and environment have given so far."""
 
     def seed(self, *place: int | str) -> int:
         """Sampling seed of the first generation request of the rollout at `place`."""
@@ -108,6 +111,7 @@ class Attempts:
         segments: list[Segment] = []
         if self.environment.has_start:
             first = await self.environment.begin(key, prompt)
+            self.progress += 1
             if isinstance(first, Verdict):
                 # A rollout ends with a model segment: one token, trained with the failure's reward.
                 return [await generate([], turn=0, max_tokens=1)], first
@@ -129,6 +133,7 @@ class Attempts:
             used += part.num_tokens
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             answer = await self.environment.step(key, prompt, part, num_tokens=said)
+            self.progress += 2
             if isinstance(answer, Segment):
                 reached = self._limit_reached(part, turn, used + answer.num_tokens)
                 if reached:

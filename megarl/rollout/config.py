@@ -15,6 +15,8 @@ from megarl.schema import (
     require,
 )
 
+ENGINE_STARTS = 3
+"""Times in a row that the start of an engine may fail before the run ends."""
 MOST_STOPS = 16
 """Largest number of texts in `rollout.stop`."""
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
@@ -44,6 +46,9 @@ class EngineConfig:
     generates more slowly."""
     start_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine is not ready after this many seconds."""
+    stall_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 180.0
+    """An engine that has requests but makes no step for this many seconds, or does not say for as
+    long that it lives, is taken for hung: it is ended, and a new engine replaces it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,10 +9,13 @@ reads a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,23 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 WORKER_EXTENSION = "megarl.weight_sync.receiver.WeightSyncWorker"
 """Import path of the class that extends vLLM's workers; importing its module registers `BACKEND`.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What an engine says when it is asked for a sign of life."""
+
+    steps: int
+    """Engine steps so far. A step computes the next token of every running request, or a part of
+    the prompts."""
+    tokens: int
+    """Tokens generated so far."""
+    requests: int
+    """Requests that are not yet answered."""
+    is_paused: bool
+    """Whether generation is paused on purpose: new weights arrive, or the engine sleeps."""
+    is_dead: bool
+    """Whether one of vLLM's processes has died."""
 
 
 class Engine:
@@ -68,6 +88,10 @@ class Engine:
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version, self.sampling = -1, sampling
         self._requests, self._asleep = 0, False
+        self._open, self._pauses = 0, 0
+        """Requests, and pauses of generation, that have begun and not ended."""
+        self._steps, self._tokens = 0, 0
+        """Engine steps, and tokens generated, so far."""
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
         self._on_cpu = is_on_cpu(environment)
@@ -112,6 +136,7 @@ class Engine:
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
         self._llm = AsyncLLM.from_engine_args(arguments)
+        self._count_steps()
         return {"processes": _own_processes(), "seconds": time.monotonic() - started_at}
 
     async def generate(
@@ -143,7 +168,7 @@ class Engine:
         )
         # The salt keeps a prefix cached under old weights from serving a request under new ones.
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
-        output = await self._run(prompt, request)
+        output = (await self._run(prompt, request, "sample")).outputs[0]
         # An engine that was never published to reports a version that is no number.
         known = [span for span in output.weight_versions or () if span.version.isdecimal()]
         spans = [(int(span.version), span.end - span.start) for span in known]
@@ -160,21 +185,48 @@ class Engine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
-        final = None
         sampling = self._sampling(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
         )
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
-        async for final in self._llm.generate(
-            prompt,  # pyright: ignore[reportArgumentType]
-            sampling,
-            self._name("score"),
-            lora_request=self._lora,
-        ):
-            pass
-        assert final is not None and final.prompt_logprobs is not None
+        final = await self._run(prompt, sampling, "score")
+        assert final.prompt_logprobs is not None
         given: Any = final.prompt_logprobs[1:]
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
+
+    async def pulse(self) -> Pulse:
+        """A sign of life, with the progress of the engine."""
+        return Pulse(
+            steps=self._steps,
+            tokens=self._tokens,
+            requests=self._open,
+            is_paused=self._pauses > 0 or self._asleep,
+            is_dead=self.is_lost,
+        )
+
+    def _count_steps(self) -> None:
+        """Count the outputs of vLLM's core, one a step. A logger of vLLM's statistics would count
+        them too, but takes Prometheus' metrics of every token along.
+        """
+        core: Any = self._llm.engine_core
+        next_output = core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await next_output()
+            self._steps += 1
+            self._tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
+            return outputs
+
+        core.get_output_async = counted
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """A context in which generation is paused on purpose."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
     async def connect(self, info: dict[str, Any]) -> None:
         """Tell the engine's ranks where they receive weights from; `info` is a
@@ -196,27 +248,33 @@ class Engine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(
-            WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
-        )
-        owned = await self._llm.collective_rpc("megarl_weight_status")
-        is_whole = not any(rank["problem"] for rank in owned)
-        await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
-        self._refuse_problem(owned)
-        self.version = version
-        if self._asleep:
-            await self._llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
-        await self._llm.resume_generation()
-        return owned
+        with self._paused():
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(
+                WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
+            )
+            owned = await self._llm.collective_rpc("megarl_weight_status")
+            is_whole = not any(rank["problem"] for rank in owned)
+            await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
+            self._refuse_problem(owned)
+            self.version = version
+            if self._asleep:
+                await self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            await self._llm.resume_generation()
+            return owned
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
         """Load the LoRA adapters in `files` (name: content, in PEFT's format) as weights of
         `version`, in the place of earlier ones, while requests are running; they continue as
         after `update`. Returns {"version": version}.
         """
+        with self._paused():
+            await self._install_adapter(version, files)
+        return {"version": version}
+
+    async def _install_adapter(self, version: int, files: dict[str, bytes]) -> None:
         from vllm.lora.request import LoRARequest
 
         await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -228,7 +286,6 @@ class Engine:
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
-        return {"version": version}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
         """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
@@ -244,8 +301,9 @@ class Engine:
         """Free the memory of weights and key-value cache for a colocated trainer; on the CPU only
         generation pauses. Requests stay queued.
         """
-        await self._llm.sleep(level=2, mode="keep")
-        self._asleep = True
+        with self._paused():
+            await self._llm.sleep(level=2, mode="keep")
+            self._asleep = True
 
     async def wake(self) -> None:
         """Allocate the memory of the weights again, uninitialised. The next `update` fills the
@@ -268,17 +326,22 @@ class Engine:
         self._requests += 1
         return f"{kind}-{self._requests}"
 
-    async def _run(self, prompt: dict[str, Any], sampling: Any) -> Any:
+    async def _run(self, prompt: dict[str, Any], sampling: Any, kind: str) -> Any:
+        """The last output of vLLM for a request."""
         final = None
-        async for final in self._llm.generate(
-            prompt,  # pyright: ignore[reportArgumentType]
-            sampling,
-            self._name("sample"),
-            lora_request=self._lora,
-        ):
-            pass
+        self._open += 1
+        try:
+            async for final in self._llm.generate(
+                prompt,  # pyright: ignore[reportArgumentType]
+                sampling,
+                self._name(kind),
+                lora_request=self._lora,
+            ):
+                pass
+        finally:
+            self._open -= 1
         assert final is not None
-        return final.outputs[0]
+        return final
 
 
 def _own_processes() -> list[tuple[str, int, float]]:

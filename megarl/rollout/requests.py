@@ -1,23 +1,26 @@
-"""Requests to the engines: spread over them, each with a deadline, asked again where an engine is
-lost.
+"""Requests to the engines: spread over them, each with a deadline, sent to another engine where one
+is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from megarl.errors import EngineLost
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.types import Prompt, Segment
 
-REPLACEMENT_POLL_S = 0.2
-"""Seconds between two checks whether a dead engine has been replaced."""
+MOST_LOSSES = 5
+"""Number of engines that may be lost while they answer the same request, before the request counts
+as the cause and ends the run."""
+
+UNREACHABLE_S = 1.0
+"""Seconds to wait before a request is sent again after its engine could not be reached."""
 
 
 class EngineHandle(Protocol):
@@ -34,15 +37,15 @@ class EngineHandle(Protocol):
     ) -> Segment:
         """Generate the model segment that follows the prompt ([P] int32) and the earlier
         `segments`, of at most `max_tokens` tokens. Raises `EngineLost` if a process of the engine
-        is dead.
+        is dead, and `EngineUnreachable` if the engine may still be alive.
         """
         ...
 
 
 @dataclass
 class Route:
-    """The engine that a rollout's requests go to. Its later turns find their tokens in that
-    engine's cache.
+    """The engine that a rollout's requests go to, as long as it lives. Its later turns find their
+    tokens in that engine's cache.
     """
 
     engine: int | None = None
@@ -50,8 +53,8 @@ class Route:
 
 
 class EnginePool:
-    """All engines of a run. The first request of a rollout goes to the engine with the fewest open
-    requests, its later ones to the same engine.
+    """All engines of a run. The first request of a rollout goes to the living engine with the
+    fewest open requests, its later ones to the same engine.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
@@ -61,25 +64,16 @@ class EnginePool:
         limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
         self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
-        self._waiting = 0
-        """Number of trainer calls that are waiting for rollouts."""
+        self._lost: set[int] = set()
+        """Numbers of the engines that are dead and not yet replaced."""
+        self._has_living = asyncio.Event()
+        self._has_living.set()
 
     def replace(self, number: int, engine: EngineHandle) -> None:
-        """Replace the dead engine `number` by a new one; requests that the dead engine left
-        unanswered are sent again.
-        """
+        """Replace engine `number` by a new one, which serves requests from now on."""
         self.engines[number] = engine
-
-    @contextlib.contextmanager
-    def trainer_waits(self) -> Iterator[None]:
-        """A context in which a dead engine is an error: the trainer, which would replace it, is
-        waiting.
-        """
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
+        self._lost.discard(number)
+        self._has_living.set()
 
     async def generate(
         self,
@@ -95,44 +89,67 @@ class EnginePool:
         """Generate the next model segment of a rollout. `route`: the rollout's, which the first
         request sets.
 
-        Raises `RuntimeError` if the engine does not answer within `rollout.request_timeout_s`, or
-        dies while the trainer waits.
+        A request whose engine is lost is sent again, with the same seed, to another engine, or to
+        the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
+        answer within `rollout.request_timeout_s`, if there is no living engine for as long, or if
+        `MOST_LOSSES` engines were lost while they answered.
         """
-        if route.engine is None:
-            route.engine = min(range(len(self.engines)), key=self._load.__getitem__)
-        number = route.engine
-        self._load[number] += 1
-        deadline = self._config.request_timeout_s
-        try:
-            async with self._slots[number]:
-                while True:
+        deadline, losses = self._config.request_timeout_s, 0
+        while True:
+            number = await self._choose(prompt, route)
+            self._load[number] += 1
+            try:
+                async with self._slots[number]:
                     engine = self.engines[number]
-                    answer = engine.generate(
-                        prompt_ids,
-                        segments,
-                        seed=seed,
-                        max_tokens=max_tokens,
-                        temperature=temperature,
-                    )
-                    try:
-                        async with asyncio.timeout(deadline):
-                            return await answer
-                    except EngineLost as lost:
-                        await self._replacement(number, engine, lost)
+                    if number in self._lost:
+                        continue
+                    async with asyncio.timeout(deadline):
+                        return await engine.generate(
+                            prompt_ids,
+                            segments,
+                            seed=seed,
+                            max_tokens=max_tokens,
+                            temperature=temperature,
+                        )
+            except EngineUnreachable:
+                await asyncio.sleep(UNREACHABLE_S)
+            except EngineLost as lost:
+                self._lose(number, engine)
+                losses += 1
+                if losses == MOST_LOSSES:
+                    raise RuntimeError(
+                        f"{losses} engines were lost while they answered prompt {prompt.index},"
+                        f" the last one engine {number}: {lost}; look at run.log for what they"
+                        " printed last"
+                    ) from lost
+            except TimeoutError:
+                raise RuntimeError(
+                    f"engine {number} did not answer prompt {prompt.index} within {deadline:g} s;"
+                    " raise rollout.request_timeout_s or look at the engine's log"
+                ) from None
+            finally:
+                self._load[number] -= 1
+
+    async def _choose(self, prompt: Prompt, route: Route) -> int:
+        """The number of a living engine: the one of `route`, or else the one with the fewest open
+        requests, which `route` then names. Waits while no engine lives.
+        """
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await self._has_living.wait()
         except TimeoutError:
             raise RuntimeError(
-                f"engine {number} did not answer prompt {prompt.index} within {deadline:g} s; "
-                "raise rollout.request_timeout_s or look at the engine's log"
+                f"no engine lived for {self._config.request_timeout_s:g} s to answer prompt"
+                f" {prompt.index}; look at run.log for what the engines printed last"
             ) from None
-        finally:
-            self._load[number] -= 1
+        if route.engine is None or route.engine in self._lost:
+            living = [number for number in range(len(self.engines)) if number not in self._lost]
+            route.engine = min(living, key=self._load.__getitem__)
+        return route.engine
 
-    async def _replacement(self, number: int, dead: EngineHandle, lost: EngineLost) -> None:
-        """Wait until engine `number` is no longer `dead` but its replacement. The caller then sends
-        the request again with the same seed.
-        """
-        # The trainer replaces engines while it publishes; once it waits for rollouts, nobody will.
-        while self.engines[number] is dead:
-            if self._waiting:
-                raise RuntimeError(f"engine {number} was lost: {lost}") from lost
-            await asyncio.sleep(REPLACEMENT_POLL_S)
+    def _lose(self, number: int, engine: EngineHandle) -> None:
+        """Send no further requests to `engine`, unless another has taken its number already."""
+        if self.engines[number] is engine:
+            self._lost.add(number)
+            if len(self._lost) == len(self.engines):
+                self._has_living.clear()

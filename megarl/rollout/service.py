@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from megarl.errors import UserError
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle
 from megarl.rollout.batch import SharePlan, StepGroups, shares
@@ -27,6 +26,7 @@ from megarl.rollout.evaluation import Evaluated, answers, evaluate
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_record
 from megarl.rollout.verdicts import failure_warning
+from megarl.rollout.waits import PublishAgain, Waits
 from megarl.rollout.window import Window
 from megarl.types import Group, Prompt, Rollout
 
@@ -112,6 +112,8 @@ class RolloutService:
         self._attempts = Attempts(
             self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
         )
+        self._waits = Waits()
+        self._engine_steps = 0
         self._ledger = ledger or Recorder()
         self._groups: dict[int, Group] = {}
         """Finished groups that are not yet part of a complete batch, by ordinal."""
@@ -122,21 +124,37 @@ class RolloutService:
         self._released_at: dict[int, float] = {first_step: self._closed_at}
         """Time at which each weight version was on the engines; used to time batches. Versions that
         no later batch needs are removed."""
-        self._changed = asyncio.Condition()
-        self._interrupted = asyncio.Event()
         self._taken = first_step - 1
         """Newest step whose batch some rank has taken."""
         self.is_early_stop = False
         """Whether the run ends because its metric is good enough, and not by a signal."""
-        self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
 
     # ------------------------------------------------------------------------- asked by the trainer
 
     def use_engine(self, number: int, engine: EngineHandle) -> None:
-        """Replace the dead engine `number`; its unanswered requests are sent to the new engine."""
+        """Replace engine `number`: the new one has the present weights, and gets requests."""
+        self._waits.rejoins.engines.discard(number)
         self.engines.replace(number, engine)
+
+    async def engine_is_ready(self, number: int) -> None:
+        """A new engine `number` is ready, but has no weights: ranks that wait for rollouts publish
+        theirs again. If none waits, the engine gets the next version.
+        """
+        self._waits.rejoins.engines.add(number)
+        await self._waits.notify()
+
+    async def fail(self, reason: str) -> None:
+        """End the run with an error: there will be no engines to generate."""
+        await self._waits.fail(RuntimeError(reason))
+
+    def progress(self, engine_steps: int = 0) -> int:
+        """A number that grows as long as rollouts make progress: the steps of the engines, and the
+        answers of engines and environment. `engine_steps`: steps made since the last call.
+        """
+        self._engine_steps += engine_steps
+        return self._engine_steps + self._attempts.progress
 
     async def start(self) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines."""
@@ -155,39 +173,34 @@ class RolloutService:
         """Give out no further batch and no further evaluation. A step that one rank has taken is
         still given to the others: all ranks end after the same step.
         """
-        if not self._interrupted.is_set():
+        if not self._waits.is_interrupted:
             self.is_early_stop = is_early_stop
-        self._interrupted.set()
-        async with self._changed:
-            self._changed.notify_all()
+        self._waits.is_interrupted = True
+        await self._waits.notify()
 
-    async def take(self, step: int, data_rank: int) -> SharePlan | None:
+    async def take(
+        self, step: int, data_rank: int, publications: int = 0
+    ) -> SharePlan | PublishAgain | None:
         """Wait until the batch of `step` is complete and return the samples of `data_rank`, for
         `megarl.rollout.batch.assemble`; None if the run was interrupted before any rank took that
         step. Raises `RuntimeError` if generation has failed, and `UserError` if too many verdicts
         have failed.
+
+        `PublishAgain`: the rank is to publish its weights with the others and to ask again.
+        `publications`: how often it has done so in this wait.
         """
-        with self.engines.trainer_waits():
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: (
-                        self._failure is not None
-                        or step in self._ready
-                        or self._interrupted.is_set()
-                    )
-                )
-            if self._interrupted.is_set() and step > self._taken:
-                return None
-            if isinstance(self._failure, UserError):
-                raise self._failure
-            if self._failure is not None:
-                raise RuntimeError(f"rollouts stopped: {self._failure}") from self._failure
-            self._taken = max(self._taken, step)
-            plan = self._ready[step].plans[data_rank]
-            if data_rank == 0:
-                transcripts = await asyncio.shield(self._transcripts[step])
-                plan = replace(plan, batch=replace(plan.batch, transcripts=transcripts))
-            return plan
+        again = await self._waits.until(f"step {step}", publications, lambda: step in self._ready)
+        if again is not None:
+            return again
+        if self._waits.is_interrupted and step > self._taken:
+            return None
+        self._waits.raise_failure()
+        self._taken = max(self._taken, step)
+        plan = self._ready[step].plans[data_rank]
+        if data_rank == 0:
+            transcripts = await asyncio.shield(self._transcripts[step])
+            plan = replace(plan, batch=replace(plan.batch, transcripts=transcripts))
+        return plan
 
     async def release(self, version: int) -> None:
         """Tell the service that weights `version` are on the engines. It discards the batches of
@@ -218,25 +231,24 @@ class RolloutService:
         return self._cursors[step]
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], temperature: float, name: str
-    ) -> Evaluated | None:
+        self, prompts: Sequence[Prompt], temperature: float, name: str, publications: int = 0
+    ) -> Evaluated | PublishAgain | None:
         """Generate and score one response to each of `prompts`: (metrics, transcripts of the first
-        problems); None if the run was interrupted.
+        problems); None if the run was interrupted. `PublishAgain` and `publications`: see `take`.
 
         Every rank may call it; the evaluation runs once for each weight version.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
-            self._evaluations[key] = asyncio.create_task(
-                evaluate(self._attempts, prompts, temperature, name)
-            )
-        task, interrupted = self._evaluations[key], asyncio.create_task(self._interrupted.wait())
-        try:
-            with self.engines.trainer_waits():
-                await asyncio.wait({task, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            return None if self._interrupted.is_set() else task.result()
-        finally:
-            interrupted.cancel()
+            work = functools.partial(evaluate, self._attempts, prompts, temperature, name)
+            self._evaluations[key] = asyncio.create_task(self._waits.noticed(work))
+        task = self._evaluations[key]
+        again = await self._waits.until(f"{name} {key[1]}", publications, task.done)
+        if again is not None or self._waits.is_interrupted:
+            return again
+        if not task.done():
+            self._waits.raise_failure()
+        return task.result()
 
     async def answers(
         self,
@@ -249,8 +261,9 @@ class RolloutService:
         """Generate and score one response to each of `prompts`: a record of each, with its text.
         See `megarl.rollout.evaluation.answers`.
         """
-        with self.engines.trainer_waits():
-            return await answers(
+        return await self._waits.result(
+            functools.partial(
+                answers,
                 self._attempts,
                 prompts,
                 temperature,
@@ -258,6 +271,7 @@ class RolloutService:
                 num_texts=len(prompts),
                 takes_failures=takes_failures,
             )
+        )
 
     async def stop(self) -> None:
         """Cancel all running tasks, and end the ledger."""
@@ -265,7 +279,7 @@ class RolloutService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._ledger.end(self._failure)
+        await self._ledger.end(self._waits.failure)
 
     # ----------------------------------------------------------------------------------- collection
 
@@ -273,7 +287,7 @@ class RolloutService:
         """Start every group that the staleness limit allows and that some step of the run can still
         use.
         """
-        while self._failure is None and self.window.may_start():
+        while self._waits.failure is None and self.window.may_start():
             task = asyncio.create_task(self._collect(self.window.start()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -300,15 +314,12 @@ class RolloutService:
                 closed = await asyncio.to_thread(closing)
                 self._ready[closed.step] = closed
                 self._transcripts[closed.step] = asyncio.create_task(self._written(closed))
-            async with self._changed:
-                self._changed.notify_all()
+            await self._waits.notify()
             await self._dispatch()
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._failure = self._failure or error
-            async with self._changed:
-                self._changed.notify_all()
+            await self._waits.fail(error)
 
     def _accepts(self, group: Group) -> bool:
         """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not

@@ -80,10 +80,22 @@ class Engines(Protocol):
         """By engine, the log-prob of each token of `token_ids` after the first."""
         ...
 
+    def hold(self) -> list[int]:
+        """From now on only the caller replaces engines, and nobody else; waits for engines that are
+        being started. Returns the numbers of engines that have no weights yet.
+        """
+        ...
+
+    def let_go(self) -> None:
+        """End what `hold` has begun."""
+        ...
+
     def replace(self, numbers: Sequence[int]) -> None:
         """Start new engines in the place of those with these numbers."""
         ...
 
-    def admit(self) -> None:
-        """Let replaced engines serve requests, now that they have the current weights."""
+    def admit(self) -> int:
+        """Let replaced engines serve requests, now that they have the current weights. Returns the
+        number of these engines.
+        """
         ...

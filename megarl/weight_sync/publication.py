@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from megarl.console import say
+from megarl.errors import EngineLost
 from megarl.parallel.collectives import broadcast_object, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.weight_sync.config import WeightSyncConfig
@@ -35,37 +36,58 @@ class Publication(ABC):
         """`layouts`: those of trainer and engines, for messages."""
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         self._probe, self._layouts = probe, layouts
+        self._replaced = 0
+        """Engines replaced so far, as rank 0 knows."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Send weight version `version` to every engine. All trainer ranks call it together;
         returns metrics.
 
-        Engines lost during the transfer are replaced and the version is sent again, up to
-        `weight_sync.replacements` times.
+        Engines lost during the transfer or its probe are replaced and the version is sent again, up
+        to `weight_sync.replacements` times. Engines that the supervisor has replaced meanwhile
+        receive the version like the others, and serve requests afterwards.
 
         Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
         than were sent, or scores the probe differently from the trainer.
         """
-        started_at, replaced = time.monotonic(), 0
+        started_at = time.monotonic()
+        failure = self._on_main("waiting for engines that start", self._hold)
+        try:
+            metrics: dict[str, float] = {}
+            if not failure:
+                failure, metrics = self._send_until_whole(version)
+
+            def admit(engines: Engines) -> None:
+                self._replaced += engines.admit()
+                metrics["engines/replaced"] = float(self._replaced)
+
+            failure = failure or self._on_main("admitting replaced engines", admit)
+            if failure:
+                raise RuntimeError(failure)
+        finally:
+            if self.engines is not None:
+                self.engines.let_go()
+        metrics["time/publish_s"] = time.monotonic() - started_at
+        return broadcast_object(metrics, self.mesh.world)
+
+    def _send_until_whole(self, version: int) -> tuple[str, dict[str, float]]:
+        """Send a version until no engine is lost on the way: (error message or "", metrics)."""
+        replaced = 0
         while True:
             failure, lost, metrics = self._attempt(version)
+            if not failure:
+                failure, lost = self._check_probe(version, metrics)
+            metrics["publish/replaced"] = float(replaced)
             if not lost or replaced == self.config.replacements:
-                break
+                return failure, metrics
             replaced += 1
             failure = self._replace(lost, failure)
             if failure:
-                break
-        failure = failure or self._check_probe(version, metrics)
-        failure = failure or self._on_main(
-            "admitting replaced engines", lambda engines: engines.admit()
-        )
-        if failure:
-            raise RuntimeError(failure)
-        metrics |= {
-            "time/publish_s": time.monotonic() - started_at,
-            "publish/replaced": float(replaced),
-        }
-        return broadcast_object(metrics, self.mesh.world)
+                return failure, metrics
+
+    def _hold(self, engines: Engines) -> None:
+        if engines.hold():
+            self._forget()
 
     def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
         """Run `work` on rank 0. Returns on every rank its error message, empty on success."""
@@ -97,23 +119,30 @@ class Publication(ABC):
 
         return self._on_main(f"{failure}; and replacing it", replace)
 
-    def _check_probe(self, version: int, metrics: dict[str, float]) -> str:
+    def _check_probe(self, version: int, metrics: dict[str, float]) -> tuple[str, list[int]]:
         """Compare the probe's log-probs, if this version is to be probed.
 
-        Adds the largest difference to `metrics`. Returns on all ranks an error message or "".
+        Adds the largest difference to `metrics`. Returns on all ranks (error message or "", engines
+        lost).
         """
         every = self.config.probe_every
         if not every or version % every:
-            return ""
+            return "", []
         own = self.policy.logprobs(self._probe.samples).float().tolist()
+        lost: list[int] = []
 
         def score(engines: Engines) -> None:
-            scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
+            try:
+                scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
+            except EngineLost as error:
+                lost.extend(error.engines)
+                raise
             metrics["probe/max_abs"] = self._probe.compare(
                 own, scores, version=version, layouts=self._layouts
             )
 
-        return self._on_main(f"the probe of version {version}", score)
+        failure = self._on_main(f"the probe of version {version}", score)
+        return failure, broadcast_object(lost, self.mesh.world) if failure else []
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to close
         """Release what the publication has opened."""

@@ -122,9 +122,16 @@ class Engines:
         for number in numbers:
             self.engines[number] = Engine()
 
-    def admit(self) -> None:
+    def hold(self) -> list[int]:
+        return []
+
+    def let_go(self) -> None:
+        pass
+
+    def admit(self) -> int:
         if self.admit_fails:
             raise RuntimeError("nobody home")
+        return 0
 
 
 class Policy:

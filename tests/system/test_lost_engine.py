@@ -1,5 +1,5 @@
-"""A whole run whose engine is killed in the middle of a publish: it goes on with a fresh one, and
-no prompt is lost.
+"""Whole runs whose engines die or hang, in every phase: they go on with new engines, and no prompt is
+lost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import finish, records, start, tiny_run, write_recipe
+from support.commands import finish, megarl, records, start, tiny_run, write_recipe
 from support.tiny import write_model
 
 KILLER = """
@@ -49,6 +49,72 @@ shared_memory.Sender.begin, shared_memory.Sender.commit = begins, commit
 from megarl.cli import main
 sys.exit(main())
 """
+
+
+PHASES = """
+import os, signal, sys
+import psutil
+from megarl.cluster.ray_cluster import RolloutClient
+from megarl.console import say
+from megarl.weight_sync.publication import Publication
+from megarl.weight_sync.transports import shared_memory
+
+def hit(kind, number):
+    # Ray's processes are below this one. The engine's core has no title of its own; it is the
+    # largest process below the actor.
+    actor = next(
+        process for process in psutil.Process().children(recursive=True)
+        if process.cmdline() and process.cmdline()[0].startswith("ray::Engine")
+    )
+    core = max(actor.children(recursive=True), key=lambda process: process.memory_info().rss)
+    (actor if kind == "actor" else core).send_signal(number)
+    say(f"hit {kind} {number}")
+
+def before(owner, name, *faults):
+    plain, calls = getattr(owner, name), []
+    def method(self, *arguments):
+        calls.append(arguments)
+        for count, kind, number in faults:
+            if len(calls) == count:
+                hit(kind, number)
+        return plain(self, *arguments)
+    setattr(owner, name, method)
+
+# The first call of each is the start of the run. After `release`, the trainer waits for rollouts.
+before(RolloutClient, "release", (1, "core", signal.SIGKILL), (3, "core", signal.SIGSTOP))
+before(RolloutClient, "evaluate", (2, "actor", signal.SIGKILL), (3, "actor", signal.SIGSTOP))
+before(Publication, "_check_probe", (3, "core", signal.SIGKILL))
+before(shared_memory.Sender, "begin", (7, "core", signal.SIGKILL))
+from megarl.cli import main
+sys.exit(main())
+"""
+
+
+def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
+    """One engine alone, so that everything waits for its replacement: while the trainer waits for
+    rollouts or an evaluation, in the probe, and before the first byte of a version.
+    """
+    model = write_model(tmp_path / "model")
+    tree = tiny_run(tmp_path, model, steps=5)
+    tree["rollout"] |= {"engine": {"stall_timeout_s": 8}}
+    tree["evaluation"] |= {"every": 2}
+    command = [sys.executable, "-c", PHASES, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    process, mark = start(command)
+    done = finish(process, mark, 400)
+    assert done.code == 0, done.err[-3000:]
+    assert done.survivors == []
+    assert done.err.count("hit ") == 6
+    steps = [
+        row for row in records(tmp_path / "run" / "metrics.jsonl") if "publish/replaced" in row
+    ]
+    assert len(steps) == 5
+    assert steps[-1]["engines/replaced"] == 6
+    assert "has lost one of vLLM's processes; it is replaced" in done.err
+    assert re.search(r"has made no step for \d+ s, with \d+ requests open", done.err)
+    assert re.search(r"has not said for \d+ s that it lives", done.err)
+    assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4] * 5
+    audit = megarl("ledger", str(tmp_path / "run"))
+    assert audit.code == 0, audit.out + audit.err
 
 
 @pytest.mark.parametrize(("victim", "tensor"), [("ray::Engine", 1), ("VLLM::Worker_TP1", 2)])

@@ -93,7 +93,7 @@ class Rank:
     """A trainer rank that takes its share of the step and drops it."""
 
     def __init__(self, data_rank: int) -> None:
-        self._client = RolloutClient(data_rank, deadline_s=600.0)
+        self._client = RolloutClient(data_rank, silence_s=600.0)
 
     def take(self) -> int:
         """Number of tokens received."""
@@ -215,7 +215,7 @@ def run(case: Case, engine: type, make: Callable[..., Any]) -> dict[str, float]:
         memory.start()
         before, before_beside = cpu_s(service), cpu_s(beside) if beside else 0.0
         started_at = time.monotonic()
-        client = RolloutClient(0, deadline_s=600.0)
+        client = RolloutClient(0, silence_s=600.0)
         client.start()
         received = sum(ray.get([rank.take.remote() for rank in ranks], timeout=600))
         step_s = time.monotonic() - started_at

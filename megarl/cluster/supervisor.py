@@ -1,0 +1,211 @@
+"""Watches the engines of a run, ends those that hang, and replaces those that are dead.
+
+    starting -> ready, without weights -> serving -> dead -> starting ...
+
+The supervisor is a thread of rank 0. Every `BEAT_S` seconds it asks each engine for a sign of
+life. A dead engine is replaced at once, while the others go on; the new one gets its weights from
+the next publication. If the training ranks wait for rollouts or an evaluation, the rollout service
+has them publish again (`megarl.rollout.waits`). While a publication runs, it replaces lost engines
+itself; the supervisor then only ends dead engines, so that the publication need not wait for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+
+from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup, ask
+from megarl.console import say
+from megarl.rollout.config import ENGINE_STARTS
+from megarl.rollout.engine import Pulse
+
+BEAT_S = 1.0
+"""Seconds between two looks at the engines."""
+
+CLOSE_TIMEOUT_S = 15.0
+"""Seconds that the thread has to end: it may be waiting for killed processes."""
+
+
+@dataclass
+class Watched:
+    """What the supervisor knows of one engine actor."""
+
+    handle: Any
+    moved_at: float
+    """Time of the last sign of progress, by `time.monotonic`."""
+    asked: Any = None
+    """Object reference of the sign of life that is under way."""
+    pulse: Pulse | None = None
+    """The last sign of life."""
+
+    def hears(self, pulse: Pulse, now: float) -> int:
+        """Take in a sign of life; returns the engine steps since the one before."""
+        before = self.pulse.steps if self.pulse is not None else 0
+        if pulse.steps != before or pulse.requests == 0 or pulse.is_paused or self.pulse is None:
+            self.moved_at = now
+        self.pulse = pulse
+        return pulse.steps - before
+
+    def problem(self, now: float, stall_s: float) -> str:
+        """Why the engine is to be replaced; empty if it is well."""
+        if self.pulse is not None and self.pulse.is_dead:
+            return "has lost one of vLLM's processes"
+        silent_s = now - self.moved_at
+        if silent_s <= stall_s:
+            return ""
+        if self.asked is not None:
+            return f"has not said for {silent_s:.0f} s that it lives"
+        assert self.pulse is not None
+        return f"has made no step for {silent_s:.0f} s, with {self.pulse.requests} requests open"
+
+
+class EngineSupervisor:
+    """The thread that watches the engines of `group`."""
+
+    def __init__(self, group: EngineGroup, *, stall_s: float, start_s: float, loads: bool) -> None:
+        """`stall_s`: seconds without progress after which an engine is taken for hung. `start_s`:
+        seconds that an engine may take to start. `loads`: the engines read their weights from disk,
+        so that a new one serves requests as soon as it is ready.
+        """
+        self._group, self._stall_s, self._start_s, self._loads = group, stall_s, start_s, loads
+        self._watched: dict[int, Watched] = {}
+        self._started_at: dict[int, float] = {}
+        """{engine: time at which the supervisor has last started it}; until the engine serves."""
+        self._attempts: dict[int, int] = {}
+        """{engine: starts in a row that have failed}."""
+        self._told: set[int] = set()
+        """New engines of which the service knows that they are ready."""
+        self._close = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread: from now on nobody replaces engines."""
+        self._close.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._close.wait(BEAT_S):
+            try:
+                steps = self._watch()
+                self._replace()
+                self._report(steps)
+            except Exception as error:
+                if self._close.is_set():
+                    return
+                self._fail(f"the engine supervisor has failed: {type(error).__name__}: {error}")
+                return
+
+    def _watch(self) -> int:
+        """Ask every started engine for a sign of life, and kill those that are dead or hang.
+        Returns the steps that all engines have made since the last call.
+        """
+        group, steps = self._group, 0
+        for number, handle in enumerate(list(group.handles)):
+            if number in group.starting or number in group.dead:
+                self._watched.pop(number, None)
+                continue
+            known = self._watched.get(number)
+            if known is None or known.handle is not handle:
+                known = self._watched[number] = Watched(handle, time.monotonic())
+            if known.asked is None:
+                known.asked = handle.pulse.remote()
+        asked = {known.asked: known for known in self._watched.values()}
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=BEAT_S)
+        for number, known in list(self._watched.items()):
+            try:
+                steps += known.hears(ray.get(known.asked, timeout=0), time.monotonic())
+                known.asked = None
+                problem = known.problem(time.monotonic(), self._stall_s)
+            except GetTimeoutError:
+                problem = known.problem(time.monotonic(), self._stall_s)
+            except ActorUnavailableError:  # unreachable for a moment; it counts as silence
+                known.asked = None
+                problem = known.problem(time.monotonic(), self._stall_s)
+            except RayActorError as error:
+                problem = f"is dead ({str(error).splitlines()[0]})"
+            if problem:
+                self._lose(number, known, problem)
+        return steps
+
+    def _lose(self, number: int, known: Watched, problem: str) -> None:
+        """Kill an engine that is dead or hangs, unless it has been replaced meanwhile."""
+        del self._watched[number]
+        if self._group.handles[number] is known.handle and not self._close.is_set():
+            say(f"megarl: engine {number} {problem}; it is replaced")
+            self._group.kill(number, known.handle)
+
+    def _replace(self) -> None:
+        """Start engines in the place of dead ones, and follow those that start, unless a
+        publication does.
+        """
+        group = self._group
+        with group.lock:
+            if group.is_held or self._close.is_set():
+                return
+            for number in sorted(group.dead):
+                self._start(number)
+            for number, reference in group.starting.items():
+                if ray.wait([reference], timeout=0)[0]:
+                    self._finish(number)
+                elif time.monotonic() - self._started_at.get(number, 0.0) > self._start_s:
+                    late = f"was not ready within {self._start_s:g} s"
+                    self._again(number, f"{late} (rollout.engine.start_timeout_s)")
+            new = group.fresh - set(group.starting)
+        for number in sorted(new - self._told):
+            self._told.add(number)
+            self._attempts.pop(number, None)
+            if self._loads:
+                group.admit()
+            else:
+                self._ask_service("engine_is_ready", number)
+        self._told &= group.fresh
+
+    def _start(self, number: int) -> None:
+        self._told.discard(number)
+        self._started_at[number] = time.monotonic()
+        self._group.restart([number])
+
+    def _finish(self, number: int) -> None:
+        """Take note that the start of an engine has ended."""
+        try:
+            seconds = self._group.finish_start(number, self._start_s)
+        except RuntimeError as error:
+            self._again(number, str(error))
+        else:
+            say(f"megarl: engine {number} is ready again after {seconds:.0f} s")
+
+    def _again(self, number: int, problem: str) -> None:
+        """Start an engine again whose start has failed; too many times end the run."""
+        self._attempts[number] = self._attempts.get(number, 1) + 1
+        if self._attempts[number] > ENGINE_STARTS:
+            raise RuntimeError(
+                f"{ENGINE_STARTS} starts of engine {number} failed; the last: {problem}"
+            )
+        say(f"megarl: {problem}; it is started again")
+        self._start(number)
+
+    def _report(self, steps: int) -> None:
+        """Tell the service that the engines make progress: its callers wait as long as they do."""
+        if steps:
+            self._ask_service("progress", steps)
+
+    def _ask_service(self, method: str, *arguments: Any) -> None:
+        service = self._group.service
+        if service is not None:
+            told = getattr(service, method).remote(*arguments)
+            ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of the engines")
+
+    def _fail(self, reason: str) -> None:
+        """End the run: whoever waits for rollouts gets `reason` as an error."""
+        say(f"megarl: {reason}")
+        try:
+            self._ask_service("fail", reason)
+        except Exception as error:
+            say(f"megarl: the rollout service could not be told: {error}")
