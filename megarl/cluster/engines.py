@@ -114,6 +114,7 @@ class EngineGroup:
         """Engines that have replaced others and that the rollout service does not know yet."""
         self.dead: set[int] = set()
         """Engines that were ended and are not yet started again."""
+        self._replaced = 0
         self.is_held = False
         self.lock = threading.RLock()
         """Held by whoever replaces engines or changes who may."""
@@ -255,6 +256,7 @@ class EngineGroup:
                 self.handles[number] = self._start(number)
                 self._starting[number] = self.handles[number].start.remote()
                 self._fresh.add(number)
+                self._replaced += 1
                 self.dead.discard(number)
 
     def replace(self, numbers: Sequence[int]) -> None:
@@ -266,7 +268,8 @@ class EngineGroup:
 
     def admit(self) -> int:
         """Hand the replaced engines to the rollout service, which then sends them requests. Call it
-        once they have the current weights. Returns their number.
+        once they have the current weights. Returns how many engines were replaced in the run so
+        far.
         """
         fresh = sorted(self._fresh)
         if self.service is not None:
@@ -274,7 +277,7 @@ class EngineGroup:
                 told = self.service.use_engine.remote(number, self.handles[number])
                 ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of fresh engines")
         self._fresh.difference_update(fresh)
-        return len(fresh)
+        return self._replaced
 
     def _each(self, method: str, timeout_s: float) -> None:
         """Call `method` of every engine and wait. Engines that are dead or late are killed. Raises

@@ -95,7 +95,7 @@ class Engines(Protocol):
         ...
 
     def admit(self) -> int:
-        """Let replaced engines serve requests, now that they have the current weights. Returns the
-        number of these engines.
+        """Let replaced engines serve requests, now that they have the current weights. Returns how
+        many engines were replaced in the run so far.
         """
         ...

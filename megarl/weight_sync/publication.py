@@ -36,8 +36,6 @@ class Publication(ABC):
         """`layouts`: those of trainer and engines, for messages."""
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         self._probe, self._layouts = probe, layouts
-        self._replaced = 0
-        """Engines replaced so far, as rank 0 knows."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Send weight version `version` to every engine. All trainer ranks call it together;
@@ -58,8 +56,7 @@ class Publication(ABC):
                 failure, metrics = self._send_until_whole(version)
 
             def admit(engines: Engines) -> None:
-                self._replaced += engines.admit()
-                metrics["engines/replaced"] = float(self._replaced)
+                metrics["engines/replaced"] = float(engines.admit())
 
             failure = failure or self._on_main("admitting replaced engines", admit)
             if failure:

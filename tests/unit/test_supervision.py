@@ -1,0 +1,299 @@
+"""What keeps a run going when engines die or hang: who publishes again while ranks wait, where
+requests go, and when an engine is taken for hung. tests/system/test_lost_engine.py has real engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.cluster import ray_cluster
+from megarl.cluster.supervisor import Watched
+from megarl.errors import EngineLost, EngineUnreachable, UserError
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.engine import Pulse
+from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
+from megarl.rollout.waits import PublishAgain, Rejoins, Waits
+from megarl.types import Prompt, Segment
+
+PROMPT = Prompt(3, "p", [1, 2], "a")
+
+
+# ------------------------------------------------------------------------------ publishing again
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), waits=st.integers(1, 4))
+def test_all_ranks_publish_alike(seed: int, ranks: int, waits: int) -> None:
+    """Ranks ask in any order, while engines and results become ready. A publication, and the end of
+    a wait's step, go on only once every rank is there: no rank may be alone.
+    """
+    draw, rejoins = random.Random(seed), Rejoins()
+    position, publications = [0] * ranks, [0] * ranks
+    publishes: list[bool] = [False] * ranks
+    said: dict[int, list[int]] = {}
+    is_ready, brought, ready_engines = False, 0, 0
+    for _ in range(2000):
+        if min(position) == waits:
+            break
+        if draw.random() < 0.1 and ready_engines < 5:
+            rejoins.engines.add(ready_engines)
+            ready_engines += 1
+        current = min(position)
+        is_ready = is_ready or draw.random() < 0.05
+        rank = draw.randrange(ranks)
+        if publishes[rank]:
+            if all(publishes) and len(set(position)) == 1:  # the collective happens
+                publishes, brought = [False] * ranks, brought + 1
+            continue
+        if position[rank] > current:  # at the step's end, where the ranks meet
+            continue
+        name = f"step {position[rank]}"
+        if is_ready:
+            rejoins.close(name)
+        elif not rejoins.is_due(name, publications[rank]):
+            continue
+        if rejoins.next(name, publications[rank]):
+            publications[rank] += 1
+            publishes[rank] = True
+        else:
+            said.setdefault(position[rank], []).append(publications[rank])
+            position[rank] += 1
+            publications[rank] = 0
+            if min(position) == max(position):
+                is_ready = False
+    assert min(position) == waits, "a rank waits for others that do something else"
+    assert all(len(set(counts)) == 1 and len(counts) == ranks for counts in said.values())
+    assert brought == sum(counts[0] for counts in said.values())
+
+
+def test_a_new_engine_after_the_result_is_left_to_the_next_publication() -> None:
+    rejoins = Rejoins()
+    rejoins.engines.add(0)
+    assert [rejoins.next("step 1", 0) for _ in range(2)] == [True, True]
+    assert not rejoins.next("step 1", 1)
+    rejoins.engines.add(1)
+    assert not rejoins.next("step 1", 1), "the other rank has its batch"
+    assert rejoins.next("step 2", 0)
+
+
+def test_a_failure_ends_every_wait() -> None:
+    async def scene() -> None:
+        waits = Waits()
+
+        async def forever() -> None:
+            await asyncio.sleep(60)
+
+        first = asyncio.create_task(waits.until("step 1", 0, lambda: False))
+        second = asyncio.create_task(waits.result(forever))
+        await asyncio.sleep(0.01)
+        assert not first.done() and not second.done()
+        await waits.fail(RuntimeError("no engine starts"))
+        assert await asyncio.wait_for(first, 1) is None
+        with pytest.raises(RuntimeError, match="rollouts stopped: no engine starts"):
+            await asyncio.wait_for(second, 1)
+        await waits.fail(UserError("later"))
+        with pytest.raises(RuntimeError, match="no engine starts"):
+            waits.raise_failure()
+
+    asyncio.run(scene())
+
+
+def test_a_new_engine_wakes_a_waiting_rank() -> None:
+    async def scene() -> None:
+        waits = Waits()
+        waiting = asyncio.create_task(waits.until("eval 3", 0, lambda: False))
+        await asyncio.sleep(0.01)
+        waits.rejoins.engines.add(1)
+        await waits.notify()
+        assert await asyncio.wait_for(waiting, 1) == PublishAgain()
+
+    asyncio.run(scene())
+
+
+# ---------------------------------------------------------------------------------- where requests go
+
+
+class Engine:
+    """An engine that raises the errors it is given, one a request, and answers afterwards."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.seeds = list(errors), list[int]()
+
+    async def generate(
+        self, prompt_ids: np.ndarray, segments: Sequence[Segment], *, seed: int, **rest: Any
+    ) -> Segment:
+        self.seeds.append(seed)
+        if self.errors:
+            raise self.errors.pop(0)
+        return Segment("model", 1, None, [(0, 1)], "stop")
+
+
+def request(pool: EnginePool, seed: int, route: Route | None = None) -> Any:
+    return pool.generate(
+        PROMPT,
+        np.asarray([1, 2]),
+        [],
+        seed=seed,
+        max_tokens=4,
+        temperature=1.0,
+        route=route or Route(),
+    )
+
+
+def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
+    async def scene() -> None:
+        engines = [Engine(EngineLost("gone")), Engine()]
+        pool, route = EnginePool(engines, RolloutConfig()), Route(0)
+        await request(pool, 7, route)
+        assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7], 1)
+        await request(pool, 8)
+        assert engines[0].seeds == [7], "a lost engine gets no request"
+        pool.replace(0, fresh := Engine())
+        await asyncio.gather(*(request(pool, seed) for seed in range(4)))
+        assert fresh.seeds
+
+    asyncio.run(scene())
+
+
+def test_without_a_living_engine_a_request_waits_for_the_next_one() -> None:
+    async def scene() -> None:
+        pool = EnginePool([Engine(EngineLost("gone"))], RolloutConfig())
+        running = asyncio.create_task(request(pool, 7))
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        pool.replace(0, fresh := Engine())
+        await asyncio.wait_for(running, 1)
+        assert fresh.seeds == [7]
+
+    asyncio.run(scene())
+
+
+def test_a_late_loss_does_not_hit_the_engine_that_has_replaced() -> None:
+    async def scene() -> None:
+        pool = EnginePool([Engine()], RolloutConfig())
+        old = pool.engines[0]
+        pool.replace(0, Engine())
+        pool._lose(0, old)
+        await asyncio.wait_for(request(pool, 7), 1)
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
+    async def scene() -> None:
+        engines = [Engine(EngineLost("gone")) for _ in range(MOST_LOSSES + 1)]
+        pool = EnginePool(engines, RolloutConfig())
+        with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
+            await asyncio.wait_for(request(pool, 7), 5)
+
+    asyncio.run(scene())
+
+
+def test_no_engine_for_too_long_is_an_error() -> None:
+    async def scene() -> None:
+        config = RolloutConfig(request_timeout_s=0.1)
+        pool = EnginePool([Engine(EngineLost("gone"))], config)
+        with pytest.raises(RuntimeError, match=r"no engine lived for 0\.1 s to answer prompt 3"):
+            await asyncio.wait_for(request(pool, 7), 5)
+
+    asyncio.run(scene())
+
+
+def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
+
+    async def scene() -> None:
+        engine = Engine(EngineUnreachable("blip"), EngineUnreachable("blip"))
+        pool = EnginePool([engine], RolloutConfig())
+        await asyncio.wait_for(request(pool, 7), 5)
+        assert engine.seeds == [7, 7, 7]
+
+    asyncio.run(scene())
+
+
+# ------------------------------------------------------------------------- when an engine is hung
+
+
+def pulse(steps: int, requests: int = 1, *, paused: bool = False, dead: bool = False) -> Pulse:
+    return Pulse(steps, 0, requests, paused, dead)
+
+
+def test_an_engine_is_hung_if_it_has_requests_and_makes_no_step() -> None:
+    engine = Watched("handle", moved_at=0.0)
+    assert engine.hears(pulse(5), 1.0) == 5
+    assert engine.hears(pulse(5), 10.0) == 0
+    assert engine.problem(11.0, 10.0) == ""
+    assert engine.problem(11.1, 10.0) == "has made no step for 10 s, with 1 requests open"
+    assert engine.hears(pulse(6), 12.0) == 1
+    assert engine.problem(22.0, 10.0) == ""
+
+
+@pytest.mark.parametrize("calm", [pulse(5, 0), pulse(5, paused=True)])
+def test_an_engine_without_work_or_paused_on_purpose_is_well(calm: Pulse) -> None:
+    engine = Watched("handle", moved_at=0.0)
+    engine.hears(pulse(5), 0.0)
+    engine.hears(calm, 100.0)
+    assert engine.problem(100.0, 10.0) == ""
+    engine.hears(pulse(5), 105.0)
+    assert engine.problem(105.0, 10.0) == ""
+    assert engine.problem(111.0, 10.0) != ""
+
+
+def test_silence_and_death_are_told_apart() -> None:
+    engine = Watched("handle", moved_at=0.0, asked="reference")
+    assert engine.problem(9.0, 10.0) == ""
+    assert engine.problem(11.0, 10.0) == "has not said for 11 s that it lives"
+    engine.hears(pulse(0, dead=True), 12.0)
+    assert engine.problem(12.0, 10.0) == "has lost one of vLLM's processes"
+
+
+# ------------------------------------------------------------------------- how long a rank waits
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_rank_waits_as_long_as_there_is_progress(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service answers after 3 s by a clock of the test; the rank allows 1 s of silence."""
+    now = [0.0]
+
+    class Calls:
+        class progress:
+            @staticmethod
+            def remote() -> Any:
+                return now[0] if moves else 0
+
+        class take:
+            @staticmethod
+            def remote(*arguments: int) -> str:
+                return "reference"
+
+    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        now[0] += timeout
+        return (references, []) if now[0] > 3 else ([], references)
+
+    monkeypatch.setattr(ray_cluster.ray, "get_actor", lambda name: Calls)
+    monkeypatch.setattr(ray_cluster.ray, "wait", wait)
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_cluster, "PROGRESS_POLL_S", 0.3)
+    monkeypatch.setattr(
+        ray_cluster,
+        "ask",
+        lambda asked, *rest: [None if value == "reference" else value for value in asked.values()],
+    )
+    client = ray_cluster.RolloutClient(0, silence_s=1.0)
+    if moves:
+        assert client.take(4, lambda: None) is None
+        assert now[0] > 3
+    else:
+        with pytest.raises(RuntimeError, match=r"no engine has made a step .* rollouts of step 5"):
+            client.take(4, lambda: None)
+        assert now[0] < 2
