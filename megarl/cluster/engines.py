@@ -90,7 +90,10 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
                 raise UserError(str(error.cause)) from None
             raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
         except RayActorError as error:
-            raise ActorDied(f"{which} died ({doing}): {error}") from error
+            raise ActorDied(
+                f"{which} died ({doing}): {str(error).splitlines()[0]} See run.log for what it"
+                " printed last; `--resume auto` goes on from the newest checkpoint"
+            ) from error
     return answers
 
 
