@@ -32,6 +32,9 @@ or a later process, may have the same."""
 ADMIT_TIMEOUT_S = 30.0
 """Seconds the rollout service has to accept an engine that replaces a dead one."""
 
+START_POLL_S = 0.5
+"""Seconds between two looks whether an engine can still be started."""
+
 END_TIMEOUT_S = 10.0
 """Seconds to wait for killed processes to disappear: they hold memory until then."""
 
@@ -118,6 +121,8 @@ class EngineGroup:
         self.dead: set[int] = set()
         """Engines that were ended and are not yet started again."""
         self._replaced = 0
+        self.broken = ""
+        """Why no engine can be started any more; empty as long as it is possible."""
         self.is_held = False
         self.lock = threading.RLock()
         """Held by whoever replaces engines or changes who may."""
@@ -146,9 +151,16 @@ class EngineGroup:
         """Wait until the starting engine `number` is ready; returns its start-up time in seconds.
         Raises `ActorDied` if its process dies, and `RuntimeError` if it cannot start or is late.
         """
-        starting = {f"engine {number}": self._starting[number]}
-        fix = "raise rollout.engine.start_timeout_s"
-        answer = ask(starting, timeout_s, "starting", fix)[0]
+        reference, deadline = self._starting[number], time.monotonic() + timeout_s
+        while not ray.wait([reference], timeout=START_POLL_S)[0]:
+            if self.broken:
+                raise RuntimeError(f"engine {number} cannot start: {self.broken}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"engine {number} did not answer within {timeout_s:g} s (starting; raise"
+                    " rollout.engine.start_timeout_s)"
+                )
+        answer = ask({f"engine {number}": reference}, START_POLL_S, "starting")[0]
         del self._starting[number]
         self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
         return answer["seconds"]

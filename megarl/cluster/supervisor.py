@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup, ask
+from megarl.cluster.ray_health import RayHealth
 from megarl.console import say
 from megarl.rollout.config import ENGINE_STARTS
 from megarl.rollout.engine import Pulse
@@ -80,6 +81,7 @@ class EngineSupervisor:
         """{engine: starts in a row that have failed}."""
         self._told: set[int] = set()
         """New engines of which the service knows that they are ready."""
+        self._ray = RayHealth()
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         self._thread.start()
@@ -92,6 +94,9 @@ class EngineSupervisor:
     def _run(self) -> None:
         while not self._close.wait(BEAT_S):
             try:
+                if problem := self._ray.problem():
+                    self._fail(f"{problem}; `--resume auto` goes on from the newest checkpoint")
+                    return
                 steps = self._watch()
                 self._replace()
                 self._report(steps)
@@ -203,8 +208,9 @@ class EngineSupervisor:
             ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of the engines")
 
     def _fail(self, reason: str) -> None:
-        """End the run: whoever waits for rollouts gets `reason` as an error."""
+        """End the run: whoever waits for rollouts, or for an engine, gets `reason` as an error."""
         say(f"megarl: {reason}")
+        self._group.broken = reason
         try:
             self._ask_service("fail", reason)
         except Exception as error:

@@ -68,6 +68,8 @@ class EnginePool:
         """Numbers of the engines that are dead and not yet replaced."""
         self._has_living = asyncio.Event()
         self._has_living.set()
+        self.version: int | None = None
+        """Weight version that every engine has received, or a newer one; None if unknown."""
 
     def replace(self, number: int, engine: EngineHandle) -> None:
         """Replace engine `number` by a new one, which serves requests from now on."""
@@ -91,8 +93,9 @@ class EnginePool:
 
         A request whose engine is lost is sent again, with the same seed, to another engine, or to
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
-        answer within `rollout.request_timeout_s`, if there is no living engine for as long, or if
-        `MOST_LOSSES` engines were lost while they answered.
+        answer within `rollout.request_timeout_s`, if there is no living engine for as long, if
+        `MOST_LOSSES` engines were lost while they answered, or if an engine has sampled with
+        weights that are older than those it had received when it was asked.
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
@@ -103,14 +106,17 @@ class EnginePool:
                     engine = self.engines[number]
                     if number in self._lost:
                         continue
+                    wanted = self.version
                     async with asyncio.timeout(deadline):
-                        return await engine.generate(
+                        answer = await engine.generate(
                             prompt_ids,
                             segments,
                             seed=seed,
                             max_tokens=max_tokens,
                             temperature=temperature,
                         )
+                refuse_older(answer, wanted, number)
+                return answer
             except EngineUnreachable:
                 await asyncio.sleep(UNREACHABLE_S)
             except EngineLost as lost:
@@ -153,3 +159,15 @@ class EnginePool:
             self._lost.add(number)
             if len(self._lost) == len(self.engines):
                 self._has_living.clear()
+
+
+def refuse_older(answer: Segment, wanted: int | None, number: int) -> None:
+    """Raise `RuntimeError` if engine `number` has sampled a token with weights older than version
+    `wanted`, so that it is not trained on as if it were of that version.
+    """
+    oldest = min((version for version, _ in answer.versions), default=wanted)
+    if wanted is not None and oldest is not None and oldest < wanted:
+        raise RuntimeError(
+            f"engine {number} has sampled tokens with weights of version {oldest}, although version"
+            f" {wanted} was on every engine when it was asked; it is not trained on"
+        )

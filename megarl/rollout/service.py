@@ -207,7 +207,7 @@ class RolloutService:
         earlier steps, and starts the groups that the staleness limit now allows.
         """
         self._ledger.release(version)
-        self.window.version = max(self.window.version, version)
+        self.window.version = self.engines.version = max(self.window.version, version)
         self._released_at.setdefault(version, time.monotonic())
         for step in [step for step in self._ready if step < version]:
             del self._ready[step]

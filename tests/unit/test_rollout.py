@@ -90,6 +90,8 @@ def test_without_rejections_the_rule_is_the_simple_one() -> None:
 class Engine:
     """An engine that answers after a random moment with tokens that its seed decides."""
 
+    version = 0
+
     def __init__(self, fail_at: int = -1, hang_at: int = -1) -> None:
         self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
 
@@ -113,13 +115,22 @@ class Engine:
         await asyncio.sleep(random.random() * 0.01)
         self.running -= 1
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
-        return model_segment(tokens)
+        return model_segment(tokens, version=self.version)
 
 
-def model_segment(tokens: list[int], finish: Any = "stop") -> Segment:
+def model_segment(tokens: list[int], finish: Any = "stop", version: int = 0) -> Segment:
     length = len(tokens)
     arrays = TokenArrays(np.array(tokens, np.int32), -np.ones(length, np.float32))
-    return Segment("model", length, arrays, [(0, length)], finish)
+    return Segment("model", length, arrays, [(version, length)], finish)
+
+
+class Service(RolloutService):
+    """The service, with engines that have each version before it is released."""
+
+    async def release(self, version: int) -> None:
+        for engine in self.engines.engines:
+            engine.version = version
+        await super().release(version)
 
 
 class Prompts:
@@ -176,7 +187,7 @@ def service(
         seed=3,
     )
     settings |= {"environment": Parity()} | more
-    return RolloutService(config=config, prompts=Prompts(), engines=engines, **settings)  # type: ignore[arg-type]
+    return Service(config=config, prompts=Prompts(), engines=engines, **settings)  # type: ignore[arg-type]
 
 
 async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[StepBatch]]:
@@ -275,7 +286,7 @@ class Greedy(Engine):
 
     async def generate(self, prompt_ids: np.ndarray, *args: Any, **settings: Any) -> Segment:
         if settings["temperature"] == 0:
-            return model_segment([9] * (int(prompt_ids[0]) % 5 + 1))
+            return model_segment([9] * (int(prompt_ids[0]) % 5 + 1), version=self.version)
         return await super().generate(prompt_ids, *args, **settings)
 
 

@@ -297,3 +297,47 @@ def test_a_rank_waits_as_long_as_there_is_progress(
         with pytest.raises(RuntimeError, match=r"no engine has made a step .* rollouts of step 5"):
             client.take(4, lambda: None)
         assert now[0] < 2
+
+
+# --------------------------------------------------------------------- which weights have sampled
+
+
+class Sampled:
+    """An engine whose tokens are of given versions."""
+
+    def __init__(self, *versions: int) -> None:
+        self.versions = [(version, 2) for version in versions]
+
+    async def generate(
+        self, prompt_ids: np.ndarray, segments: Sequence[Segment], *, seed: int, **rest: Any
+    ) -> Segment:
+        return Segment("model", 2 * len(self.versions), None, self.versions, "stop")
+
+
+@pytest.mark.parametrize(
+    ("versions", "on_engines", "is_refused"),
+    [
+        ((4,), 4, False),
+        ((4, 5), 4, False),
+        ((5,), 4, False),
+        ((-1,), None, False),
+        ((3,), 4, True),
+        ((3, 4), 4, True),
+        ((-1,), 0, True),
+    ],
+)
+def test_tokens_of_older_weights_than_were_sent_are_refused(
+    versions: tuple[int, ...], on_engines: int | None, is_refused: bool
+) -> None:
+    """An engine that was left on an old version, or was never published to."""
+
+    async def scene() -> None:
+        pool = EnginePool([Sampled(*versions)], RolloutConfig())
+        pool.version = on_engines
+        if is_refused:
+            with pytest.raises(RuntimeError, match=r"engine 0 has sampled .* it is not trained on"):
+                await request(pool, 7)
+        else:
+            assert (await request(pool, 7)).versions[0][0] == versions[0]
+
+    asyncio.run(scene())

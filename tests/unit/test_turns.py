@@ -9,10 +9,10 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.environments.scoring import observed
@@ -25,7 +25,6 @@ from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 PROMPT = Prompt(0, "", [1, 2, 3], "8")
 RUN_SEED = 5
-QUICK = [HealthCheck.function_scoped_fixture]  # it changes a constant
 
 
 @dataclass
@@ -123,11 +122,6 @@ class RandomEnvironment:
         return ["" for _ in segments]
 
 
-@pytest.fixture(autouse=True)
-def quick_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.requests.REPLACEMENT_POLL_S", 0.001)
-
-
 def play(
     seed: int, count: int, max_new_tokens: int, max_turns: int, num_engines: int
 ) -> tuple[list[tuple[list[Segment], Verdict]], RandomEnvironment, list[RandomEngine]]:
@@ -156,7 +150,7 @@ def play(
     return asyncio.run(go()), environment, engines
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(6, 40), st.integers(0, 4), st.integers(1, 3))
 def test_random_sessions(seed: int, max_new_tokens: int, max_turns: int, num_engines: int) -> None:
     count = 12
@@ -175,7 +169,7 @@ def test_random_sessions(seed: int, max_new_tokens: int, max_turns: int, num_eng
         assert sum(part.num_tokens for part in segments) <= max_new_tokens
         models = [part for part in segments if part.kind == "model"]
         assert max_turns == 0 or len(models) <= max_turns
-        before, seen, on = list(PROMPT.token_ids), [], set()
+        before, seen, on = list(PROMPT.token_ids), [], list[int]()
         turn = 0
         for part in segments:
             if part.kind == "model":
@@ -189,12 +183,13 @@ def test_random_sessions(seed: int, max_new_tokens: int, max_turns: int, num_eng
                 ((engine, made),) = asked
                 assert replace(part, finish=made.finish) == made, "as the engine made it"
                 used.append(made)
-                on.add(engine)
+                on.append(engine)
                 turn += 1
             else:
                 seen.append(part)
             before += part.arrays.token_ids.tolist()
-        assert len(on) == 1, "all turns go to the engine that has the cache"
+        for former, later in pairwise(on):
+            assert later == former or engines[former].is_dead, "the engine that has the cache"
         gave = environment.gave.get(key, [])
         assert seen == gave[: len(seen)] and len(gave) - len(seen) <= 1
         lost = gave[len(seen) :]
@@ -205,7 +200,7 @@ def test_random_sessions(seed: int, max_new_tokens: int, max_turns: int, num_eng
     assert len(record) <= len(requests)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6))
 def test_rows_of_random_sessions(seed: int) -> None:
     found, _, _ = play(seed, 9, 30, 0, 1)
