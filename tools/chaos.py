@@ -147,14 +147,16 @@ class Run:
         is_over = self.is_over()
         if is_over:
             psutil.wait_procs(self.below(), timeout=20)
+        time.sleep(1.0)  # some are just ending
         left = self.below()
+        titles = [title(one) for one in left if is_running(one)]
         for one in left:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         psutil.wait_procs(left, timeout=10)
         assert self.process is not None
         self.process.wait(10)
-        return [title(one) for one in left] if is_over else []
+        return titles if is_over else []
 
 
 def is_running(process: psutil.Process) -> bool:
