@@ -44,7 +44,7 @@ from megarl.ledger.journal import FILE, Journal, Reader
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.service import RolloutService
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import START, Cursor, Prompt, Segment, TokenArrays, Verdict
 
 # ------------------------------------------------------------------------------------- the journal
 
@@ -194,7 +194,7 @@ def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / FILE)
     journal = recorder._journal
     assert journal is not None
-    recorder.start(step=0, cursor=0, max_staleness=0, groups_per_step=1, max_draws=1)
+    recorder.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
     journal.sync()
     real, journal._file = journal._file, -1  # writing to it is a real error of the system
     recorder.release(1)
@@ -285,12 +285,12 @@ LAST = 5
 
 
 async def life(
-    path: Path, draw: random.Random, staleness: int, step: int, cursor: int, killed_in: int
-) -> tuple[int, int]:
+    path: Path, draw: random.Random, staleness: int, step: int, cursor: Cursor, killed_in: int
+) -> tuple[int, Cursor]:
     """One life of a run from `step`: it saves checkpoints and is killed in step `killed_in`, or
     ends. Returns step and cursor of its newest checkpoint.
     """
-    made = service(path, draw.randrange(10**6), staleness, first_step=step, first_ordinal=cursor)
+    made = service(path, draw.randrange(10**6), staleness, first_step=step, cursor=cursor)
     await made.start()
     saved, on_disk = (step, cursor), path.stat().st_size
     for now in range(step, LAST + 1):
@@ -307,8 +307,8 @@ async def life(
         await asyncio.sleep(0)
     if killed_in > LAST:
         await made.stop()
-        return LAST + 1, 0
-    for task in made._tasks:
+        return LAST + 1, START
+    for task in made._tasks.values():
         task.cancel()
     made._ledger._journal.close()  # type: ignore[union-attr]
     # What a killed process leaves: all that was synced, and any part of the rest.
@@ -324,7 +324,7 @@ def events(path: Path) -> list[Event]:
 def lived(path: Path, seed: int, staleness: int, kills: int) -> list[Event]:
     """The ledger of a run that is killed and resumed `kills` times; after each its audit holds."""
     draw = random.Random(seed)
-    step = cursor = 0
+    step, cursor = 0, START
     for left in reversed(range(kills + 1)):
         killed_in = draw.randint(step, LAST) if left else LAST + 1
         step, cursor = asyncio.run(life(path, draw, staleness, step, cursor, killed_in))
@@ -344,7 +344,7 @@ def test_the_audit_holds_for_any_order_kill_and_resume(
     assert found.contradictions == [] and found.done == LAST + 1 and found.ended is not None
     assert found.restores <= kills and found.in_flight == [] and max(found.ages) <= staleness
     assert found.dispatched == found.trained + found.rejected.total() + found.void
-    assert found.cursor == found.trained + found.rejected.total()
+    assert found.cursor == Cursor(found.trained + found.rejected.total())
     assert found.rejected["equal rewards"] > 0 and found.trained <= 3 * (LAST + 1)
     # A run may be killed anywhere, so every beginning of a ledger holds.
     for end in range(0, len(told), 7):
@@ -442,7 +442,7 @@ def ahead(told: list[Event], draw: random.Random) -> list[Event]:
     done = audit(told[:place]).done
     one = told[place]
     assert isinstance(one, Restored)
-    return [*told[:place], replace(one, step=done + 1, cursor=audit(told[:place]).cursor)]
+    return [*told[:place], replace(one, step=done + 1, cursor=audit(told[:place]).cursor.first)]
 
 
 def wrong_version(told: list[Event], draw: random.Random) -> list[Event]:
@@ -518,7 +518,7 @@ def test_a_service_without_a_ledger_writes_none(tmp_path: Path) -> None:
         await made.start()
         await made.take(0, 0)
         await made.release(1)
-        assert await made.cursor(1) > 0
+        assert (await made.cursor(1)).first > 0
         await made.stop()
 
     asyncio.run(go())
