@@ -46,9 +46,7 @@ class Run(RuleBasedStateMachine):
         last_step=st.integers(0, 6),
         more=st.integers(0, 12),
     )
-    def begin(
-        self, per_step: int, draws: float, staleness: int, last_step: int, more: int
-    ) -> None:
+    def begin(self, per_step: int, draws: float, staleness: int, last_step: int, more: int) -> None:
         self.limits = Limits(
             per_step=per_step,
             max_draws=round(draws * per_step),
@@ -59,6 +57,8 @@ class Run(RuleBasedStateMachine):
         self.policy: DispatchPolicy = POLICIES[self.name].restore(self.limits, START, 0)
         self.versions: dict[int, int] = {}
         """{ordinal: version at dispatch} since the newest start of the run."""
+        self.produced: set[int] = set()
+        """Groups that are dispatched, but those that resuming has made void."""
         self.flying: set[int] = set()
         self.held: set[int] = set()
         """Groups in flight on a lost engine, which finish only once it is replaced."""
@@ -81,26 +81,27 @@ class Run(RuleBasedStateMachine):
             known = {*self.used, *self.flying, *self.finished}
             assert ordinal not in known, "a group is generated a second time"
             assert set(range(ordinal)) <= known, "a group is passed over"
+            self.produced.add(ordinal)
             self.flying.add(ordinal)
             self.versions[ordinal] = self.policy.version
             if not several:
                 break
 
     @precondition(lambda self: self.flying - self.held)
-    @rule(data=st.data(), accepted=st.booleans())
-    def finish(self, data: st.DataObject, accepted: bool) -> None:
-        self.end(data.draw(st.sampled_from(sorted(self.flying - self.held))), accepted)
+    @rule(data=st.data(), count=st.integers(1, 4), accepted=st.booleans())
+    def finish(self, data: st.DataObject, count: int, accepted: bool) -> None:
+        for _ in range(count):
+            if able := sorted(self.flying - self.held):
+                self.end(data.draw(st.sampled_from(able)), accepted)
+                accepted = True
 
     @precondition(lambda self: self.policy.version < self.policy.step)
-    @rule()
-    def train(self) -> None:
-        self.policy.release(self.policy.version + 1)
-
-    @rule(before=st.integers(0, 3))
-    def release_late(self, before: int) -> None:
+    @rule(late=st.integers(0, 3))
+    def train(self, late: int) -> None:
         """Every rank releases each version, and a slow rank comes late."""
-        version = self.policy.version
-        self.policy.release(max(0, version - before))
+        version = self.policy.version + 1
+        self.policy.release(version)
+        self.policy.release(max(0, version - late))
         assert self.policy.version == version
 
     @precondition(lambda self: self.flying and not self.held)
@@ -113,13 +114,17 @@ class Run(RuleBasedStateMachine):
     def replace_the_engine(self) -> None:
         self.held = set()
 
-    @rule(data=st.data())
-    def resume(self, data: st.DataObject) -> None:
+    @precondition(lambda self: self.policy.version > 0)
+    @rule(data=st.data(), wants_gaps=st.booleans())
+    def resume(self, data: st.DataObject, wants_gaps: bool) -> None:
         """The run is killed, and goes on from the checkpoint of a step that is trained."""
-        step = data.draw(st.integers(0, self.policy.version))
+        trained = range(self.policy.version + 1)
+        gaps = [step for step in trained if self.cursors[step].beyond]
+        step = data.draw(st.sampled_from(gaps if gaps and wants_gaps else trained))
         self.policy = POLICIES[self.name].restore(self.limits, self.cursors[step], step)
         self.versions, self.flying, self.held, self.finished = {}, set(), set(), {}
         self.used = {ordinal: at for ordinal, at in self.used.items() if at < step}
+        self.produced = set(self.used)
         self.num_accepted = {at: count for at, count in self.num_accepted.items() if at < step}
         assert (self.policy.step, self.policy.version) == (step, step)
 
@@ -170,7 +175,7 @@ class Run(RuleBasedStateMachine):
         assert cursor.first not in self.used
         assert list(cursor.beyond) == sorted(set(cursor.beyond))
         everything = [*self.used, *self.finished, *self.flying]
-        assert sorted(everything) == list(range(len(everything)))
+        assert sorted(everything) == sorted(self.produced)
 
     @invariant()
     def a_group_waits_for_a_step_that_may_train_it(self) -> None:
@@ -215,7 +220,7 @@ class Run(RuleBasedStateMachine):
             else:
                 assert self.policy.version < self.policy.step, "the run is stuck"
             if self.policy.version < self.policy.step and (is_eager or not self.flying):
-                self.train()
+                self.train(late=0)
         assert not self.flying and not self.finished
         assert self.policy.cursor() == Cursor(len(self.used))
 
