@@ -5,7 +5,8 @@ must be possible after those before: then every group of the steps that count wa
 rejected exactly once, none was skipped, and none was older than the run allows. Under
 `rollout.dispatch: ordered` groups are decided on in order. Under any other policy a group may
 overtake others, one that is too old for every step to come must be rejected as stale, no other may
-be, and at most `max_open` groups are open. A ledger that was cut off anywhere passes, since a run
+be, and at most `max_open` groups are open. Under `windowed` a batch has every group that finished
+before it was complete. A ledger that was cut off anywhere passes, since a run
 may be killed at any time.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from megarl.ledger.events import (
     ORDERED,
     STALE,
+    WINDOWED,
     Accepted,
     Dispatched,
     Ended,
@@ -41,6 +43,8 @@ class Life:
     version: int
     """Trainer version when the group was dispatched."""
     finished: Finished | None = None
+    due: int | None = None
+    """Under `windowed`, step whose batch has the group, as it was finished when that was told."""
     step: int | None = None
     """Step that it was drawn for."""
     is_accepted: bool = False
@@ -80,8 +84,7 @@ class Audit:
         self.ended: Ended | None = None
         """The last event, if the run ended and was not killed."""
         self._max_staleness = self._groups_per_step = self._max_draws = self._max_open = 0
-        self._in_order = True
-        """Whether groups are used in the order of their ordinals."""
+        self._dispatch_policy = ORDERED
         self._is_started = False
         self._next = self._decided = 0
         """Ordinals of the next group to dispatch and, in order, of the next one to accept or
@@ -90,6 +93,8 @@ class Audit:
         """Ordinals that the steps before the present start have used beyond their cursor."""
         self._decided_step = 1
         """Step of the newest decision."""
+        self._told_step = 0
+        """Step of the newest decision since the present start; 0 for none."""
         self._event = 0
 
     # -------------------------------------------------------------------------------------- results
@@ -178,7 +183,7 @@ class Audit:
         self._is_started, self.ended = True, None
         self._max_staleness = event.max_staleness
         self._groups_per_step, self._max_draws = event.groups_per_step, event.max_draws
-        self._in_order, self._max_open = event.dispatch == ORDERED, event.max_open
+        self._dispatch_policy, self._max_open = event.dispatch, event.max_open
         self.void += len(self.open)
         if event.step > self.done:
             self._wrong(f"the run goes on after step {event.step}, but {self.done} are trained")
@@ -196,7 +201,7 @@ class Audit:
         self.open = {}
         self._next = self._decided = event.cursor
         self._used = set(event.used)
-        self._decided_step = event.step + 1
+        self._decided_step, self._told_step = event.step + 1, 0
 
     def _drop(self, keep: int) -> int:
         """Forget the trained steps but the first `keep`; returns the number of their groups."""
@@ -240,12 +245,16 @@ class Audit:
 
     def _decide(self, event: Accepted | Rejected) -> None:
         verb = type(event).__name__.lower()
-        if self._in_order and event.ordinal != self._decided:
+        if self._dispatch_policy == ORDERED and event.ordinal != self._decided:
             self._wrong(
                 f"group {event.ordinal} is {verb}, but the next one to decide on is {self._decided}"
             )
         if event.step not in (self._decided_step, self._decided_step + 1):
             self._wrong(f"group {event.ordinal} is {verb} for step {event.step} out of order")
+        if self._dispatch_policy == WINDOWED and event.step != self._told_step:
+            for other in self.open.values():
+                other.due = event.step if other.finished is not None else None
+        self._told_step = event.step
         self._decided = max(self._decided, event.ordinal + 1)
         self._decided_step = max(self._decided_step, event.step)
         life = self.open.get(event.ordinal)
@@ -264,10 +273,12 @@ class Audit:
         """Look at a group that is rejected for its age, before it has finished."""
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
         age = event.step - life.version
-        if self._in_order or life.finished is not None or age <= self._max_staleness:
-            why = "groups are used in order" if self._in_order else "it is finished"
-            if age <= self._max_staleness:
-                why = f"step {event.step + 1} would find it {age} versions old"
+        why = "it is finished" if life.finished is not None else ""
+        if age <= self._max_staleness:
+            why = f"step {event.step + 1} would find it {age} versions old"
+        if self._dispatch_policy == ORDERED:
+            why = "groups are used in order"
+        if why:
             self._wrong(f"group {event.ordinal} is rejected as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
@@ -301,7 +312,12 @@ class Audit:
             )
         self.steps.append(made)
         for ordinal, life in self.open.items():
-            if life.step is None and event.step - life.version > self._max_staleness:
+            if life.step is None and life.due is not None and life.due <= event.step:
+                self._wrong(
+                    f"group {ordinal} was finished before step {life.due}'s batch was complete, but"
+                    " is not part of it"
+                )
+            elif life.step is None and event.step - life.version > self._max_staleness:
                 self._wrong(
                     f"group {ordinal} of version {life.version} is too old for step"
                     f" {event.step + 1} and all after it, but was not rejected as stale"

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 ORDERED = "ordered"
 """`rollout.dispatch` of runs that use groups in the order of their ordinals."""
 
+WINDOWED = "windowed"
+"""`rollout.dispatch` of runs whose steps use groups as they finish."""
+
 STALE = "stale"
 """Why a group is rejected that every later step would find too old."""
 

@@ -5,6 +5,8 @@ engine and resuming; and what the rollout service makes of them.
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megarl.checkpoints.progress import Progress, read_progress, write_progress
 from megarl.ledger.audit import audit
 from megarl.ledger.events import Dispatched, Rejected, from_record
 from megarl.ledger.journal import FILE, Reader
@@ -252,3 +255,159 @@ TestOrdered = OrderedRun.TestCase
 TestOrdered.settings = EXAMPLES
 TestWindowed = WindowedRun.TestCase
 TestWindowed.settings = EXAMPLES
+
+
+# ------------------------------------------------------------------------------- with the service
+
+
+class Engine:
+    """Answers at once with one token of the weights that the service has; the request of one group
+    never ends.
+    """
+
+    def __init__(self, stuck: int) -> None:
+        self.stuck, self.cancelled = stuck, 0
+        self.service: Any = None
+
+    async def generate(self, prompt_ids: np.ndarray, *args: Any, **settings: Any) -> Segment:
+        version = self.service.window.version
+        if prompt_ids[0] == self.stuck:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
+        arrays = TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32))
+        return Segment("model", 1, arrays, [(version, 1)], "stop")
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 1000
+
+    def at(self, ordinal: int) -> Prompt:
+        return Prompt(ordinal, "", [ordinal], "")
+
+
+class Verifier:
+    has_start = False
+
+    async def step(self, *args: Any, **settings: Any) -> Verdict:
+        return Verdict(1.0, True)
+
+    async def texts(self, segments: Any) -> list[str]:
+        return ["" for _ in segments]
+
+
+def service(path: Path, dispatch: Any, engine: Any, **more: Any) -> RolloutService:
+    config = RolloutConfig(
+        groups_per_step=3,
+        group_size=2,
+        max_staleness=1,
+        dispatch=dispatch,
+        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+    )
+    engine.service = RolloutService(
+        config=config,
+        seed=3,
+        prompts=Prompts(),  # type: ignore[arg-type]
+        engines=[engine],
+        environment=Verifier(),  # type: ignore[arg-type]
+        num_data_ranks=1,
+        num_mini_batches=1,
+        micro_batch_tokens=40,
+        last_step=5,
+        transcripts_per_step=0,
+        ledger=Recorder(path),
+        **more,
+    )
+    return engine.service
+
+
+def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Its requests are cancelled, the ledger says why it is not trained, and the run resumes at a
+    gap that it left.
+    """
+    path, engine = tmp_path / FILE, Engine(stuck=1)
+
+    async def run(first_step: int, cursor: Cursor, until: int) -> dict[int, Cursor]:
+        made = service(path, "windowed", engine, first_step=first_step, cursor=cursor)
+        await made.start()
+        cursors = {}
+        for step in range(first_step, until):
+            plan = await asyncio.wait_for(made.take(step, 0), 20)
+            assert plan is not None and plan.batch.metrics["groups/stale"] in (0, 1)
+            await made.release(step + 1)
+            cursors[step + 1] = await made.cursor(step + 1)
+        await made.stop()
+        assert not made._tasks and (until < 6 or not made._groups)
+        return cursors
+
+    cursors = asyncio.run(run(0, START, 1))
+    assert cursors == {1: Cursor(1, (2, 3))}
+    assert engine.cancelled == 2
+    cursors = asyncio.run(run(1, cursors[1], 6))
+    assert cursors[6].beyond == () and engine.cancelled == 4
+    told = [from_record(record) for record in Reader(path)]
+    found = audit(told)
+    assert found.contradictions == [] and found.rejected == {"stale": 1}
+    assert (found.trained, found.cursor, found.in_flight) == (18, Cursor(19), [])
+    assert {one.ordinal for one in told if isinstance(one, Rejected)} == {1}
+    again = [one for one in told if isinstance(one, Dispatched)]
+    assert len({one.seed for one in again if one.ordinal == 1}) == 1, "resuming changes no seed"
+    assert max(found.ages) <= 1
+
+
+def test_the_ordered_policy_waits_for_the_group(tmp_path: Path) -> None:
+    async def go() -> None:
+        made = service(tmp_path / FILE, "ordered", Engine(stuck=1))
+        await made.start()
+        waiting = asyncio.create_task(made.take(0, 0))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not waiting.done() and len(made._tasks) == 1
+        waiting.cancel()
+        await made.stop()
+
+    asyncio.run(go())
+
+
+# ----------------------------------------------------------------------------- settings and files
+
+
+def test_what_could_not_work_is_refused_with_the_smallest_value_that_does() -> None:
+    for message, more in (
+        ("set it to 4 or more", {"max_open_groups": 3, "max_staleness": 1}),
+        ("max_staleness to 1 or more, or max_open_groups above 4", {}),
+        ("as many as a step needs", {"max_open_groups": 4, "max_staleness": 1}),
+        ("set dispatch to 'ordered'", {"placement": "colocated", "max_staleness": 1}),
+        ("does not use; leave it out", {"dispatch": "ordered", "max_open_groups": 9}),
+    ):
+        wanted: Any = {"groups_per_step": 4, "dispatch": "windowed"} | more
+        with pytest.raises(ValueError, match=message):
+            RolloutConfig(**wanted)
+    config = RolloutConfig(groups_per_step=4, dispatch="windowed", max_open_groups=5)
+    assert limits_of(config, rejects=True, last_step=9) == Limits(4, 12, 0, 9, 5)
+    assert limits_of(config, rejects=False, last_step=9).max_draws == 4
+    assert RolloutConfig(groups_per_step=4, max_staleness=2).most_open_groups == 12
+
+
+def test_a_checkpoint_keeps_the_groups_beyond_the_first_gap(tmp_path: Path) -> None:
+    progress = Progress(2, 5, 1, "layout", "model", "data", used=[7, 9])
+    write_progress(tmp_path, progress)
+    assert read_progress(tmp_path) == progress
+    assert progress.cursor == Cursor(5, (7, 9))
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["format"] == 2, "an earlier version would generate groups 7 and 9 again"
+    write_progress(tmp_path, replace(progress, used=[]))
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["format"] == 1 and "used" not in written, "an earlier version can read it"
+    assert read_progress(tmp_path).cursor == Cursor(5)
+
+
+def test_only_a_policy_that_takes_gaps_resumes_with_them() -> None:
+    for name, policy in POLICIES.items():
+        assert refusal(name, Cursor(5)) == ""
+        assert bool(refusal(name, Cursor(5, (7,)))) == (not policy.takes_gaps)
+    said = refusal("ordered", Cursor(5, (7, 9)))
+    assert "has used 2 groups beyond group 5" in said
+    assert said.endswith("set rollout.dispatch to 'windowed'")
