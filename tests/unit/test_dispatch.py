@@ -250,11 +250,13 @@ class WindowedRun(Run):
         assert batch.drawn == finished, "a finished group is overtaken"
 
 
-EXAMPLES = settings(max_examples=120, stateful_step_count=30, deadline=None)
-TestOrdered = OrderedRun.TestCase
-TestOrdered.settings = EXAMPLES
-TestWindowed = WindowedRun.TestCase
-TestWindowed.settings = EXAMPLES
+MACHINES: dict[str, type[Run]] = {"ordered": OrderedRun, "windowed": WindowedRun}
+"""The machines of policies for which more holds than for every policy."""
+
+for policy_name in POLICIES:
+    machine = MACHINES.get(policy_name) or type(policy_name, (Run,), {"name": policy_name})
+    machine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+    globals()[f"Test{policy_name.title()}"] = machine.TestCase
 
 
 # ------------------------------------------------------------------------------- with the service
