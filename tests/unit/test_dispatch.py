@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -255,8 +255,23 @@ MACHINES: dict[str, type[Run]] = {"ordered": OrderedRun, "windowed": WindowedRun
 
 for policy_name in POLICIES:
     machine = MACHINES.get(policy_name) or type(policy_name, (Run,), {"name": policy_name})
-    machine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+    machine.TestCase.settings = settings(
+        max_examples=120,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),  # a busy machine is slow
+    )
     globals()[f"Test{policy_name.title()}"] = machine.TestCase
+
+
+def test_a_resumed_run_passes_over_groups_that_its_first_gap_leaves_behind() -> None:
+    """Once the gap is closed, the cursor no longer lists the groups beyond; they stay used."""
+    limits = Limits(per_step=1, max_draws=1, staleness=1, last_step=3, max_open=2)
+    policy = POLICIES["windowed"].restore(limits, Cursor(0, (1, 2)), 2)
+    assert policy.start() == 0
+    policy.finish(0, True)
+    assert policy.close() == Batch([0], [0]) and policy.cursor() == Cursor(3)
+    assert policy.start() == 3
 
 
 # ------------------------------------------------------------------------------- with the service

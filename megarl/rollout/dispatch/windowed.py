@@ -71,6 +71,8 @@ class Windowed:
 
     def start(self) -> int:
         assert self.may_start()
+        # `used` forgets what is below `first`, which may have passed `next` in a resumed run.
+        self.next = max(self.next, self.first)
         while self.next in self.used:
             self.next += 1
         self.flying[self.next] = self.version
