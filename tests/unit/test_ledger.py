@@ -594,6 +594,15 @@ def test_the_audit_knows_how_many_groups_may_be_open_and_who_may_sweep() -> None
     sweep = Rejected(2, 1, STALE)
     assert told("windowed", *batch, sweep, Trained(1, 1)) == ""
     assert "groups are used in order" in told("ordered", *batch, sweep)
+    # A third group that finished before the batch was complete is overtaken by the others.
+    third = Finished(2, [RolloutRecord(0, 1, [(0, 1)], "")])
+    overtaken = [*batch[:5], third, *batch[5:], Trained(1, 1)]
+    assert "group 2 was finished before step 1's batch" in told("windowed", *overtaken)
+    # One trained and one rejected as stale are not two draws.
+    few = [*dispatched[:2], finished[0], Accepted(0, 1), Rejected(1, 1, STALE), Trained(1, 1)]
+    assert "trained on 1 groups of 1 drawn" in told("windowed", *few)
+    late = [*batch, Trained(1, 1), third, Accepted(2, 2)]
+    assert "trained at an age of 1 versions" in told("windowed", *late, Trained(2, 2))
 
 
 def test_events_are_read_as_they_were_written() -> None:
