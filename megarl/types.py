@@ -38,6 +38,22 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Cursor:
+    """Position of a run in its data: the groups that its first steps have used, which a resumed run
+    does not generate again. Group o has the prompt at position o of the training order.
+    """
+
+    first: int = 0
+    """Ordinal of the first group that is not used."""
+    beyond: tuple[int, ...] = ()
+    """Ordinals above `first` that are used, ascending; empty where groups are used in order."""
+
+
+START = Cursor()
+"""The cursor of a new run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     """A prompt with a response to imitate, for supervised fine-tuning. The response of a whole
     conversation holds the turns of others too. Created by `megarl.data`.

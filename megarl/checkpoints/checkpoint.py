@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,10 +104,15 @@ class Checkpoints:
         return places | {f"roles/{name}": engine for name, engine in self.others.items()}
 
     def save(
-        self, *, step: int, next_ordinal: int, algorithm: Mapping[str, float] | None = None
+        self,
+        *,
+        step: int,
+        next_ordinal: int,
+        used: Sequence[int] = (),
+        algorithm: Mapping[str, float] | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal` and
-        `algorithm` are those of `Progress`. Raises `OSError` on
+        """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal`, `used`
+        and `algorithm` are those of `Progress`. Raises `OSError` on
         every rank, with the fix, where one cannot write, and `UserError` if a weight is not finite.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
@@ -123,7 +128,7 @@ class Checkpoints:
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
         self._refuse_lost(step)
         main, files = self.everyone.rank == 0, list[Path]()
-        progress = self._progress(step, next_ordinal, algorithm or {})
+        progress = self._progress(step, next_ordinal, used, algorithm or {})
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
         self._everybody(self._attempt(lambda: files.extend(self._write_state(aside))), step)
         self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)
@@ -306,7 +311,7 @@ class Checkpoints:
         return progress
 
     def _progress(
-        self, step: int, next_ordinal: int, algorithm: Mapping[str, float]
+        self, step: int, next_ordinal: int, used: Sequence[int], algorithm: Mapping[str, float]
     ) -> Progress | None:
         """What `run.json` is to hold; None on ranks without a part of the exported model."""
         if self.engine is None:
@@ -321,4 +326,5 @@ class Checkpoints:
             self.data,
             self.roles,
             dict(algorithm),
+            list(used),
         )

@@ -15,9 +15,14 @@ from megarl.checkpoints.manifest import damage
 from megarl.console import say
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
+from megarl.types import Cursor
 
-FORMAT = 1
+FORMAT = 2
 """Version of the checkpoint format; a checkpoint of a newer version is refused."""
+
+FORMAT_IN_ORDER = 1
+"""Version that is written where `Progress.used` is empty, so that versions of megarl without such a
+field can read the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,14 @@ class Progress:
     """{name: layout, as `written_under` says it} of the other roles that are trained."""
     algorithm: dict[str, float] = field(default_factory=dict)
     """{name: number} that the algorithm has adapted in the run, such as the KL coefficient."""
+    used: list[int] = field(default_factory=list)
+    """Positions above `next_ordinal` whose prompts are used as well; not empty only under a
+    `rollout.dispatch` that does not use groups in order."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """The groups that the steps done have used."""
+        return Cursor(self.next_ordinal, tuple(self.used))
 
 
 def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -66,7 +79,11 @@ def written_under(layout: Layout, training: TrainingConfig) -> str:
 def write_progress(folder: Path, progress: Progress) -> Path:
     """Write `run.json`; returns its path."""
     path = folder / "run.json"
-    path.write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=1))
+    content = asdict(progress)
+    if not progress.used:
+        del content["used"]
+    written = FORMAT if progress.used else FORMAT_IN_ORDER
+    path.write_text(json.dumps({"format": written, **content}, indent=1))
     return path
 
 

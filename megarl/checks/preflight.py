@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl import console
-from megarl.checkpoints.progress import choose, fingerprint, newest_first, written_under
+from megarl.checkpoints.progress import (
+    choose,
+    fingerprint,
+    newest_first,
+    read_progress,
+    written_under,
+)
 from megarl.checks.adapter_checks import check_published_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
@@ -26,6 +32,7 @@ from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
+from megarl.rollout.dispatch.registry import refusal
 from megarl.schema import require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
@@ -198,6 +205,9 @@ def find_checkpoint(
         roles=roles,
         base=base_digest(config.model.path) if config.training.lora.is_on else "",
     )
+    if chosen is not None and isinstance(config, RunConfig):
+        why = refusal(config.rollout.dispatch, read_progress(chosen).cursor)
+        require(not why, f"checkpoint {chosen} cannot be resumed: {why}")
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
     return chosen

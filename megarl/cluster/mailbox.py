@@ -115,8 +115,11 @@ class Mailbox:
     All calls must come from one event loop.
     """
 
-    def __init__(self, handle: Any, pace: Pace) -> None:
-        """`handle`: a Ray actor whose class is an `Inbox`."""
+    def __init__(self, handle: Any, pace: Pace, *, drops: bool = False) -> None:
+        """`handle`: a Ray actor whose class is an `Inbox`. `drops`: whether the actor stops to
+        serve a request whose caller is cancelled.
+        """
+        self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
         self._pace = pace
         self._next = 0
@@ -143,8 +146,28 @@ class Mailbox:
             self._collector = loop.create_task(self._collect())
         try:
             return await answer
+        except asyncio.CancelledError:
+            self._drop(number)
+            raise
         finally:
             self._pending.pop(number, None)
+
+    def _drop(self, number: int) -> None:
+        """Have the actor stop to serve request `number`, together with all that are cancelled at
+        the same time.
+        """
+        if self._drop_from is not None:
+            if not self._dropped:
+                asyncio.get_running_loop().call_soon(self._send_dropped)
+            self._dropped.append(number)
+
+    def _send_dropped(self) -> None:
+        assert self._drop_from is not None
+        dropped, self._dropped = set(self._dropped), []
+        unsent = {number for number, *_ in self._outbox} & dropped
+        self._outbox = [one for one in self._outbox if one[0] not in unsent]
+        if dropped - unsent:
+            self._drop_from.remote(sorted(dropped - unsent))
 
     async def _send(self) -> None:
         """Send the queued requests to the actor in batches, until none is queued."""
@@ -240,6 +263,17 @@ class Inbox:
         for number, request, places in requests:
             arrays = [TokenArrays(*stored[which][position]) for which, position in places]
             self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
+
+    async def drop(self, numbers: list[int]) -> None:
+        """Stop to serve these requests, whose answers nobody waits for. Those that are answered
+        already are passed over.
+        """
+        self._open_inbox()
+        for number in numbers:
+            if (task := self._serving.pop(number, None)) is not None:
+                task.cancel()
+        if self._answers and not self._serving:
+            self._full.set()
 
     async def collect(self, linger_s: float) -> tuple[list[tuple[int, Any, int]], Any]:
         """Wait for the first finished answer; while requests are still being served, hold it back

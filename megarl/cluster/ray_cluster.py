@@ -30,7 +30,7 @@ from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.waits import PublishAgain
 from megarl.signals import Stop
-from megarl.types import Prompt, StepBatch
+from megarl.types import Cursor, Prompt, StepBatch
 
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
@@ -256,8 +256,8 @@ class RolloutClient:
         """
         self._ask(self._service.release.remote(step + 1), f"releasing step {step + 1}")
 
-    def cursor(self, step: int) -> int:
-        """Ordinal of the first prompt not used by the first `step` steps."""
+    def cursor(self, step: int) -> Cursor:
+        """The groups that the first `step` steps have used."""
         return self._ask(
             self._service.cursor.remote(step), f"reading the prompt cursor after {step} steps"
         )

@@ -57,7 +57,7 @@ class RemoteEngine:
     """
 
     def __init__(self, handle: Any, pace: Pace) -> None:
-        self._mailbox, self._pace = Mailbox(handle, pace), pace
+        self._mailbox, self._pace = Mailbox(handle, pace, drops=True), pace
 
     async def generate(
         self,

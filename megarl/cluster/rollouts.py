@@ -30,6 +30,7 @@ from megarl.parallel.collectives import broadcast_object, gather_objects, on_fir
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
 from megarl.trainer.context import RunInputs
+from megarl.types import START, Cursor
 
 BYTES_PER_TOKEN = 8
 """Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
@@ -112,14 +113,14 @@ def start_generation(
         adapter_rank=lora.rank if adapts else 0,
     )
     progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
-    step, ordinal = (progress.step, progress.next_ordinal) if progress is not None else (0, 0)
+    step, cursor = (progress.step, progress.cursor) if progress is not None else (0, START)
     start_service(
         config,
         cluster,
         engines,
         inputs,
         first_step=step,
-        first_ordinal=ordinal,
+        cursor=cursor,
         ledger=Path(config.folder).absolute() / FILE,
     )
     return Generation(config, mesh, cluster, engines)
@@ -130,7 +131,9 @@ def object_store_bytes(rollout: RolloutConfig) -> int:
     at most a third of the free shared memory, and at least `MIN_OBJECT_STORE_BYTES`.
     """
     draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
-    groups = (1 + rollout.max_staleness) * draws * rollout.groups_per_step
+    groups = draws * max(
+        rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
+    )
     tokens = groups * rollout.group_size * rollout.max_new_tokens
     wanted = int(tokens * BYTES_PER_TOKEN)
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
@@ -186,11 +189,12 @@ def start_service(
     inputs: RunInputs,
     *,
     first_step: int,
-    first_ordinal: int,
+    cursor: Cursor = START,
     ledger: Path | None = None,
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
-    service, so that they are read and tokenised only once. `ledger`: file in which the service
+    service, so that they are read and tokenised only once. `cursor`: the groups that the steps
+    before `first_step` have used. `ledger`: file in which the service
     records what becomes of every group, or None.
     """
     assert inputs.prompts is not None
@@ -202,7 +206,7 @@ def start_service(
         inputs.prompts,
         Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used),
         first_step,
-        first_ordinal,
+        cursor,
         client_token(config.environment),
         ledger,
     )

@@ -21,7 +21,7 @@ from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
 from megarl.rollout.waits import PublishAgain
-from megarl.types import Prompt
+from megarl.types import Cursor, Prompt
 
 
 def build_service(
@@ -31,14 +31,14 @@ def build_service(
     prompts: PromptList,
     codec: Codec,
     first_step: int,
-    first_ordinal: int,
+    cursor: Cursor,
     token: Token | None,
     ledger: Path | None = None,
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
-    policy's. A resumed run begins at `first_step`, with the prompt at position `first_ordinal`.
-    `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which the service
-    records what becomes of every group; None for a command that trains nothing.
+    policy's. A resumed run begins at `first_step`; the steps before have used the groups of
+    `cursor`. `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which
+    the service records what becomes of every group; None for a command that trains nothing.
     """
     pace = Pace()
     environment = RemoteEnvironment(config.environment, codec, pace, token)
@@ -53,7 +53,7 @@ def build_service(
         micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
         last_step=config.steps - 1,
         transcripts_per_step=config.observe.transcripts_per_step,
-        first_ordinal=first_ordinal,
+        cursor=cursor,
         first_step=first_step,
         compares_groups=config.compares_groups,
         greedy_baseline=config.greedy_baseline,
@@ -96,7 +96,7 @@ class ServiceActor:
     async def release(self, version: int) -> None:
         await self._service.release(version)
 
-    async def cursor(self, step: int) -> int:
+    async def cursor(self, step: int) -> Cursor:
         return await self._service.cursor(step)
 
     async def evaluate(

@@ -2,8 +2,12 @@
 
 The audit goes through the events once and keeps, of finished steps, only their counts. Each event
 must be possible after those before: then every group of the steps that count was trained or
-rejected exactly once, in order, none was skipped, and none was older than the run allows. A ledger
-that was cut off anywhere passes, since a run may be killed at any time.
+rejected exactly once, none was skipped, and none was older than the run allows. Under
+`rollout.dispatch: ordered` groups are decided on in order. Under any other policy a group may
+overtake others, one that is too old for every step to come must be rejected as stale, no other may
+be, and at most `max_open` groups are open. Under `windowed` a batch has every group that finished
+before it was complete. A ledger that was cut off anywhere passes, since a run
+may be killed at any time.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megarl.ledger.events import (
+    ORDERED,
+    STALE,
+    WINDOWED,
     Accepted,
     Dispatched,
     Ended,
@@ -23,6 +30,7 @@ from megarl.ledger.events import (
     Started,
     Trained,
 )
+from megarl.types import START, Cursor
 
 LISTED = 5
 """Contradictions that are kept; those that follow are often consequences."""
@@ -35,6 +43,8 @@ class Life:
     version: int
     """Trainer version when the group was dispatched."""
     finished: Finished | None = None
+    due: int | None = None
+    """Under `windowed`, step whose batch has the group, as it was finished when that was told."""
     step: int | None = None
     """Step that it was drawn for."""
     is_accepted: bool = False
@@ -46,8 +56,8 @@ class Life:
 class Step:
     """What is kept of a trained step."""
 
-    cursor: int
-    """Ordinal after the step's last group."""
+    cursor: Cursor
+    """The groups that the steps up to this one have used."""
     trained: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     """{why: groups}"""
@@ -65,20 +75,26 @@ class Audit:
         self.dispatched = self.void = self.restores = self.cut_bytes = 0
         """Groups sent to the engines; those made void by resuming; times that the run was resumed;
         bytes of torn tails that were cut off."""
-        self.first_step, self.first_ordinal = 0, 0
-        """Steps and groups before the ledger begins."""
+        self.first_step, self.first_cursor = 0, START
+        """Steps before the ledger begins, and the groups that they have used."""
         self.steps: list[Step] = []
         """The trained steps that count, from `first_step` on."""
         self.open: dict[int, Life] = {}
         """Groups of no trained step, by ordinal."""
         self.ended: Ended | None = None
         """The last event, if the run ended and was not killed."""
-        self._max_staleness = self._groups_per_step = self._max_draws = 0
+        self._max_staleness = self._groups_per_step = self._max_draws = self._max_open = 0
+        self._dispatch_policy = ORDERED
         self._is_started = False
         self._next = self._decided = 0
-        """Ordinals of the next group to dispatch, and of the next one to accept or reject."""
+        """Ordinals of the next group to dispatch and, in order, of the next one to accept or
+        reject."""
+        self._used: set[int] = set()
+        """Ordinals that the steps before the present start have used beyond their cursor."""
         self._decided_step = 1
         """Step of the newest decision."""
+        self._told_step = 0
+        """Step of the newest decision since the present start; 0 for none."""
         self._event = 0
 
     # -------------------------------------------------------------------------------------- results
@@ -89,9 +105,9 @@ class Audit:
         return self.first_step + len(self.steps)
 
     @property
-    def cursor(self) -> int:
-        """Ordinal of the first group that no trained step has used."""
-        return self.steps[-1].cursor if self.steps else self.first_ordinal
+    def cursor(self) -> Cursor:
+        """The groups that the trained steps have used."""
+        return self.steps[-1].cursor if self.steps else self.first_cursor
 
     @property
     def trained(self) -> int:
@@ -156,8 +172,9 @@ class Audit:
             )
 
     def _start(self, event: Started) -> None:
+        cursor = Cursor(event.cursor, tuple(event.used))
         if not self._is_started:
-            self.first_step, self.first_ordinal = event.step, event.cursor
+            self.first_step, self.first_cursor = event.step, cursor
         elif not isinstance(event, Restored):
             self._wrong("a new run starts in the ledger of another")
         if isinstance(event, Restored):
@@ -166,23 +183,25 @@ class Audit:
         self._is_started, self.ended = True, None
         self._max_staleness = event.max_staleness
         self._groups_per_step, self._max_draws = event.groups_per_step, event.max_draws
+        self._dispatch_policy, self._max_open = event.dispatch, event.max_open
         self.void += len(self.open)
         if event.step > self.done:
             self._wrong(f"the run goes on after step {event.step}, but {self.done} are trained")
         elif event.step < self.first_step:
             # An older checkpoint than the one that the ledger begins with.
-            self.first_step, self.first_ordinal = event.step, event.cursor
+            self.first_step, self.first_cursor = event.step, cursor
             self.void += self._drop(0)
         else:
             self.void += self._drop(event.step - self.first_step)
-        if event.cursor != self.cursor:
+        if cursor != self.cursor:
             self._wrong(
-                f"the run goes on at group {event.cursor}, but {self.done} steps have used the"
-                f" groups before {self.cursor}"
+                f"the run goes on at {_told(cursor)}, but {self.done} steps have used the groups"
+                f" before {_told(self.cursor)}"
             )
         self.open = {}
         self._next = self._decided = event.cursor
-        self._decided_step = event.step + 1
+        self._used = set(event.used)
+        self._decided_step, self._told_step = event.step + 1, 0
 
     def _drop(self, keep: int) -> int:
         """Forget the trained steps but the first `keep`; returns the number of their groups."""
@@ -191,6 +210,8 @@ class Audit:
 
     def _dispatch(self, event: Dispatched) -> None:
         self.dispatched += 1
+        while self._next in self._used:
+            self._next += 1
         if event.ordinal != self._next:
             self._wrong(f"group {event.ordinal} is dispatched where {self._next} is next")
         if event.version != self.done:
@@ -200,6 +221,12 @@ class Audit:
             )
         self._next = max(self._next, event.ordinal + 1)
         self.open[event.ordinal] = Life(event.version)
+        # Groups that are finished and will be rejected are told only when their batch is complete.
+        most = self._max_open + self._max_draws - 1
+        if self._max_open and len(self.in_flight) > most:
+            self._wrong(
+                f"{len(self.in_flight)} groups are neither trained nor rejected, but {most} may be"
+            )
 
     def _finish(self, event: Finished) -> None:
         life = self.open.get(event.ordinal)
@@ -218,12 +245,16 @@ class Audit:
 
     def _decide(self, event: Accepted | Rejected) -> None:
         verb = type(event).__name__.lower()
-        if event.ordinal != self._decided:
+        if self._dispatch_policy == ORDERED and event.ordinal != self._decided:
             self._wrong(
                 f"group {event.ordinal} is {verb}, but the next one to decide on is {self._decided}"
             )
         if event.step not in (self._decided_step, self._decided_step + 1):
             self._wrong(f"group {event.ordinal} is {verb} for step {event.step} out of order")
+        if self._dispatch_policy == WINDOWED and event.step != self._told_step:
+            for other in self.open.values():
+                other.due = event.step if other.finished is not None else None
+        self._told_step = event.step
         self._decided = max(self._decided, event.ordinal + 1)
         self._decided_step = max(self._decided_step, event.step)
         life = self.open.get(event.ordinal)
@@ -231,10 +262,24 @@ class Audit:
             what = "decided on already" if life else "not in flight"
             self._wrong(f"group {event.ordinal} is {verb}, but is {what}")
             return
-        if life.finished is None:
+        if isinstance(event, Rejected) and event.why == STALE:
+            self._sweep(event, life)
+        elif life.finished is None:
             self._wrong(f"group {event.ordinal} is {verb}, but is not finished")
         life.step, life.is_accepted = event.step, isinstance(event, Accepted)
         life.why = event.why if isinstance(event, Rejected) else ""
+
+    def _sweep(self, event: Rejected, life: Life) -> None:
+        """Look at a group that is rejected for its age, before it has finished."""
+        # Steps count from 1 in events: the next one trains weights of version `event.step`.
+        age = event.step - life.version
+        why = "it is finished" if life.finished is not None else ""
+        if age <= self._max_staleness:
+            why = f"step {event.step + 1} would find it {age} versions old"
+        if self._dispatch_policy == ORDERED:
+            why = "groups are used in order"
+        if why:
+            self._wrong(f"group {event.ordinal} is rejected as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
         if event.step != self.done + 1 or event.version != event.step:
@@ -243,7 +288,7 @@ class Audit:
                 f" step {self.done + 1}"
             )
         drawn = sorted(o for o, life in self.open.items() if life.step == event.step)
-        made = Step(cursor=drawn[-1] + 1 if drawn else self.cursor)
+        made = Step(cursor=self._cursor_after(drawn))
         for ordinal in drawn:
             life = self.open.pop(ordinal)
             if not life.is_accepted:
@@ -259,17 +304,43 @@ class Audit:
                     f"group {ordinal} is trained at an age of {age} versions, but"
                     f" {self._max_staleness} are allowed"
                 )
-        if made.trained != self._groups_per_step and len(drawn) != self._max_draws:
+        num_drawn = len(drawn) - made.rejected[STALE]
+        if made.trained != self._groups_per_step and num_drawn != self._max_draws:
             self._wrong(
-                f"step {event.step} is trained on {made.trained} groups of {len(drawn)} drawn, but"
+                f"step {event.step} is trained on {made.trained} groups of {num_drawn} drawn, but"
                 f" a batch has {self._groups_per_step}, or fewer of {self._max_draws} drawn"
             )
         self.steps.append(made)
+        for ordinal, life in self.open.items():
+            if life.step is None and life.due is not None and life.due <= event.step:
+                self._wrong(
+                    f"group {ordinal} was finished before step {life.due}'s batch was complete, but"
+                    " is not part of it"
+                )
+            elif life.step is None and event.step - life.version > self._max_staleness:
+                self._wrong(
+                    f"group {ordinal} of version {life.version} is too old for step"
+                    f" {event.step + 1} and all after it, but was not rejected as stale"
+                )
+
+    def _cursor_after(self, drawn: list[int]) -> Cursor:
+        """The groups that are used once a step has used `drawn` too."""
+        first, used = self.cursor.first, {*self.cursor.beyond, *drawn}
+        while first in used:
+            used.remove(first)
+            first += 1
+        return Cursor(first, tuple(sorted(used)))
 
     def _wrong(self, what: str) -> None:
         self.num_contradictions += 1
         if len(self.contradictions) < LISTED:
             self.contradictions.append(f"event {self._event}: {what}")
+
+
+def _told(cursor: Cursor) -> str:
+    """A cursor in words."""
+    more = f" without {', '.join(map(str, cursor.beyond))}" if cursor.beyond else ""
+    return f"group {cursor.first}{more}"
 
 
 def audit(events: Iterable[Event]) -> Audit:

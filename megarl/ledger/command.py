@@ -64,7 +64,8 @@ def summary(reader: Reader, found: Audit) -> dict[str, Any]:
     return {
         "run": reader.run,
         "steps": found.done,
-        "cursor": found.cursor,
+        "cursor": found.cursor.first,
+        "used_beyond_cursor": list(found.cursor.beyond),
         "dispatched": found.dispatched,
         "trained": found.trained,
         "rejected": dict(found.rejected),

@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+ORDERED = "ordered"
+"""`rollout.dispatch` of runs that use groups in the order of their ordinals."""
+
+WINDOWED = "windowed"
+"""`rollout.dispatch` of runs whose steps use groups as they finish."""
+
+STALE = "stale"
+"""Why a group is rejected that every later step would find too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,13 @@ class Started:
     """Groups, rejected ones included, after which a batch is complete with fewer of them."""
     cut_bytes: int = 0
     """Bytes of a torn tail that were cut off the ledger before."""
+    dispatch: str = ORDERED
+    """`rollout.dispatch`. The fields from here on are written with another policy than `ordered`
+    only."""
+    used: list[int] = field(default_factory=list)
+    """Ordinals above `cursor` that the steps done have used, ascending."""
+    max_open: int = 0
+    """Groups that may be started and neither trained nor rejected; 0 for no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +144,18 @@ NAMES = {kind: name for name, kind in KINDS.items()}
 FIELDS = {kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in NAMES}
 
 
+NOT_ORDERED = {"dispatch", "used", "max_open"}
+"""Fields of `Started` that are left out where groups are used in order: ledgers of such runs are
+read by earlier versions of megarl too."""
+
+
 def to_record(event: Event) -> dict[str, Any]:
     """The event as JSON data."""
     kind = type(event)
-    return {"event": NAMES[kind]} | {name: getattr(event, name) for name in FIELDS[kind]}
+    names = FIELDS[kind]
+    if isinstance(event, Started) and event.dispatch == ORDERED:
+        names = tuple(name for name in names if name not in NOT_ORDERED)
+    return {"event": NAMES[kind]} | {name: getattr(event, name) for name in names}
 
 
 def from_record(record: Mapping[str, Any]) -> Event:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
 from megarl.ledger.events import (
+    ORDERED,
+    STALE,
     Accepted,
     Dispatched,
     Ended,
@@ -23,7 +26,7 @@ from megarl.ledger.events import (
     to_record,
 )
 from megarl.ledger.journal import Journal
-from megarl.types import Group, Rollout
+from megarl.types import Cursor, Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
 """Why dynamic sampling rejects a group."""
@@ -53,15 +56,27 @@ class Recorder:
         self._is_started = False
 
     def start(
-        self, *, step: int, cursor: int, max_staleness: int, groups_per_step: int, max_draws: int
+        self,
+        *,
+        step: int,
+        cursor: Cursor,
+        max_staleness: int,
+        groups_per_step: int,
+        max_draws: int,
+        dispatch: str = ORDERED,
+        max_open: int = 0,
     ) -> None:
-        """Generation starts after `step` steps with the group `cursor`; see
+        """Generation starts after `step` steps, which have used the groups of `cursor`; see
         `megarl.ledger.events.Started`.
         """
         if self._journal is not None:
             kind = Started if self._journal.is_new and step == 0 else Restored
             cut = self._journal.cut_bytes
-            self._put(kind(step, cursor, max_staleness, groups_per_step, max_draws, cut))
+            started = kind(step, cursor.first, max_staleness, groups_per_step, max_draws, cut)
+            if dispatch != ORDERED:
+                used = list(cursor.beyond)
+                started = replace(started, dispatch=dispatch, used=used, max_open=max_open)
+            self._put(started)
             self._version, self._is_started = step, True
 
     def dispatch(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
@@ -73,16 +88,25 @@ class Recorder:
         rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
         self._append(functools.partial(_finished, group.ordinal, rollouts))
 
-    def close(self, step: int, drawn: Sequence[Group], accepted: Collection[int]) -> None:
-        """The batch of `step` (from 0) is complete. `drawn`: its groups in order; `accepted`:
-        ordinals of those that are trained on.
+    def close(
+        self,
+        step: int,
+        drawn: Sequence[int],
+        accepted: Collection[int],
+        swept: Sequence[int] = (),
+    ) -> None:
+        """The batch of `step` (from 0) is complete. `drawn`: ordinals of its groups in order;
+        `accepted`: of those that are trained on; `swept`: of unfinished groups that are rejected
+        with it, because they are too old for the steps to come.
         """
-        for group in drawn:
+        for ordinal in drawn:
             self._put(
-                Accepted(group.ordinal, step + 1)
-                if group.ordinal in accepted
-                else Rejected(group.ordinal, step + 1, EQUAL_REWARDS)
+                Accepted(ordinal, step + 1)
+                if ordinal in accepted
+                else Rejected(ordinal, step + 1, EQUAL_REWARDS)
             )
+        for ordinal in swept:
+            self._put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
         """Weights `version` are on the engines, so the steps before are trained. A version that was

@@ -74,7 +74,7 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
         with console.phase(f"engines of {config.model.path}"):
             stops = case.inputs.stop_token_ids
             engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, case.inputs, first_step=0, first_ordinal=0)
+            start_service(config, cluster, engines, case.inputs, first_step=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
             cluster.supervise(engines, config.rollout, loads=True)

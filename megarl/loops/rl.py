@@ -150,7 +150,10 @@ def save(parts: Parts, done: int) -> None:
     tell(parts, "save", done)
     learner = parts.learner
     algorithm = learner.state() if isinstance(learner, PolicyGradient) else {}
-    parts.checkpoints.save(step=done, next_ordinal=parts.rollouts.cursor(done), algorithm=algorithm)
+    cursor = parts.rollouts.cursor(done)
+    parts.checkpoints.save(
+        step=done, next_ordinal=cursor.first, used=cursor.beyond, algorithm=algorithm
+    )
 
 
 Order = Literal["train", "save", "end"]

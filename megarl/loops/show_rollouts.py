@@ -63,7 +63,7 @@ def rollouts(config: RunConfig, inputs: SampleInputs) -> list[dict[str, Any]]:
         with console.phase(f"engines of {config.model.path}"):
             stops = run.stop_token_ids
             engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, run, first_step=0, first_ordinal=0)
+            start_service(config, cluster, engines, run, first_step=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
             cluster.supervise(engines, config.rollout, loads=True)

@@ -114,6 +114,7 @@ def shares(
     transcripts: int,
     warning: str = "",
     with_greedy: bool = False,
+    stale: int | None = None,
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
@@ -121,6 +122,9 @@ def shares(
 
     A group's greedy response is a sample of the step without trained tokens. `with_greedy`: also
     send its tokens to the ranks, whose reward models are to score it.
+
+    `stale`: groups that the dispatch policy has rejected for their age when the batch was complete;
+    None for a policy that rejects none.
 
     With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
     accepted groups trains on nothing.
@@ -164,7 +168,8 @@ def shares(
             dtype=np.int64,
         ),
         mini_batch_of=mini_batch_of,
-        metrics=describe(step, drawn, accepted, seconds),
+        metrics=describe(step, drawn, accepted, seconds)
+        | ({"groups/stale": stale} if stale is not None else {}),
         warning=warning,
     )
     plans = [

@@ -19,6 +19,8 @@ ENGINE_STARTS = 3
 """Times in a row that the start of an engine may fail before the run ends."""
 MOST_STOPS = 16
 """Largest number of texts in `rollout.stop`."""
+DispatchName = Literal["ordered", "windowed"]
+"""Names of the dispatch policies, which are in `megarl.rollout.dispatch.registry`."""
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
 """Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 
@@ -117,6 +119,14 @@ class RolloutConfig:
     max_staleness: Annotated[int, Range(0, 1000)] = 0
     """Maximum number of steps by which the weights that generate a rollout may be older than those
     that train on it; 0 is synchronous."""
+    dispatch: DispatchName = "ordered"
+    """`ordered`: steps use groups in the order of the data, so that runs can be repeated exactly;
+    one long answer holds its step back. `windowed`: steps use groups as they finish; a group that
+    would be older than `max_staleness` is cancelled and rejected as stale."""
+    max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES)] = None
+    """`windowed` only: maximum number of groups that are started and neither trained nor rejected;
+    null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are
+    rejected as stale."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds."""
@@ -127,6 +137,43 @@ class RolloutConfig:
             f"RolloutConfig.stop has {len(self.stop)} texts, {self.stop.count('')} of them empty;"
             f" set at most {MOST_STOPS}, none empty",
         )
+        self._check_dispatch()
+
+    def _check_dispatch(self) -> None:
+        """Raise `ValueError` where the dispatch policy could not work, or a setting would do
+        nothing.
+        """
+        batch, wanted = self.groups_per_step, self.max_open_groups
+        if self.dispatch == "ordered":
+            require(
+                wanted is None,
+                f"RolloutConfig.max_open_groups is {wanted}, which dispatch 'ordered' does not use;"
+                " leave it out, or set dispatch to 'windowed'",
+            )
+            return
+        require(
+            wanted is None or wanted >= batch,
+            f"RolloutConfig.max_open_groups is {wanted}, so that a step of {batch} groups would"
+            f" never be complete; set it to {batch} or more",
+        )
+        require(
+            self.placement == "disaggregated",
+            f"RolloutConfig.dispatch is '{self.dispatch}', but placement is 'colocated', where"
+            " engines sleep while the trainer works; set dispatch to 'ordered'",
+        )
+        require(
+            self.most_open_groups > batch,
+            f"RolloutConfig.dispatch is '{self.dispatch}', but max_staleness is"
+            f" {self.max_staleness} and at most {self.most_open_groups} groups are open, as many as"
+            " a step needs, so that it would do nothing; set max_staleness to 1 or more, or"
+            f" max_open_groups above {batch}, or dispatch to 'ordered'",
+        )
+
+    @property
+    def most_open_groups(self) -> int:
+        """Maximum number of groups that are started and neither trained nor rejected."""
+        usual = (1 + self.max_staleness) * self.groups_per_step
+        return usual if self.max_open_groups is None else self.max_open_groups
 
     @property
     def sampling(self) -> Sampling:

@@ -22,13 +22,13 @@ from megarl.ledger.recorder import Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle
 from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
+from megarl.rollout.dispatch.registry import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_record
 from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.waits import PublishAgain, Waits
-from megarl.rollout.window import Window
-from megarl.types import Group, Prompt, Rollout
+from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 GREEDY = -1
 """Number of a group's greedy response among its rollouts."""
@@ -66,7 +66,7 @@ class RolloutService:
         micro_batch_tokens: int,
         last_step: int,
         transcripts_per_step: int,
-        first_ordinal: int = 0,
+        cursor: Cursor = START,
         first_step: int = 0,
         compares_groups: bool = True,
         greedy_baseline: Literal["", "reward", "tokens"] = "",
@@ -91,23 +91,9 @@ class RolloutService:
             micro_batch_tokens,
         )
         self.transcripts_per_step = transcripts_per_step
-        sampling = config.dynamic_sampling
-        self._rejects = sampling.enabled and compares_groups
-        draws = (
-            round(sampling.max_draws * config.groups_per_step)
-            if self._rejects
-            else config.groups_per_step
-        )
-        self.window = Window(
-            per_step=config.groups_per_step,
-            max_draws=draws,
-            staleness=config.max_staleness,
-            last_step=last_step,
-            first=first_ordinal,
-            next=first_ordinal,
-            step=first_step,
-            version=first_step,
-        )
+        self._rejects = config.dynamic_sampling.enabled and compares_groups
+        self.limits = limits_of(config, rejects=self._rejects, last_step=last_step)
+        self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
         self.engines = EnginePool(engines, config)
         self._attempts = Attempts(
             self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
@@ -119,7 +105,7 @@ class RolloutService:
         """Finished groups that are not yet part of a complete batch, by ordinal."""
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
-        self._cursors: dict[int, int] = {first_step: first_ordinal}
+        self._cursors: dict[int, Cursor] = {first_step: cursor}
         self._closed_at = time.monotonic()
         self._released_at: dict[int, float] = {first_step: self._closed_at}
         """Time at which each weight version was on the engines; used to time batches. Versions that
@@ -128,7 +114,8 @@ class RolloutService:
         """Newest step whose batch some rank has taken."""
         self.is_early_stop = False
         """Whether the run ends because its metric is good enough, and not by a signal."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """The task of each group in flight, by ordinal."""
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
 
     # ------------------------------------------------------------------------- asked by the trainer
@@ -159,13 +146,14 @@ class RolloutService:
     async def start(self) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines."""
         self._closed_at = time.monotonic()
-        window = self.window
         self._ledger.start(
-            step=window.step,
-            cursor=window.first,
-            max_staleness=window.staleness,
-            groups_per_step=window.per_step,
-            max_draws=window.max_draws,
+            step=self.window.step,
+            cursor=self.window.cursor(),
+            max_staleness=self.limits.staleness,
+            groups_per_step=self.limits.per_step,
+            max_draws=self.limits.max_draws,
+            dispatch=self.config.dispatch,
+            max_open=self.limits.max_open,
         )
         await self._dispatch()
 
@@ -207,7 +195,8 @@ class RolloutService:
         earlier steps, and starts the groups that the staleness limit now allows.
         """
         self._ledger.release(version)
-        self.window.version = self.engines.version = max(self.window.version, version)
+        self.window.release(version)
+        self.engines.version = self.window.version
         self._released_at.setdefault(version, time.monotonic())
         for step in [step for step in self._ready if step < version]:
             del self._ready[step]
@@ -222,9 +211,9 @@ class RolloutService:
             self._evaluations.pop(key).cancel()
         await self._dispatch()
 
-    async def cursor(self, step: int) -> int:
-        """Ordinal of the first prompt not used by the first `step` steps. A checkpoint needs no
-        other state of the prompts. By then the events of these steps are on the disk, if there is
+    async def cursor(self, step: int) -> Cursor:
+        """The groups that the first `step` steps have used. A checkpoint needs no other state of
+        the prompts. By then the events of these steps are on the disk, if there is
         a ledger.
         """
         await self._ledger.durable()
@@ -275,7 +264,7 @@ class RolloutService:
 
     async def stop(self) -> None:
         """Cancel all running tasks, and end the ledger."""
-        tasks = [*self._tasks, *self._evaluations.values(), *self._transcripts.values()]
+        tasks = [*self._tasks.values(), *self._evaluations.values(), *self._transcripts.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -288,18 +277,19 @@ class RolloutService:
         use.
         """
         while self._waits.failure is None and self.window.may_start():
-            task = asyncio.create_task(self._collect(self.window.start()))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            ordinal, version = self.window.start(), self.window.version
+            prompt, seed = self.prompts.at(ordinal), self._attempts.seed(ordinal, 0)
+            self._ledger.dispatch(ordinal, prompt.index, version, seed)
+            task = asyncio.create_task(self._collect(ordinal, prompt, version))
+            self._tasks[ordinal] = task
+            task.add_done_callback(lambda _, ordinal=ordinal: self._tasks.pop(ordinal))
             await asyncio.sleep(0)  # hundreds of groups at once would block the event loop
 
-    async def _collect(self, ordinal: int) -> None:
-        """Generate all rollouts of the group `ordinal`, then complete every batch that has its
-        groups.
+    async def _collect(self, ordinal: int, prompt: Prompt, version: int) -> None:
+        """Generate all rollouts of the group `ordinal`, started at `version`, then complete every
+        batch that has its groups.
         """
         try:
-            prompt, version = self.prompts.at(ordinal), self.window.version
-            self._ledger.dispatch(ordinal, prompt.index, version, self._attempts.seed(ordinal, 0))
             samples = range(self.config.group_size)
             running = [self._rollout(prompt, ordinal, sample, version) for sample in samples]
             if self._greedy_baseline:
@@ -336,14 +326,15 @@ class RolloutService:
         """If the open batch is complete, a function that divides it over the ranks; otherwise
         None.
         """
-        step, first = self.window.step, self.window.first
-        accepted = self.window.close()
-        if accepted is None:
+        step, batch = self.window.step, self.window.close()
+        if batch is None:
             return None
         now = time.monotonic()
-        drawn = [self._groups.pop(ordinal) for ordinal in range(first, self.window.first)]
-        chosen = set(accepted)
-        self._ledger.close(step, drawn, chosen)
+        drawn = [self._groups.pop(ordinal) for ordinal in batch.drawn]
+        chosen = set(batch.accepted)
+        self._ledger.close(step, batch.drawn, chosen, batch.swept)
+        for ordinal in batch.swept:
+            self._tasks[ordinal].cancel()
         verdicts = [
             one.verdict for group in drawn for one in (*group.rollouts, group.greedy) if one
         ]
@@ -351,10 +342,10 @@ class RolloutService:
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
         # A batch's time begins when its groups might first start, or when the batch before it was
         # complete.
-        allowed = min(self._released_at.get(step - self.window.staleness, self._closed_at), now)
+        allowed = min(self._released_at.get(step - self.limits.staleness, self._closed_at), now)
         started_at = max(self._closed_at, allowed)
         self._closed_at = now
-        self._cursors[step + 1] = self.window.first
+        self._cursors[step + 1] = self.window.cursor()
         return functools.partial(
             shares,
             step=step,
@@ -367,6 +358,7 @@ class RolloutService:
             transcripts=self.transcripts_per_step,
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
+            stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
         )
 
     async def _written(self, closed: StepGroups) -> list[dict[str, Any]]:

@@ -1,15 +1,18 @@
 """Ctrl-C and SIGTERM in the middle of a run on two ranks: it ends within seconds, nothing survives,
 nothing is half written.
 
-The same run has a SentencePiece tokenizer, fine-tuned first, rollouts one version old and ZeRO 2.
+The same run has a SentencePiece tokenizer, fine-tuned first, rollouts one version old, groups that
+are used as they finish, and ZeRO 2; it is resumed from the checkpoint before the last.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import Done, command, finish, megarl, records, start, write_recipe
@@ -114,13 +117,43 @@ def end_after_steps(
     return done
 
 
-def test_sigterm_ends_two_ranks_cleanly(place: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_two_ranks_cleanly_and_the_run_resumes(place: Path, tmp_path: Path) -> None:
     """Ctrl-C on two ranks is in test_first_hour.py."""
-    recipe = ["train", str(place / "recipe.yaml")]
-    end_after_steps(tmp_path / "run", signal.SIGTERM, *recipe, steps=4, ranks=2)
-    rows = records(tmp_path / "run" / "metrics.jsonl")
+    run = tmp_path / "run"
+    recipe = ["train", str(place / "recipe.yaml"), "--rollout.dispatch", "windowed"]
+    recipe += ["--rollout.max_open_groups", "11"]
+    end_after_steps(run, signal.SIGTERM, *recipe, steps=4, ranks=2)
+    rows = records(run / "metrics.jsonl")
     assert all(row["staleness/max"] <= 1 and row["probe/max_abs"] < 1e-4 for row in rows)
     assert any(row["staleness/max"] == 1 for row in rows)
+    found = ledger(run)
+    assert found["steps"] == len(rows) and found["trained"] == 4 * len(rows)
+    # Four groups a step are trained, and up to eleven open: some are too old when they finish.
+    stale = sum(row["groups/stale"] for row in rows)
+    assert found["rejected"].get("stale", 0) >= stale > 0
+
+    # What a kill by force leaves between two checkpoints: later steps are void.
+    newest, before = sorted((run / "checkpoints").iterdir())[-1:-3:-1]
+    shutil.rmtree(newest)
+    first = json.loads((before / "run.json").read_text())
+    more = ["--folder", str(run), "--resume", "True", "--steps", str(first["step"] + 3)]
+    if first.get("used"):  # the other policy could not leave these groups out
+        refused = megarl(*recipe[:2], *more)
+        assert refused.code == 2 and "set rollout.dispatch to 'windowed'" in refused.err
+    done = megarl(*recipe, *more)
+    assert done.code == 0, done.err[-3000:]
+    found = ledger(run)
+    assert (found["restores"], found["steps"]) == (1, first["step"] + 3) and found["void"] > 0
+    assert found["in_flight"] == [] and found["used_beyond_cursor"] == []
+    assert found["trained"] == 4 * found["steps"] and found["age_max"] <= 1
+    assert found["cursor"] == found["trained"] + found["rejected"].get("stale", 0)
+
+
+def ledger(run: Path) -> dict[str, Any]:
+    """What `megarl ledger RUN --json` says of a run; it must not contradict itself."""
+    finished = megarl("ledger", str(run), "--json")
+    assert finished.code == 0, finished.err
+    return json.loads(finished.out)
 
 
 def test_ctrl_c_ends_fine_tuning_cleanly(place: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from megarl.ledger.audit import audit
 from megarl.ledger.command import main
 from megarl.ledger.events import (
     KINDS,
+    STALE,
     Accepted,
     Dispatched,
     Ended,
@@ -43,8 +44,9 @@ from megarl.ledger.events import (
 from megarl.ledger.journal import FILE, Journal, Reader
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.dispatch.registry import POLICIES
 from megarl.rollout.service import RolloutService
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import START, Cursor, Prompt, Segment, TokenArrays, Verdict
 
 # ------------------------------------------------------------------------------------- the journal
 
@@ -194,7 +196,7 @@ def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / FILE)
     journal = recorder._journal
     assert journal is not None
-    recorder.start(step=0, cursor=0, max_staleness=0, groups_per_step=1, max_draws=1)
+    recorder.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
     journal.sync()
     real, journal._file = journal._file, -1  # writing to it is a real error of the system
     recorder.release(1)
@@ -219,7 +221,7 @@ class Answers:
 
     async def generate(self, *args: Any, seed: int, max_tokens: int, temperature: float) -> Segment:
         first = self.service.window.version
-        for _ in range(self.draw.randrange(12)):
+        for _ in range(self.draw.randrange(12) * (1 if self.draw.random() < 0.95 else 40)):
             await asyncio.sleep(0)
         draw = random.Random(seed)
         count = draw.randint(1, max_tokens)
@@ -252,12 +254,16 @@ class Verifier:
         return ["" for _ in segments]
 
 
-def service(ledger: Path | None, seed: int, staleness: int, **more: Any) -> RolloutService:
+def service(
+    ledger: Path | None, seed: int, staleness: int, dispatch: Any = "ordered", **more: Any
+) -> RolloutService:
     config = RolloutConfig(
         groups_per_step=3,
         group_size=4,
         max_new_tokens=5,
         max_staleness=staleness,
+        dispatch=dispatch,
+        max_open_groups=4 * staleness + 5 if dispatch == "windowed" else None,
         dynamic_sampling=DynamicSamplingConfig(max_draws=3.0),
         request_timeout_s=30.0,
     )
@@ -285,12 +291,19 @@ LAST = 5
 
 
 async def life(
-    path: Path, draw: random.Random, staleness: int, step: int, cursor: int, killed_in: int
-) -> tuple[int, int]:
+    path: Path,
+    draw: random.Random,
+    staleness: int,
+    dispatch: str,
+    step: int,
+    cursor: Cursor,
+    killed_in: int,
+) -> tuple[int, Cursor]:
     """One life of a run from `step`: it saves checkpoints and is killed in step `killed_in`, or
     ends. Returns step and cursor of its newest checkpoint.
     """
-    made = service(path, draw.randrange(10**6), staleness, first_step=step, first_ordinal=cursor)
+    seed = draw.randrange(10**6)
+    made = service(path, seed, staleness, dispatch, first_step=step, cursor=cursor)
     await made.start()
     saved, on_disk = (step, cursor), path.stat().st_size
     for now in range(step, LAST + 1):
@@ -307,8 +320,8 @@ async def life(
         await asyncio.sleep(0)
     if killed_in > LAST:
         await made.stop()
-        return LAST + 1, 0
-    for task in made._tasks:
+        return LAST + 1, START
+    for task in made._tasks.values():
         task.cancel()
     made._ledger._journal.close()  # type: ignore[union-attr]
     # What a killed process leaves: all that was synced, and any part of the rest.
@@ -321,30 +334,33 @@ def events(path: Path) -> list[Event]:
     return [from_record(record) for record in Reader(path)]
 
 
-def lived(path: Path, seed: int, staleness: int, kills: int) -> list[Event]:
+def lived(
+    path: Path, seed: int, staleness: int, kills: int, dispatch: str = "ordered"
+) -> list[Event]:
     """The ledger of a run that is killed and resumed `kills` times; after each its audit holds."""
     draw = random.Random(seed)
-    step = cursor = 0
+    step, cursor = 0, START
     for left in reversed(range(kills + 1)):
         killed_in = draw.randint(step, LAST) if left else LAST + 1
-        step, cursor = asyncio.run(life(path, draw, staleness, step, cursor, killed_in))
+        step, cursor = asyncio.run(life(path, draw, staleness, dispatch, step, cursor, killed_in))
         assert audit(events(path)).contradictions == []
     return events(path)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("dispatch", POLICIES)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 2), st.integers(0, 3))
 def test_the_audit_holds_for_any_order_kill_and_resume(
-    seed: int, staleness: int, kills: int
+    dispatch: str, seed: int, staleness: int, kills: int
 ) -> None:
     with folder() as place:
         path = place / FILE
-        told = lived(path, seed, staleness, kills)
+        told = lived(path, seed, staleness, kills, dispatch)
         found = audit(told)
     assert found.contradictions == [] and found.done == LAST + 1 and found.ended is not None
     assert found.restores <= kills and found.in_flight == [] and max(found.ages) <= staleness
     assert found.dispatched == found.trained + found.rejected.total() + found.void
-    assert found.cursor == found.trained + found.rejected.total()
+    assert found.cursor == Cursor(found.trained + found.rejected.total())
     assert found.rejected["equal rewards"] > 0 and found.trained <= 3 * (LAST + 1)
     # A run may be killed anywhere, so every beginning of a ledger holds.
     for end in range(0, len(told), 7):
@@ -355,15 +371,20 @@ def counted(told: list[Event]) -> list[int]:
     """Places of the events of groups and steps that no resuming has made void. Of the others any
     may be missing: they are what another moment of the kill would have left.
     """
-    places, cursor, step = [], 10**9, 10**9
+    places, starts, step = list[int](), list[Restored](), 10**9
+
+    def counts(ordinal: int) -> bool:
+        return all(ordinal < one.cursor or ordinal in one.used for one in starts)
+
     for place in reversed(range(len(told))):
         match told[place]:
             case Restored() as one:
-                cursor, step = min(cursor, one.cursor), min(step, one.step)
+                starts.append(one)
+                step = min(step, one.step)
             case Trained() as one if one.step <= step:
                 places.append(place)
             case Dispatched() | Finished() | Accepted() | Rejected() as one:
-                places += [place] if one.ordinal < cursor else []
+                places += [place] if counts(one.ordinal) else []
     return places
 
 
@@ -422,7 +443,7 @@ def strict_bound(told: list[Event], draw: random.Random) -> list[Event]:
 
 
 def skip(told: list[Event], draw: random.Random) -> list[Event]:
-    """A group below the cursor leaves no trace."""
+    """A group that is used leaves no trace."""
     accepted = [told[place] for place in counted(told) if isinstance(told[place], Accepted)]
     chosen = draw.choice(accepted).ordinal  # type: ignore[union-attr]
     return [one for one in told if getattr(one, "ordinal", None) != chosen]
@@ -433,7 +454,7 @@ def wrong_cursor(told: list[Event], draw: random.Random) -> list[Event]:
     place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Restored)])
     one = told[place]
     assert isinstance(one, Restored)
-    return [*told[:place], replace(one, cursor=one.cursor + 1)]
+    return [*told[:place], replace(one, cursor=one.cursor + 1, used=[])]
 
 
 def ahead(told: list[Event], draw: random.Random) -> list[Event]:
@@ -442,7 +463,9 @@ def ahead(told: list[Event], draw: random.Random) -> list[Event]:
     done = audit(told[:place]).done
     one = told[place]
     assert isinstance(one, Restored)
-    return [*told[:place], replace(one, step=done + 1, cursor=audit(told[:place]).cursor)]
+    cursor = audit(told[:place]).cursor
+    ahead = replace(one, step=done + 1, cursor=cursor.first, used=list(cursor.beyond))
+    return [*told[:place], ahead]
 
 
 def wrong_version(told: list[Event], draw: random.Random) -> list[Event]:
@@ -454,6 +477,49 @@ def wrong_version(told: list[Event], draw: random.Random) -> list[Event]:
     ]
     place, one = draw.choice(dispatched)
     return [*told[:place], replace(one, version=one.version - 1), *told[place + 1 :]]
+
+
+def swept(told: list[Event]) -> list[int]:
+    """Places of the events by which a group is rejected as stale, and no resuming made that void."""
+    return [n for n in counted(told) if getattr(told[n], "why", "") == STALE]
+
+
+def not_swept(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group that is too old for every step to come stays in flight."""
+    place = draw.choice(swept(told))
+    return told[:place] + told[place + 1 :]
+
+
+def swept_early(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group is rejected as stale as soon as it is dispatched."""
+    place = draw.choice(swept(told))
+    one = told[place]
+    assert isinstance(one, Rejected)
+    start = max(
+        n
+        for n in range(place)
+        if isinstance(told[n], Dispatched) and told[n].ordinal == one.ordinal  # type: ignore[union-attr]
+    )
+    early = replace(one, step=told[start].version)  # type: ignore[union-attr]
+    return [*told[: start + 1], early, *told[start + 1 : place], *told[place + 1 :]]
+
+
+def swept_finished(told: list[Event], draw: random.Random) -> list[Event]:
+    """A group that has finished is rejected as stale."""
+    decided = {n for n in counted(told) if isinstance(told[n], Accepted | Rejected)}
+    place = draw.choice(sorted(decided - {*swept(told)}))
+    one = told[place]
+    assert isinstance(one, Accepted | Rejected)
+    return [*told[:place], Rejected(one.ordinal, one.step, STALE), *told[place + 1 :]]
+
+
+def wrong_used(told: list[Event], draw: random.Random) -> list[Event]:
+    """The run goes on without the groups that were used beyond the cursor, or with one more."""
+    place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Restored)])
+    one = told[place]
+    assert isinstance(one, Restored)
+    used = [] if one.used else [one.cursor + 1]
+    return [*told[:place], replace(one, used=used)]
 
 
 MUTATIONS = {
@@ -475,26 +541,74 @@ MUTATIONS = {
     "ahead": ahead,
     "wrong version": wrong_version,
 }
+OF_WINDOWED = MUTATIONS | {
+    "not swept": not_swept,
+    "swept early": swept_early,
+    "swept finished": swept_finished,
+    "wrong used": wrong_used,
+}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[Event]]:
-    """Ledgers of some runs that were resumed twice."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Event]]]:
+    """By dispatch policy, ledgers of some runs that were resumed twice."""
     place = tmp_path_factory.mktemp("runs")
-    return [lived(place / f"{seed}.jsonl", seed, 1, 2) for seed in range(6)]
+    found: dict[str, list[list[Event]]] = {name: [] for name in POLICIES}
+    for name, made in found.items():
+        for seed in range(100):
+            told = lived(place / f"{name}-{seed}.jsonl", seed, 1, 2, name)
+            # Of the windowed runs, those with a group rejected as stale that counts.
+            if name == "ordered" or swept(told):
+                made.append(told)
+            if len(made) == 6:
+                break
+    return found
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_the_audit_finds_every_mutation(name: str, runs: list[list[Event]]) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "name"),
+    [("ordered", name) for name in MUTATIONS] + [("windowed", name) for name in OF_WINDOWED],
+)
+def test_the_audit_finds_every_mutation(
+    dispatch: str, name: str, runs: dict[str, list[list[Event]]]
+) -> None:
+    assert len(runs[dispatch]) == 6
     for seed in range(60):
-        told = runs[seed % len(runs)]
-        changed = MUTATIONS[name](told, random.Random(seed))
+        told = runs[dispatch][seed % 6]
+        changed = OF_WINDOWED[name](told, random.Random(seed))
         assert audit(changed).num_contradictions > 0, (seed, name)
+
+
+def test_the_audit_knows_how_many_groups_may_be_open_and_who_may_sweep() -> None:
+    def told(dispatch: str, *more: Event) -> str:
+        started = Started(0, 0, 0, 2, 2, dispatch=dispatch, max_open=2)
+        return "\n".join(audit([started, *more]).contradictions)
+
+    dispatched = [Dispatched(ordinal, 0, 0, 0) for ordinal in range(4)]
+    assert told("windowed", *dispatched[:3]) == ""
+    assert "4 groups are neither trained nor rejected, but 3 may be" in told(
+        "windowed", *dispatched
+    )
+    finished = [Finished(o, [RolloutRecord(0, 1, [(0, 1)], "")]) for o in (0, 1)]
+    batch = [*dispatched[:3], *finished, Accepted(0, 1), Accepted(1, 1)]
+    sweep = Rejected(2, 1, STALE)
+    assert told("windowed", *batch, sweep, Trained(1, 1)) == ""
+    assert "groups are used in order" in told("ordered", *batch, sweep)
+    # A third group that finished before the batch was complete is overtaken by the others.
+    third = Finished(2, [RolloutRecord(0, 1, [(0, 1)], "")])
+    overtaken = [*batch[:5], third, *batch[5:], Trained(1, 1)]
+    assert "group 2 was finished before step 1's batch" in told("windowed", *overtaken)
+    # One trained and one rejected as stale are not two draws.
+    few = [*dispatched[:2], finished[0], Accepted(0, 1), Rejected(1, 1, STALE), Trained(1, 1)]
+    assert "trained on 1 groups of 1 drawn" in told("windowed", *few)
+    late = [*batch, Trained(1, 1), third, Accepted(2, 2)]
+    assert "trained at an age of 1 versions" in told("windowed", *late, Trained(2, 2))
 
 
 def test_events_are_read_as_they_were_written() -> None:
     told: list[Event] = [
         Started(0, 0, 1, 2, 4),
+        Started(0, 3, 1, 2, 4, dispatch="windowed", used=[5, 7], max_open=6),
         Restored(2, 9, 1, 2, 4, 17),
         Dispatched(4, 2, 0, 2**61),
         Finished(4, [RolloutRecord(-1, 3, [(0, 1), (1, 2)], "nan")]),
@@ -507,6 +621,8 @@ def test_events_are_read_as_they_were_written() -> None:
     for one in told:
         again = from_record(json.loads(json.dumps(to_record(one))))
         assert again == one
+    in_order = to_record(told[0])
+    assert not {"dispatch", "used", "max_open"} & set(in_order), "earlier versions read it"
     for wrong in ({}, {"event": "lost"}, {"event": "accepted"}, {"event": "finished"}):
         with pytest.raises(ValueError, match="is not an event of a ledger"):
             from_record(wrong)
@@ -518,7 +634,7 @@ def test_a_service_without_a_ledger_writes_none(tmp_path: Path) -> None:
         await made.start()
         await made.take(0, 0)
         await made.release(1)
-        assert await made.cursor(1) > 0
+        assert (await made.cursor(1)).first > 0
         await made.stop()
 
     asyncio.run(go())

@@ -17,9 +17,14 @@ from megarl.types import Segment, TokenArrays
 class Echo(Inbox):
     """Answers n with a segment of n tokens, negative n with an error, 0 never."""
 
+    ended = 0
+
     async def serve(self, request: int, arrays: list[TokenArrays]) -> Segment | int:
         if request == 0:
-            await asyncio.sleep(60)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.ended += 1
         if request == -1:
             raise ValueError("minus one")
         if request == -2:
@@ -52,7 +57,12 @@ class Handle:
     def __init__(self) -> None:
         self.inbox, self.calls, self.dead = Echo(), 0, False
         self.submit, self.collect = Method(self._submit), Method(self._collect)
+        self.drop = Method(self._drop)
         self.stored: dict[str, Any] = {}
+
+    def _drop(self, numbers: list[int]) -> None:
+        self.calls += 1
+        self.dropping = asyncio.ensure_future(self.inbox.drop(numbers))
 
     def _submit(self, requests: Any, *refs: str) -> Any:
         self.calls += 1
@@ -101,6 +111,34 @@ def test_a_request_that_is_given_up_does_not_stop_the_others() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(box.ask(0), 0.1)
         assert (await asyncio.wait_for(box.ask(2), 5)).num_tokens == 2
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_cancelled_requests_end_in_the_actor() -> None:
+    """In one call, and those that were not sent yet without any."""
+
+    async def go() -> None:
+        handle = Handle()
+        box = Mailbox(handle, Pace(), drops=True)
+        waiting = [asyncio.create_task(box.ask(0)) for _ in range(5)]
+        kept = asyncio.create_task(box.ask(7))
+        while len(handle.inbox.__dict__.get("_serving", ())) < 5:
+            await asyncio.sleep(0.01)
+        assert (await kept).num_tokens == 7
+        calls = handle.calls
+        late = asyncio.create_task(box.ask(0))
+        await asyncio.sleep(0)  # it is not sent yet
+        for task in (*waiting, late):
+            task.cancel()
+        await asyncio.gather(*waiting, late, return_exceptions=True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert handle.inbox.ended == 5 and not handle.inbox._serving
+        assert handle.calls == calls + 1
+        await asyncio.sleep(0.1)
+        assert handle.calls <= calls + 2 and not handle.inbox._serving, "the late one was sent"
+        assert (await asyncio.wait_for(box.ask(3), 5)).num_tokens == 3
 
     asyncio.run(asyncio.wait_for(go(), 30))
 

@@ -22,13 +22,25 @@ from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS, EarlyStopCon
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.dispatch.contract import Limits
+from megarl.rollout.dispatch.ordered import Ordered
 from megarl.rollout.evaluation import NUM_TRANSCRIPTS
 from megarl.rollout.repeated import pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
 from megarl.rollout.verdicts import failure_warning
-from megarl.rollout.window import Window
-from megarl.types import Group, Prompt, Rollout, Samples, Segment, StepBatch, TokenArrays, Verdict
+from megarl.types import (
+    START,
+    Cursor,
+    Group,
+    Prompt,
+    Rollout,
+    Samples,
+    Segment,
+    StepBatch,
+    TokenArrays,
+    Verdict,
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,9 +58,8 @@ def test_age_never_exceeds_the_bound_and_nothing_is_lost(
     than the bound.
     """
     draw = random.Random(seed)
-    window = Window(
-        per_step=per_step, max_draws=round(draws * per_step), staleness=staleness, last_step=7
-    )
+    limits = Limits(per_step, round(draws * per_step), staleness, last_step=7, max_open=10**9)
+    window = Ordered(limits)
     started: dict[int, int] = {}
     running: list[int] = []
     consumed: list[int] = []
@@ -61,9 +72,11 @@ def test_age_never_exceeds_the_bound_and_nothing_is_lost(
         window.finish(running.pop(draw.randrange(len(running))), draw.random() >= rejected)
         while True:
             first = window.first
-            accepted = window.close()
-            if accepted is None:
+            batch = window.close()
+            if batch is None:
                 break
+            accepted = batch.accepted
+            assert batch.drawn == list(range(first, window.first)) and not batch.swept
             step = window.step - 1
             drawn = list(range(first, window.first))
             assert len(drawn) <= round(draws * per_step) and len(accepted) <= per_step
@@ -81,7 +94,7 @@ def test_age_never_exceeds_the_bound_and_nothing_is_lost(
 
 
 def test_without_rejections_the_rule_is_the_simple_one() -> None:
-    window = Window(per_step=4, max_draws=4, staleness=1, last_step=9)
+    window = Ordered(Limits(per_step=4, max_draws=4, staleness=1, last_step=9, max_open=8))
     while window.may_start():
         window.start()
     assert window.next == (0 + 1 + 1) * 4
@@ -229,11 +242,11 @@ def test_seeds_alone_decide_what_is_trained() -> None:
 
 
 def test_resumed_service_goes_on_where_the_cursor_says() -> None:
-    async def whole() -> tuple[list[list[StepBatch]], int]:
+    async def whole() -> tuple[list[list[StepBatch]], Cursor]:
         made = service([Engine()])
         await made.start()
         taken = []
-        cursor = 0
+        cursor = START
         for step in range(4):
             taken.append([assemble(await made.take(step, 0), in_process)])
             await made.release(step + 1)
@@ -243,9 +256,7 @@ def test_resumed_service_goes_on_where_the_cursor_says() -> None:
         return taken, cursor
 
     batches, cursor = asyncio.run(whole())
-    again = asyncio.run(
-        drive(service([Engine()], first_ordinal=cursor, first_step=2), 1, range(2, 4))
-    )
+    again = asyncio.run(drive(service([Engine()], cursor=cursor, first_step=2), 1, range(2, 4)))
     assert rows(again) == rows(batches)[2:]
 
 

@@ -1,33 +1,31 @@
-"""The dispatch rule: which group may start now, and which groups make up which step. Pure
-arithmetic.
+"""Dispatch in order: groups are consumed in the order of their ordinals, and none is dropped for
+its age.
 
-Groups have ordinals 0, 1, 2, ... and are consumed in that order. A group is *accepted* into a step
-or *rejected* by dynamic sampling. A step's batch closes with `per_step` accepted groups, or short
-of that once it has looked at `max_draws` groups. Group o may start at trainer version v only if it
-is certain to be trained by step v + staleness: then the age of what is trained never exceeds
-`staleness`, and nothing is dropped for age.
+A group is *accepted* into a step or *rejected* by dynamic sampling. A step's batch closes with
+`per_step` accepted groups, or short of that once it has looked at `max_draws` groups. Group o may
+start at trainer version v only if it is certain to be trained by step v + staleness: then the age
+of what is trained never exceeds `staleness`.
 
 Without a draw limit this is `o - rejected < (v + 1 + staleness) * per_step`.
+
+What a step trains on does not depend on how long its groups take, so that a run can be repeated
+exactly. The price: a group that takes long holds its step back, though later groups are finished.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from megarl.rollout.dispatch.contract import Batch, Limits
+from megarl.types import Cursor
 
 
 @dataclass
-class Window:
-    """State that decides which groups may start and which groups form the batch of a step.
+class Ordered:
+    """State of the ordered policy; see `megarl.rollout.dispatch.contract` for its methods."""
 
-    The open batch is the one of the earliest step whose batch is not complete.
-    """
-
-    per_step: int
-    max_draws: int
-    """Maximum number of groups that a step draws, rejected ones included."""
-    staleness: int
-    last_step: int
-    """Last step of the run; groups that only later steps would use are not started."""
+    limits: Limits
     first: int = 0
     """Ordinal of the first group of the open batch."""
     step: int = 0
@@ -38,34 +36,44 @@ class Window:
     """Ordinal of the next group to start."""
     known: dict[int, bool] = field(default_factory=dict)
     """{ordinal: accepted} of the finished groups from `first` on."""
+    takes_gaps: ClassVar[bool] = False
+
+    @classmethod
+    def restore(cls, limits: Limits, cursor: Cursor, step: int) -> Self:
+        assert not cursor.beyond
+        return cls(limits, cursor.first, step, version=step, next=cursor.first)
 
     def may_start(self) -> bool:
-        """Whether group `next` may start now."""
-        return self._latest_step(self.next) <= min(self.version + self.staleness, self.last_step)
+        limits = self.limits
+        return self._latest_step(self.next) <= min(
+            self.version + limits.staleness, limits.last_step
+        )
 
     def start(self) -> int:
-        """Mark group `next` as started and return its ordinal."""
         assert self.may_start()
         self.next += 1
         return self.next - 1
 
     def finish(self, ordinal: int, accepted: bool) -> None:
-        """Record that group `ordinal` is finished, and whether dynamic sampling accepts it."""
         assert self.first <= ordinal < self.next and ordinal not in self.known
         self.known[ordinal] = accepted
 
-    def close(self) -> list[int] | None:
-        """If the open batch is complete, return the ordinals of its accepted groups and open the
-        next batch; otherwise return None.
-        """
+    def close(self) -> Batch | None:
         end, accepted = self._end(self.first, assume=False)
         if end is None:
             return None
-        for ordinal in range(self.first, end):
+        drawn = list(range(self.first, end))
+        for ordinal in drawn:
             del self.known[ordinal]
         self.first, self.step = end, self.step + 1
         self.next = max(self.next, end)
-        return accepted
+        return Batch(drawn, accepted)
+
+    def release(self, version: int) -> None:
+        self.version = max(self.version, version)
+
+    def cursor(self) -> Cursor:
+        return Cursor(self.first)
 
     def _end(self, first: int, *, assume: bool) -> tuple[int | None, list[int]]:
         """(ordinal after the batch that begins at `first`, ordinals of its accepted groups).
@@ -74,15 +82,15 @@ class Window:
         group that decides the batch is unfinished.
         """
         accepted: list[int] = []
-        for ordinal in range(first, first + self.max_draws):
+        for ordinal in range(first, first + self.limits.max_draws):
             outcome = self.known.get(ordinal)
             if outcome is None and not assume:
                 return None, accepted
             if outcome is not False:
                 accepted.append(ordinal)
-            if len(accepted) == self.per_step:
+            if len(accepted) == self.limits.per_step:
                 return ordinal + 1, accepted
-        return first + self.max_draws, accepted
+        return first + self.limits.max_draws, accepted
 
     def _latest_step(self, ordinal: int) -> int:
         """The latest step whose batch can contain group `ordinal`.
