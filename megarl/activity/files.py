@@ -131,14 +131,14 @@ def _order(path: Path) -> tuple[bool, str, int]:
 
 def _lives(paths: list[Path], only_last: bool, tail_bytes: int) -> list[Life]:
     lives: dict[tuple[int, str], Life] = {}
-    life, offset = None, 0.0
+    writers: dict[int, tuple[Life, float]] = {}
     for record in _records(paths, only_last, tail_bytes):
         try:
             if "process" in record:
-                key = (record["pid"], record["started"])
-                offset = record["wall"] - record["t"]
-                life = lives.setdefault(key, _life(record))
-            elif life is not None:
+                life = lives.setdefault((record["pid"], record["started"]), _life(record))
+                writers[record["pid"]] = life, record["wall"] - record["t"]
+            elif record["p"] in writers:
+                life, offset = writers[record["p"]]
                 _take(life, record, offset)
         except (KeyError, TypeError, ValueError):
             continue  # a line that is none of ours

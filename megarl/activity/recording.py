@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,13 @@ class Recording:
         """The place in a run folder; None where nothing is to be recorded."""
         return cls(str(Path(run_folder).absolute() / FOLDER), run) if enabled else None
 
-    def make(self) -> None:
-        """Create the folders; rank 0 does it before another process opens its file."""
+    def make(self, *, keep: bool) -> None:
+        """Create the folders; rank 0 does it before another process opens its file. What an earlier
+        run has recorded there is removed unless `keep`.
+        """
         try:
+            if not keep:
+                shutil.rmtree(self.folder, ignore_errors=True)
             (Path(self.folder) / stacks.FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             say(f"megarl: what the processes do is not recorded: {error}")

@@ -14,7 +14,8 @@ the process does now. Without an open recorder nothing is recorded. Lines:
     {"closed": true, "t": 10.0}                                             a process ends in order
 
 `t` is the monotonic clock in seconds; the head line has both clocks, so that files of several
-processes and hosts can be laid over each other.
+processes and hosts can be laid over each other. Every line but the head has the process id as `p`,
+since a process that was taken for dead may write once more to the file of its successor.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Recorder:
             try:
                 if "step" in record:
                     self._place = dict(record)
-                self._put(record)
+                self._put({**record, "p": self._pid})
                 if self._size > MAX_BYTES:
                     self._rotate()
             except OSError as error:
@@ -149,8 +150,9 @@ class Recorder:
         os.close(self._file)
         os.replace(self.path, self.path.with_suffix(".1.jsonl"))
         self._open_file()
-        for record in [self._place, *(s.record(self.process) for s in self.open.values())]:
-            self._put(record)
+        open_ones = [one.record(self.process) for one in self.open.values() if one.is_written]
+        for record in [*([self._place] if self._place else []), *open_ones]:
+            self._put({**record, "p": self._pid})
 
     def _put(self, record: Mapping[str, Any]) -> None:
         self._put_bytes(json.dumps(record, separators=(",", ":")).encode() + b"\n")

@@ -25,7 +25,7 @@ def doing(life: Life, span: SpanRecord | None, now: float) -> str:
     if span.open or span.done:
         words += f" ({span.open} open, {span.done} answered)"
     if span.of:
-        words += f", waits on {', '.join(span.of)}"
+        words += f", {'waits on' if span.kind == 'wait' else 'with'} {', '.join(span.of)}"
     return words
 
 
@@ -68,6 +68,8 @@ def culprit(span: SpanRecord, waiting: str, lives: Mapping[str, Life]) -> Life |
 def chain(waiting: str, span: SpanRecord, lives: Mapping[str, Life], now: float) -> list[str]:
     """One text for each process of the chain of waits that begins with `span`: who keeps whom."""
     found, seen = [], {waiting}
+    if span.of and not named(span.of, lives):
+        return [f"{', '.join(span.of)}, of which nothing is recorded"]
     while len(found) < LONGEST_CHAIN and (keeps := culprit(span, waiting, lives)) is not None:
         name = keeps.process
         if name in seen:

@@ -203,6 +203,7 @@ class RolloutClient:
     def __init__(self, data_rank: int, *, deadline_s: float) -> None:
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._deadline_s = data_rank, deadline_s
+        self.deadline_s = deadline_s
         self.stop = Stop()
         """Set by a signal that ends the run."""
 

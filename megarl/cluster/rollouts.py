@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.activity.recording import Recording
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
@@ -99,6 +100,8 @@ def start_generation(
             hidden=config.environment.remote.token_variable,
         )
     )
+    run_id = inputs.owner.run_id if inputs.owner is not None else ""
+    recording = Recording.of(config.folder, run_id, enabled=config.observe.activity)
     lora = config.training.lora
     adapts = lora.is_on and lora.publish == "adapter"
     engines = start_engines(
@@ -109,6 +112,7 @@ def start_generation(
         ranks=ranks,
         load=adapts,
         adapter_rank=lora.rank if adapts else 0,
+        recording=recording,
     )
     progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
     step, ordinal = (progress.step, progress.next_ordinal) if progress is not None else (0, 0)
@@ -120,6 +124,7 @@ def start_generation(
         first_step=step,
         first_ordinal=ordinal,
         ledger=Path(config.folder).absolute() / FILE,
+        recording=recording,
     )
     return Generation(config, mesh, cluster, engines)
 
@@ -145,10 +150,12 @@ def start_engines(
     ranks: Sequence[RankPlace] = (),
     load: bool = False,
     adapter_rank: int = 0,
+    recording: Recording | None = None,
 ) -> EngineGroup:
     """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
     `ranks`. With `load` they read the model's weights from disk instead of waiting for version 0.
-    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none.
+    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none. `recording`: where
+    the engines record what they do, or None.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -163,6 +170,7 @@ def start_engines(
         timeout_s=engine.start_timeout_s,
         load=load,
         adapter_rank=adapter_rank,
+        recording=recording,
         sleeps=shares and not on_cpu,
         model=config.model.path,
         config=engine,
@@ -187,10 +195,12 @@ def start_service(
     first_step: int,
     first_ordinal: int,
     ledger: Path | None = None,
+    recording: Recording | None = None,
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
     service, so that they are read and tokenised only once. `ledger`: file in which the service
-    records what becomes of every group, or None.
+    records what becomes of every group, or None. `recording`: where service and environment record
+    what they do, or None.
     """
     assert inputs.prompts is not None
     builder = functools.partial(
@@ -204,5 +214,6 @@ def start_service(
         first_ordinal,
         client_token(config.environment),
         ledger,
+        recording,
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

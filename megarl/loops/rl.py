@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl import console
+from megarl.activity.spans import Span, activity, step_begins
 from megarl.config import RunConfig
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, build
@@ -95,7 +96,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     config, rollouts = parts.config, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
     saved = parts.first_step
-    with console.phase("first publish of the weights"):
+    with console.phase("first publish of the weights"), publishing(parts, parts.first_step):
         parts.publisher.publish(version=parts.first_step)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
         if not evaluate(parts, parts.first_step):
@@ -105,7 +106,9 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
     for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
-        batch = rollouts.take(step)
+        step_begins(step + 1, step)
+        with waiting(parts, f"rollouts of step {step + 1}"):
+            batch = rollouts.take(step)
         if batch is None:
             return step, saved
         taken_at = time.monotonic()
@@ -116,13 +119,15 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         if batch.warning and parts.observer is not None:
             console.say(f"megarl: warning: {batch.warning}")
         tell(parts, "train", step)
-        report = method.train(parts, batch)
+        with activity(f"training of step {step + 1}", kind="train"):
+            report = method.train(parts, batch)
         if is_colocated:
             for role in parts.trained:
                 role.engine.offload()
             parts.generation.wake()
         trained_at = time.monotonic()
-        sent = parts.publisher.publish(version=step + 1)
+        with publishing(parts, step + 1):
+            sent = parts.publisher.publish(version=step + 1)
         rollouts.release(step)
         ended_at = time.monotonic()
 
@@ -149,7 +154,24 @@ def save(parts: Parts, done: int) -> None:
     tell(parts, "save", done)
     learner = parts.learner
     algorithm = learner.state() if isinstance(learner, PolicyGradient) else {}
-    parts.checkpoints.save(step=done, next_ordinal=parts.rollouts.cursor(done), algorithm=algorithm)
+    with waiting(parts, f"the prompt cursor after step {done}"):
+        cursor = parts.rollouts.cursor(done)
+    parts.checkpoints.save(step=done, next_ordinal=cursor, algorithm=algorithm)
+
+
+def waiting(parts: Parts, what: str) -> Span:
+    """A context manager that records a wait for the rollout service."""
+    return activity(what, kind="wait", of="service", deadline_s=parts.rollouts.deadline_s)
+
+
+def publishing(parts: Parts, version: int) -> Span:
+    """A context manager that records a publication of weights. An engine that does not answer is
+    late after `weight_sync.timeout_s`.
+    """
+    timeout_s = parts.config.weight_sync.timeout_s
+    return activity(
+        f"publication of weights {version}", kind="publish", of="engines", deadline_s=timeout_s
+    )
 
 
 Order = Literal["train", "save", "end"]
@@ -216,6 +238,7 @@ def serve(parts: ServingParts, method: Method) -> None:
             if order == "save":
                 parts.checkpoints.save(step=step, next_ordinal=0)
                 continue
+            step_begins(step + 1, step)
             method.serve(parts, step)
         if step < parts.config.steps and stop:
             stop.end(step, is_main=False)
@@ -254,7 +277,11 @@ def evaluate(parts: Parts, step: int) -> bool:
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        found = parts.rollouts.evaluate(temperature, name)
+        with (
+            activity(f"evaluation '{name}' after step {step}", kind="evaluate"),
+            waiting(parts, f"responses of evaluation '{name}'"),
+        ):
+            found = parts.rollouts.evaluate(temperature, name)
         if found is None:
             return False
         metrics, transcripts = found
