@@ -124,7 +124,9 @@ def table(life: Life, now: float) -> list[str]:
     """The lines about one process: what it does, one line for each thing."""
     spans = life.open
     head = f"  {life.process:12} {condition(life):20} "
-    rest = [doing(life, span, now) for span in spans] or [f"idle, last line {_ago(life, now)}"]
+    rest = [doing(life, span, now) for span in spans] or [
+        f"idle, last line {_ago(life, now)}" if life.spans else "only its stacks are recorded"
+    ]
     return [head + rest[0], *(" " * len(head) + text for text in rest[1:])]
 
 

@@ -27,6 +27,14 @@ class Recording:
         """The place in a run folder; None where nothing is to be recorded."""
         return cls(str(Path(run_folder).absolute() / FOLDER), run) if enabled else None
 
+    @classmethod
+    def beside(cls, part: str) -> tuple[Recording, str] | None:
+        """(where this process records, name of its child process `part`), for the child to open;
+        None where this process does not record.
+        """
+        own = spans.recorder()
+        return (cls(str(own.folder), own.run), f"{own.process}-{part}") if own else None
+
     def make(self, *, keep: bool) -> None:
         """Create the folders; rank 0 does it before another process opens its file. What an earlier
         run has recorded there is removed unless `keep`.
@@ -50,13 +58,15 @@ class Recording:
             say(f"megarl: what {process} does is not recorded: {error}")
             return lambda: None
         watcher = Watcher(recorder)
+        recorder.stop = watcher.stop
         spans.use(recorder)
         watcher.start()
+        return close_recording
 
-        def close() -> None:
-            watcher.stop()
-            if spans.recorder() is recorder:
-                spans.use(None)
-            recorder.close()
 
-        return close
+def close_recording() -> None:
+    """End the record of this process in order; nothing if there is none."""
+    if (recorder := spans.recorder()) is not None:
+        recorder.stop()
+        spans.use(None)
+        recorder.close()

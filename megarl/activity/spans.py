@@ -80,6 +80,8 @@ class Recorder:
         """The `Busy` objects of this process that have served a request."""
         self.late: Callable[[Span], None] | None = None
         """Called with a span that ends by an error after its deadline, before the error goes on."""
+        self.stop: Callable[[], None] = lambda: None
+        """Ends what watches the spans."""
         self._numbers, self._lock, self._pid = itertools.count(1), threading.RLock(), os.getpid()
         self._place: dict[str, int] = {}
         self._file = self._size = -1

@@ -80,7 +80,7 @@ def chain(waiting: str, span: SpanRecord, lives: Mapping[str, Life], now: float)
         state = condition(keeps)
         said = f"{name} is {state}" if state != "alive" else name
         if not inner:
-            found.append(f"{said}: nothing recorded")
+            found.append(f"{said}: idle")
             break
         waits = [one for one in inner if one.of]
         span = min(waits, key=lambda one: one.begin) if waits else inner[-1]

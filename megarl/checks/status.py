@@ -54,6 +54,7 @@ def heading(run: Path, found: list[Life]) -> list[str]:
     """The lines about the run as a whole."""
     step, version = place(found)
     done, owner = trained(run), owner_of(run)
+    version = max(version, done or 0)
     said = f"{run}: "
     said += f"step {step}, weights {version}" if step else "no step has begun"
     if done is not None:
@@ -80,14 +81,15 @@ def lines(found: list[Life], traces: dict[str, str]) -> list[str]:
 def summary(run: Path, found: list[Life], traces: dict[str, str]) -> dict[str, Any]:
     """The same as JSON data. Times are seconds since the epoch."""
     step, version = place(found)
+    done = trained(run)
     owner, report = owner_of(run), last_report(run / FOLDER)
     owned = asdict(owner) | {"is": owner_state(owner)} if owner is not None else None
     return {
         "folder": str(run),
         "run": found[0].run,
         "step": step,
-        "version": version,
-        "trained": trained(run),
+        "version": max(version, done or 0),
+        "trained": done,
         "owner": owned,
         "last_report": report[1] if report is not None else "",
         "processes": [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.activity.recording import Recording
+from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import Busy, activity
 from megarl.cluster.mailbox import Inbox, Mailbox, Pace
 from megarl.environments.codec import Codec
@@ -69,6 +69,11 @@ class EngineActor(Inbox, Engine):
         """See `Engine.load_adapter`."""
         with activity(f"adapters {version}", kind="publish"):
             return await super().load_adapter(version, files)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        await super().stop()
+        close_recording()
 
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
         """Generate the next segment of a rollout. `arrays`: token arrays of its earlier
@@ -150,6 +155,7 @@ class EnvironmentActor(Inbox):
 
     async def stop(self) -> None:
         await self._environment.close()
+        close_recording()
 
 
 class RemoteEnvironment:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.recording import Recording
+from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
 from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig
@@ -122,3 +122,4 @@ class ServiceActor:
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
+        close_recording()

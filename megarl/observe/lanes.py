@@ -44,7 +44,9 @@ def last_steps(run: Path) -> str:
     if window is None:
         return ""
     first, last, marks = window
-    rows = {life.process: cells(life, first, last) for life in lives[:MOST_ROWS]}
+    # A part of a process, such as "engine0-core", records only a part of what it does.
+    active = [life for life in lives if life.spans and "-" not in life.process][:MOST_ROWS]
+    rows = {life.process: cells(life, first, last) for life in active}
     leader = next(iter(rows.values()))
     kinds = {span.kind for row in rows.values() for span in row if span is not None}
     legend = "".join(
@@ -80,7 +82,9 @@ def shown(lives: list[Life]) -> tuple[float, float, list[tuple[float, int]]] | N
     if leader is None:
         return None
     marks = [(at, step) for at, step, _ in leader.steps[-STEPS:]]
-    last = max(life.last for life in lives)
+    # Without the end of the run, which takes seconds.
+    ended = [leader.ended_at(span) for span in leader.spans.values()] if leader.closed else []
+    last = max(ended or [life.last for life in lives])
     return (marks[0][0], last, marks) if last > marks[0][0] else None
 
 
