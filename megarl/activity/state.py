@@ -41,6 +41,11 @@ def condition(life: Life) -> str:
     return "gone" if not state else state if state.startswith("stopped") else "alive"
 
 
+def is_out(life: Life) -> bool:
+    """Whether a process is known to have ended or to be stopped."""
+    return condition(life) not in ("alive", f"on {life.host}")
+
+
 def named(names: Sequence[str], lives: Mapping[str, Life]) -> list[Life]:
     """The processes that the names of a span mean: "engines" is every engine, "3 ranks" every
     rank, "ranks 2-3" as it says.
@@ -60,7 +65,7 @@ def culprit(span: SpanRecord, waiting: str, lives: Mapping[str, Life]) -> Life |
     it: one that is gone or stopped, else one that is not in the same wait; None if it is unknown.
     """
     candidates = [one for one in named(span.of, lives) if one.process != waiting]
-    dead = [one for one in candidates if condition(one) not in ("alive", f"on {one.host}")]
+    dead = [one for one in candidates if is_out(one)]
     other = [one for one in candidates if span.what not in [open.what for open in one.open]]
     return next(iter([*dead, *other, *candidates]), None)
 
@@ -85,7 +90,10 @@ def chain(waiting: str, span: SpanRecord, lives: Mapping[str, Life], now: float)
         waits = [one for one in inner if one.of]
         span = min(waits, key=lambda one: one.begin) if waits else inner[-1]
         found.append(f"{said}: {doing(keeps, span, now)}")
-        if state != "alive":
+        # What a process computes may be in a part of it, such as "engine0-core".
+        parts = [one for key, one in lives.items() if key.startswith(f"{name}-")]
+        found += [f"{one.process} is {condition(one)}" for one in parts if is_out(one)]
+        if state != "alive" or found[-1].startswith(f"{name}-"):
             break
         waiting = name
     return found

@@ -376,6 +376,25 @@ with activity({what!r}, kind={kind!r}, of={of!r}):
     assert found[1].startswith("engine1 is stopped by a signal: responses, for")
 
 
+def test_a_stopped_part_of_a_process_is_named(
+    opened: Path, other: Callable[[str, str], subprocess.Popen[str]]
+) -> None:
+    body = """
+with activity("responses", kind="generate"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+    other("engine0", body)
+    core = other("engine0-core", 'print("ready", flush=True)\ntime.sleep(600)\n')
+    os.kill(core.pid, signal.SIGSTOP)
+    until(lambda: state_of(core.pid).startswith("stopped"))
+    with activity("responses of engine0", kind="wait", of="engine0"):
+        lives = {life.process: life for life in read(opened, only_last=True)}
+        found = chain("rank0", lives["rank0"].open[0], lives, time.time())
+    assert found[0].startswith("engine0: responses, for")
+    assert found[1:] == ["engine0-core is stopped by a signal"]
+
+
 def test_a_circle_of_waits_is_said(opened: Path) -> None:
     now = time.time()
 
