@@ -161,6 +161,8 @@ def test_a_killed_process_leaves_a_torn_line_and_the_next_goes_on(recording: Rec
     lives = read(path.parent)
     assert len(lives) == 1 and lives[0].closed  # the same process: one life
     assert [one.what for one in lives[0].spans.values()] == ["step"]
+    heads = [line for line in path.read_text().splitlines() if line.startswith('{"process"')]
+    assert len(heads) == 2  # the second is a line of its own
 
 
 def test_a_new_process_of_the_name_has_a_life_of_its_own(opened: Path) -> None:
