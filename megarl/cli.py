@@ -141,6 +141,14 @@ COMMANDS = {
         summary="what became of every group of a run, audited (megarl ledger RUN [--json])",
         run="megarl.ledger.command:main",
     ),
+    "status": Command(
+        summary="what each process of a run does, and on whom it waits (megarl status RUN)",
+        run="megarl.checks.status:main",
+    ),
+    "timeline": Command(
+        summary="what the processes of a run did, for Perfetto (megarl timeline RUN [--out FILE])",
+        run="megarl.observe.timeline:main",
+    ),
     "torchrun": Command(
         summary="a training command on several ranks: --nproc-per-node N train RECIPE.yaml",
         run="megarl.parallel.torchrun:command",

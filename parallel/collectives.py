@@ -16,9 +16,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megarl.activity.spans import Span, activity
 from megarl.parallel.mesh import Axis
 
 T = TypeVar("T")
+
+EARLIER_S = 2.0
+"""Seconds before a collective's deadline, but at most a tenth of it, at which the wait is reported:
+at the deadline torch ends the process on GPUs."""
+
+
+def waits(doing: str, axis: Axis) -> Span:
+    """A context manager that records a collective as a wait for the other ranks of the axis, if it
+    lasts long.
+    """
+    deadline_s = max(axis.timeout_s - EARLIER_S, 0.9 * axis.timeout_s)
+    what = f"{doing} over {axis.name}"
+    return activity(what, kind="wait", of=axis.ranks, deadline_s=deadline_s, quiet=True)
 
 
 def all_reduce(
@@ -32,7 +46,8 @@ def all_reduce(
             raise ValueError(
                 "all_reduce works in place and needs a contiguous tensor; call .contiguous()"
             )
-        dist.all_reduce(tensor, op=op, group=axis.group)
+        with waits("all-reduce", axis):
+            dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor
 
 
@@ -44,7 +59,8 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` from the axis's rank `source` to the other ranks, in place; returns it."""
     if axis.size > 1:
-        dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
+        with waits("broadcast", axis):
+            dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
@@ -53,7 +69,8 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
     if axis.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group)
+    with waits("broadcast", axis):
+        dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group)
     return box[0]
 
 
@@ -62,7 +79,8 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, value, group=axis.group)
+    with waits("gather", axis):
+        dist.all_gather_object(found, value, group=axis.group)
     return found
 
 
@@ -83,19 +101,22 @@ def on_first(work: Callable[[], object], axis: Axis) -> str:
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here; the process group's timeout is the deadline."""
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        with waits("barrier", axis):
+            dist.barrier(group=axis.group)
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
     """Send a contiguous tensor to the axis's rank `to`, which calls `receive`; waits until the
     tensor can be overwritten.
     """
-    dist.send(tensor, dst=axis.ranks[to], group=axis.group)
+    with waits("send", axis):
+        dist.send(tensor, dst=axis.ranks[to], group=axis.group)
 
 
 def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
     """Fill a contiguous `tensor` with what the axis's rank `source` sends, and return it."""
-    dist.recv(tensor, src=axis.ranks[source], group=axis.group)
+    with waits("receive", axis):
+        dist.recv(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
@@ -111,7 +132,8 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
     padded[: tensor.shape[0]] = tensor
     found = tensor.new_empty((axis.size * longest, *tensor.shape[1:]))
     if longest:
-        dist.all_gather_single(found, padded, group=axis.group)
+        with waits("gather", axis):
+            dist.all_gather_single(found, padded, group=axis.group)
     return [found[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
 
 

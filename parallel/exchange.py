@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.collectives import gather_parts
+from megarl.parallel.collectives import gather_parts, waits
 from megarl.parallel.mesh import Axis
 
 
@@ -22,11 +22,14 @@ class InFlight:
     received: torch.Tensor
     sent: torch.Tensor | None
     works: list[dist.Work]
+    axis: Axis
 
     def wait(self) -> torch.Tensor:
         """The received tensor. Raises `RuntimeError` after the process group's timeout."""
-        for work in self.works:
-            work.wait()
+        if self.works:
+            with waits("ring", self.axis):
+                for work in self.works:
+                    work.wait()
         self.works, self.sent = [], None
         return self.received
 
@@ -54,7 +57,7 @@ class RingExchange:
         `wait` has returned. Channels are independent of each other.
         """
         if offset % self.size == 0:
-            return InFlight(tensor, tensor, [])
+            return InFlight(tensor, tensor, [], self.axes[0])
         axis = self.axes[channel % len(self.axes)]
         sent, received = tensor.contiguous(), tensor.new_empty(tuple(shape))
         target, source = (
@@ -65,7 +68,7 @@ class RingExchange:
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
         works = dist.batch_isend_irecv(asked) if asked else []
-        return InFlight(received, sent, list(works))
+        return InFlight(received, sent, list(works), axis)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         """The tensors of all ranks, as a list by rank. `lengths`: sizes in dimension 0; the other
@@ -85,7 +88,8 @@ class RingExchange:
             padded[rank * longest : rank * longest + piece.shape[0]] = piece
         found = own.new_empty((longest, *own.shape[1:]))
         if longest:
-            dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
+            with waits("reduce-scatter", self.axes[0]):
+                dist.reduce_scatter_single(found, padded, group=self.axes[0].group)
         return found[: own.shape[0]]
 
     def all_to_all(
@@ -99,9 +103,9 @@ class RingExchange:
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [torch.Size(shape).numel() for shape in shapes]
         found = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            found, flat, sizes, [piece.numel() for piece in pieces], group=self.axes[0].group
-        )
+        given = [piece.numel() for piece in pieces]
+        with waits("exchange of heads", self.axes[0]):
+            dist.all_to_all_single(found, flat, sizes, given, group=self.axes[0].group)
         return [
             part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)
         ]

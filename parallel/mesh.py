@@ -30,6 +30,8 @@ class Axis:
     group: dist.ProcessGroup | None
     """The process group; None if and only if `size` is 1, because torch takes None for all
     ranks."""
+    timeout_s: float = 0.0
+    """Deadline of its collectives in seconds; 0 where it has none or is not known."""
 
 
 class ProcessMesh:
@@ -152,7 +154,8 @@ class ProcessMesh:
             return Axis(name, 0, -1, (), None)
         mine = next(places for places in groups if self.rank in places)
         ranks = tuple(self.ranks[place] for place in mine)
-        return Axis(name, len(mine), mine.index(self.rank), ranks, made.get(mine))
+        timeout_s = self._timeout.total_seconds()
+        return Axis(name, len(mine), mine.index(self.rank), ranks, made.get(mine), timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The axis's process group, also for one rank: for libraries that cannot do without."""
@@ -188,7 +191,16 @@ def all_ranks(*, timeout_s: float | None = None) -> Axis:
     group = dist.group.WORLD if size > 1 else None
     if timeout_s is not None and size > 1:
         group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
-    return Axis("all", size, dist.get_rank(), tuple(range(size)), group)
+    return Axis("all", size, dist.get_rank(), tuple(range(size)), group, _timeout_s(group))
+
+
+def _timeout_s(group: dist.ProcessGroup | None) -> float:
+    """Deadline of the collectives of a group, 0 for none; torch has no public name for it."""
+    if group is None:
+        return 0.0
+    options = getattr(group._get_backend(local_device()), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else 0.0
 
 
 def local_device() -> torch.device:

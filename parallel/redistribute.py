@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.collectives import waits
 from megarl.parallel.mesh import Axis
 
 
@@ -76,15 +77,15 @@ class Redistribution:
         received = sent
         if size > 1:
             received = torch.empty(sum(counts), *width, dtype=dtype, device=device)
-            dist.all_to_all_single(
-                received,
-                sent,
-                output_split_sizes=counts,
-                input_split_sizes=[
-                    sum(self._lengths[sample] for sample in samples) for samples in outgoing
-                ],
-                group=self._axis.group,
-            )
+            sizes = [sum(self._lengths[sample] for sample in samples) for samples in outgoing]
+            with waits("exchange of samples", self._axis):
+                dist.all_to_all_single(
+                    received,
+                    sent,
+                    output_split_sizes=counts,
+                    input_split_sizes=sizes,
+                    group=self._axis.group,
+                )
         order = [sample for samples in incoming for sample in samples]
         split = received.split([self._lengths[sample] for sample in order])
         return dict(zip(order, split, strict=True))

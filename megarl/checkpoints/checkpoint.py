@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.export import WeightExport
 from megarl.checkpoints.lease import Lease
@@ -111,6 +112,13 @@ class Checkpoints:
         used: Sequence[int] = (),
         algorithm: Mapping[str, float] | None = None,
     ) -> Path:
+        """Write the checkpoint of `step`; see `_save`. All ranks call it together."""
+        with activity(f"checkpoint of step {step}", kind="checkpoint"):
+            return self._save(step, next_ordinal, used, algorithm or {})
+
+    def _save(
+        self, step: int, next_ordinal: int, used: Sequence[int], algorithm: Mapping[str, float]
+    ) -> Path:
         """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal`, `used`
         and `algorithm` are those of `Progress`. Raises `OSError` on
         every rank, with the fix, where one cannot write, and `UserError` if a weight is not finite.
@@ -128,7 +136,7 @@ class Checkpoints:
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
         self._refuse_lost(step)
         main, files = self.everyone.rank == 0, list[Path]()
-        progress = self._progress(step, next_ordinal, used, algorithm or {})
+        progress = self._progress(step, next_ordinal, used, algorithm)
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
         self._everybody(self._attempt(lambda: files.extend(self._write_state(aside))), step)
         self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)

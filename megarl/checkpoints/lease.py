@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.activity.process import machine, start_of
 from megarl.console import say
 
 RENEW_S = 5.0
@@ -76,28 +77,6 @@ def decode(content: bytes) -> Record | None:
         return Record(**found)
     except (TypeError, ValueError):
         return None
-
-
-def machine() -> str:
-    """Id of this boot of the machine and of this process namespace; "" where there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def start_of(process: int) -> str:
-    """When a process of this machine started, in the kernel's clock ticks since boot; "" if there
-    is no such process, or only the entry of one that has ended.
-    """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    # The name of the program, in parentheses, may contain spaces and parentheses.
-    state, *fields = text[text.rindex(")") + 1 :].split()
-    return "" if state in "ZX" else fields[18]
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:

@@ -28,6 +28,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
+from megarl.activity.spans import Busy, Kind
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.types import Segment, TokenArrays
 
@@ -115,10 +116,13 @@ class Mailbox:
     All calls must come from one event loop.
     """
 
-    def __init__(self, handle: Any, pace: Pace, *, drops: bool = False) -> None:
-        """`handle`: a Ray actor whose class is an `Inbox`. `drops`: whether the actor stops to
-        serve a request whose caller is cancelled.
+    def __init__(
+        self, handle: Any, pace: Pace, busy: Busy | None = None, *, drops: bool = False
+    ) -> None:
+        """`handle`: a Ray actor whose class is an `Inbox`. `busy`: records that this process waits
+        for answers. `drops`: whether the actor stops to serve a request whose caller is cancelled.
         """
+        self._busy = busy or Busy("answers", kind="wait")
         self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
         self._pace = pace
@@ -145,7 +149,8 @@ class Mailbox:
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:
-            return await answer
+            with self._busy.request():
+                return await answer
         except asyncio.CancelledError:
             self._drop(number)
             raise
@@ -244,6 +249,8 @@ class Inbox:
     """Set while there are finished answers to collect."""
     _full: asyncio.Event
     """Set when finished answers must no longer be held back."""
+    ABOUT: tuple[str, Kind] = ("responses", "generate")
+    """(what the actor makes, kind of that activity)."""
 
     async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
         """Compute the answer to one request. `arrays`: the token arrays that the caller passed with
@@ -316,11 +323,13 @@ class Inbox:
         if not hasattr(self, "_ready"):
             self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
             self._serving: dict[int, asyncio.Task[None]] = {}
+            self._busy = Busy(self.ABOUT[0], kind=self.ABOUT[1])
 
     async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
         came_at = time.monotonic()
         try:
-            answer = await self.serve(request, arrays)
+            with self._busy.request():
+                answer = await self.serve(request, arrays)
         except Exception as error:
             answer = Failure(type(error).__name__, str(error))
         self._answers.append((number, answer, came_at))

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.activity.spans import Span, activity
 from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
@@ -243,7 +244,7 @@ class RolloutClient:
         """
         plan = self._ask_unless_stopped(
             lambda count: self._service.take.remote(step, self._data_rank, count),
-            f"the rollouts of step {step + 1}",
+            f"rollouts of step {step + 1}",
             publish_again,
         )
         if plan is None:
@@ -270,7 +271,7 @@ class RolloutClient:
         """
         return self._ask_unless_stopped(
             lambda count: self._service.evaluate.remote(temperature, name, count),
-            "an evaluation",
+            f"responses of evaluation '{name}'",
             publish_again,
         )
 
@@ -301,10 +302,11 @@ class RolloutClient:
         Yields one list of records per call, in the order of the calls.
         """
         for reference in pending:
-            watch = self._progress_watch("an evaluation")
-            while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
-                watch()
-            yield self._ask(reference, "an evaluation")
+            with self._wait("responses") as span:
+                watch = self._progress_watch(span)
+                while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                    watch()
+            yield self._ask(reference, "collecting responses")
 
     def _ask_unless_stopped(
         self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
@@ -312,25 +314,32 @@ class RolloutClient:
         """The answer to `call`, which gets the number of publications so far; before and while
         waiting, tells the service if the run is to end.
         """
-        told, count, reference, watch = False, 0, None, self._progress_watch(what)
-        while True:
-            if self.stop and not told:
-                self._ask(self._service.interrupt.remote(False), "ending the run")
-                told = True
-            reference = reference or call(count)
-            if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
-                watch()
-                continue
-            answer = self._ask(reference, f"waiting for {what}")
-            if not isinstance(answer, PublishAgain):
-                return answer
-            publish_again()
-            reference, count, watch = None, count + 1, self._progress_watch(what)
+        told, count, reference = False, 0, None
+        with self._wait(what) as span:
+            watch = self._progress_watch(span)
+            while True:
+                if self.stop and not told:
+                    self._ask(self._service.interrupt.remote(False), "ending the run")
+                    told = True
+                reference = reference or call(count)
+                if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                    watch()
+                    continue
+                answer = self._ask(reference, f"waiting for {what}")
+                if not isinstance(answer, PublishAgain):
+                    return answer
+                publish_again()
+                reference, count, watch = None, count + 1, self._progress_watch(span)
 
-    def _progress_watch(self, what: str) -> Callable[[], None]:
-        """A function to call while waiting for rollouts: raises `RuntimeError` once they have made
-        no progress for `silence_s` seconds.
+    def _wait(self, what: str) -> Span:
+        """A context manager that records a wait for the rollout service."""
+        return activity(what, kind="wait", of="service", deadline_s=self._silence_s)
+
+    def _progress_watch(self, span: Span) -> Callable[[], None]:
+        """A function to call in the wait `span` for rollouts: raises `RuntimeError` once they have
+        made no progress for `silence_s` seconds.
         """
+        span.moved()
         progress, moved_at = -1, time.monotonic()
         asked_at = moved_at
 
@@ -338,18 +347,20 @@ class RolloutClient:
             nonlocal progress, moved_at, asked_at
             if time.monotonic() < asked_at + PROGRESS_POLL_S:
                 return
-            found = self._ask(self._service.progress.remote(), f"waiting for {what}")
+            found = self._ask(self._service.progress.remote(), f"waiting for {span.what}")
             asked_at = time.monotonic()
             if found != progress:
                 progress, moved_at = found, asked_at
+                span.moved()
             elif asked_at - moved_at > self._silence_s:
                 raise RuntimeError(
                     f"no engine has made a step and no response was judged for {self._silence_s:g}"
-                    f" s, while this rank waited for {what}; look at run.log for what engines and"
-                    " environment printed last"
+                    f" s, while this rank waited for {span.what}; look at run.log for what engines"
+                    " and environment printed last"
                 )
 
         return watch
 
     def _ask(self, reference: Any, doing: str) -> Any:
-        return ask({"the rollout service": reference}, SERVICE_TIMEOUT_S, doing)[0]
+        with activity(doing, kind="wait", of="service", deadline_s=SERVICE_TIMEOUT_S, quiet=True):
+            return ask({"the rollout service": reference}, SERVICE_TIMEOUT_S, doing)[0]

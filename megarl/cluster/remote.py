@@ -11,14 +11,25 @@ from typing import Any
 import numpy as np
 import ray
 
+from megarl.activity.recording import Recording, close_recording
+from megarl.activity.spans import Busy, activity
 from megarl.cluster.mailbox import Inbox, Mailbox, Pace
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
+from megarl.environments.session_pool import GRACE_S
 from megarl.errors import EngineLost
 from megarl.rollout.engine import Engine
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+ENVIRONMENT = "environment"
+"""Name of the environment's process in the record of what a run does."""
+
+
+def engine_name(number: int) -> str:
+    """Name of an engine's process in the record of what a run does."""
+    return f"engine{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,32 @@ class GenerateRequest:
 class EngineActor(Inbox, Engine):
     """Ray actor of an inference engine that answers the rollout service's requests in batches."""
 
+    def __init__(self, *, recording: Recording | None = None, **arguments: Any) -> None:
+        """`recording`: where the actor records what it does. For the others see `Engine`."""
+        if recording is not None:
+            recording.open(engine_name(arguments["number"]))
+        super().__init__(**arguments)
+
+    async def start(self) -> dict[str, Any]:
+        """See `Engine.start`."""
+        with activity("start of vLLM", kind="load"):
+            return await super().start()
+
+    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
+        """See `Engine.update`."""
+        with activity(f"weights {version}", kind="publish"):
+            return await super().update(version, timeout_s)
+
+    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
+        """See `Engine.load_adapter`."""
+        with activity(f"adapters {version}", kind="publish"):
+            return await super().load_adapter(version, files)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        await super().stop()
+        close_recording()
+
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
         """Generate the next segment of a rollout. `arrays`: token arrays of its earlier
         segments.
@@ -56,8 +93,15 @@ class RemoteEngine:
     `megarl.rollout.requests.EngineHandle`.
     """
 
-    def __init__(self, handle: Any, pace: Pace) -> None:
-        self._mailbox, self._pace = Mailbox(handle, pace, drops=True), pace
+    def __init__(
+        self, handle: Any, pace: Pace, *, number: int = 0, deadline_s: float = 0.0
+    ) -> None:
+        """`number`: of the engine. `deadline_s`: seconds after which an unanswered request is
+        reported; 0 for none.
+        """
+        name = engine_name(number)
+        busy = Busy(f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s)
+        self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
 
     async def generate(
         self,
@@ -78,7 +122,17 @@ class RemoteEngine:
 class EnvironmentActor(Inbox):
     """Ray actor that runs the environment; the environment's worker processes are its children."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec, token: Token | None) -> None:
+    ABOUT = ("verdicts", "score")
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        codec: Codec,
+        token: Token | None,
+        recording: Recording | None = None,
+    ) -> None:
+        if recording is not None:
+            recording.open(ENVIRONMENT)
         self._environment = Environment(config, codec, token)
 
     async def start(self) -> None:
@@ -101,6 +155,7 @@ class EnvironmentActor(Inbox):
 
     async def stop(self) -> None:
         await self._environment.close()
+        close_recording()
 
 
 class RemoteEnvironment:
@@ -109,12 +164,21 @@ class RemoteEnvironment:
     """
 
     def __init__(
-        self, config: EnvironmentConfig, codec: Codec, pace: Pace, token: Token | None = None
+        self,
+        config: EnvironmentConfig,
+        codec: Codec,
+        pace: Pace,
+        token: Token | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        """`token`: of the recipe's reward servers, as `client_token` reads it."""
+        """`token`: of the recipe's reward servers, as `client_token` reads it. `recording`: where
+        the actor records what it does.
+        """
         actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
-        self._handle: Any = actor.remote(config, codec, token)
-        self._mailbox, self.pace = Mailbox(self._handle, pace), pace
+        self._handle: Any = actor.remote(config, codec, token, recording)
+        limit_s = max(config.time_limit_s, config.start_limit_s if config.has_sessions else 0.0)
+        busy = Busy("verdicts", kind="wait", of=ENVIRONMENT, quiet_s=limit_s + GRACE_S)
+        self._mailbox, self.pace = Mailbox(self._handle, pace, busy), pace
         self.has_start = config.has_sessions
 
     async def start(self) -> None:

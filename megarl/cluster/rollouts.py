@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.activity.recording import Recording
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
@@ -101,6 +102,8 @@ def start_generation(
             hidden=config.environment.remote.token_variable,
         )
     )
+    run_id = inputs.owner.run_id if inputs.owner is not None else ""
+    recording = Recording.of(config.folder, run_id, enabled=config.observe.activity)
     lora = config.training.lora
     adapts = lora.is_on and lora.publish == "adapter"
     engines = start_engines(
@@ -111,6 +114,7 @@ def start_generation(
         ranks=ranks,
         load=adapts,
         adapter_rank=lora.rank if adapts else 0,
+        recording=recording,
     )
     progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
     step, cursor = (progress.step, progress.cursor) if progress is not None else (0, START)
@@ -122,6 +126,7 @@ def start_generation(
         first_step=step,
         cursor=cursor,
         ledger=Path(config.folder).absolute() / FILE,
+        recording=recording,
     )
     return Generation(config, mesh, cluster, engines)
 
@@ -149,10 +154,12 @@ def start_engines(
     ranks: Sequence[RankPlace] = (),
     load: bool = False,
     adapter_rank: int = 0,
+    recording: Recording | None = None,
 ) -> EngineGroup:
     """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
     `ranks`. With `load` they read the model's weights from disk instead of waiting for version 0.
-    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none.
+    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none. `recording`: where
+    the engines record what they do, or None.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -167,6 +174,7 @@ def start_engines(
         timeout_s=engine.start_timeout_s,
         load=load,
         adapter_rank=adapter_rank,
+        recording=recording,
         sleeps=shares and not on_cpu,
         model=config.model.path,
         config=engine,
@@ -191,11 +199,12 @@ def start_service(
     first_step: int,
     cursor: Cursor = START,
     ledger: Path | None = None,
+    recording: Recording | None = None,
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
     service, so that they are read and tokenised only once. `cursor`: the groups that the steps
-    before `first_step` have used. `ledger`: file in which the service
-    records what becomes of every group, or None.
+    before `first_step` have used. `ledger`: file in which the service records what becomes of every
+    group, or None. `recording`: where service and environment record what they do, or None.
     """
     assert inputs.prompts is not None
     builder = functools.partial(
@@ -209,5 +218,6 @@ def start_service(
         cursor,
         client_token(config.environment),
         ledger,
+        recording,
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

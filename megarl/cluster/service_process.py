@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
 from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
 from megarl.config import RunConfig
@@ -34,19 +35,26 @@ def build_service(
     cursor: Cursor,
     token: Token | None,
     ledger: Path | None = None,
+    recording: Recording | None = None,
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`; the steps before have used the groups of
     `cursor`. `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which
     the service records what becomes of every group; None for a command that trains nothing.
+    `recording`: where the processes record what they do, or None.
     """
-    pace = Pace()
-    environment = RemoteEnvironment(config.environment, codec, pace, token)
+    pace, deadline_s = Pace(), config.rollout.request_timeout_s
+    if recording is not None:
+        recording.open("service")
+    environment = RemoteEnvironment(config.environment, codec, pace, token, recording)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
         prompts=prompts,
-        engines=[RemoteEngine(handle, pace) for handle in handles],
+        engines=[
+            RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
+            for number, handle in enumerate(handles)
+        ],
         environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
@@ -121,8 +129,11 @@ class ServiceActor:
         return self._service.progress(engine_steps)
 
     async def use_engine(self, number: int, handle: Any) -> None:
-        self._service.use_engine(number, RemoteEngine(handle, self._environment.pace))
+        pace, deadline_s = self._environment.pace, self._service.config.request_timeout_s
+        fresh = RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
+        self._service.use_engine(number, fresh)
 
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
+        close_recording()

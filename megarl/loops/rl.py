@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl import console
+from megarl.activity.spans import activity, step_begins
 from megarl.config import RunConfig
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, build
@@ -97,7 +98,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     is_colocated = config.rollout.placement == "colocated"
     saved = parts.first_step
     with console.phase("first publish of the weights"):
-        parts.publisher.publish(version=parts.first_step)
+        publish(parts, parts.first_step)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
         if not evaluate(parts, parts.first_step):
             return parts.first_step, saved
@@ -106,7 +107,8 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
     for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
-        batch = rollouts.take(step, partial(parts.publisher.publish, version=step))
+        step_begins(step + 1, step)
+        batch = rollouts.take(step, partial(publish, parts, step))
         if batch is None:
             return step, saved
         taken_at = time.monotonic()
@@ -117,13 +119,14 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         if batch.warning and parts.observer is not None:
             console.say(f"megarl: warning: {batch.warning}")
         tell(parts, "train", step)
-        report = method.train(parts, batch)
+        with activity(f"training of step {step + 1}", kind="train"):
+            report = method.train(parts, batch)
         if is_colocated:
             for role in parts.trained:
                 role.engine.offload()
             parts.generation.wake()
         trained_at = time.monotonic()
-        sent = parts.publisher.publish(version=step + 1)
+        sent = publish(parts, step + 1)
         rollouts.release(step)
         ended_at = time.monotonic()
 
@@ -154,6 +157,16 @@ def save(parts: Parts, done: int) -> None:
     parts.checkpoints.save(
         step=done, next_ordinal=cursor.first, used=cursor.beyond, algorithm=algorithm
     )
+
+
+def publish(parts: Parts, version: int) -> dict[str, float]:
+    """Send the policy's weights to every engine; returns metrics. An engine that does not answer
+    is late after `weight_sync.timeout_s`. All ranks of the policy call it together.
+    """
+    timeout_s = parts.config.weight_sync.timeout_s
+    what = f"publication of weights {version}"
+    with activity(what, kind="publish", of="engines", deadline_s=timeout_s):
+        return parts.publisher.publish(version=version)
 
 
 Order = Literal["train", "save", "end"]
@@ -220,6 +233,7 @@ def serve(parts: ServingParts, method: Method) -> None:
             if order == "save":
                 parts.checkpoints.save(step=step, next_ordinal=0)
                 continue
+            step_begins(step + 1, step)
             method.serve(parts, step)
         if step < parts.config.steps and stop:
             stop.end(step, is_main=False)
@@ -258,9 +272,8 @@ def evaluate(parts: Parts, step: int) -> bool:
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
-        found = parts.rollouts.evaluate(
-            temperature, name, partial(parts.publisher.publish, version=step)
-        )
+        with activity(f"evaluation '{name}' after step {step}", kind="evaluate"):
+            found = parts.rollouts.evaluate(temperature, name, partial(publish, parts, step))
         if found is None:
             return False
         metrics, transcripts = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.activity.spans import activity
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.ray_cluster import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
@@ -103,10 +104,10 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         context.resume(checkpoints)
         return ServingParts(config, reference, critic, rewards, teacher, everyone, checkpoints)
     # Engines take longest to start: they load while this process builds the policy.
-    with phase("Ray"):
+    with phase("Ray"), activity("start of Ray", kind="load"):
         generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
     updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
-    with phase("model and optimizer"):
+    with phase("model and optimizer"), activity("model and optimizer", kind="load"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
         learner = make_learner(config, policy)
         reference, critic, rewards = make_roles(context, config, inputs, everyone, policy)
@@ -118,7 +119,11 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         learner.restore(progress.algorithm)
     learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
     observer = context.observe(first_step)
-    with phase("engines, beside the model"):
+    start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
+    with (
+        phase("engines, beside the model"),
+        activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
+    ):
         generation.wait()
         generation.join(stack)
     publisher = make_publisher(config, inputs, policy, generation, mesh)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import console
+from megarl.activity.spans import activity, step_begins
 from megarl.errors import UserError
 from megarl.loops.schedule import due
 from megarl.observe.report import LiveReport, write_report
@@ -92,7 +93,7 @@ def train(context: RunContext, make: MakeTask) -> None:
     """
     config = context.config
     assert isinstance(config, SupervisedConfig)
-    with console.phase("model and optimizer"):
+    with console.phase("model and optimizer"), activity("model and optimizer", kind="load"):
         task = make(context)
         checkpoints = context.checkpoints(task.role.engine)
         progress = context.resume(checkpoints)
@@ -102,7 +103,8 @@ def train(context: RunContext, make: MakeTask) -> None:
     size, every = config.samples_per_step, config.evaluation.every
 
     def evaluate(done: int) -> None:
-        metrics = task.evaluate()
+        with activity(f"evaluation after step {done}", kind="evaluate"):
+            metrics = task.evaluate()
         refuse_lost(context)
         if observer is not None and metrics:
             observer.evaluation(done, metrics, [])
@@ -113,12 +115,14 @@ def train(context: RunContext, make: MakeTask) -> None:
         for step in range(first, config.steps):
             # From where the checkpoint's run had come, whatever its rows a step.
             ordinal = begun + (step - first) * size
+            step_begins(step + 1, step)
             batch = task.take(ordinal, size, stops=bool(stop))
             if batch is None:
                 if step > saved:
                     checkpoints.save(step=step, next_ordinal=ordinal)
                 stop.end(step, is_main=observer is not None)
-            found = task.train(batch, step)
+            with activity(f"training of step {step + 1}", kind="train"):
+                found = task.train(batch, step)
             refuse_lost(context)
             if observer is not None:
                 observer.step(found)

@@ -46,6 +46,9 @@ class ObserveConfig:
     """Groups per step whose rollouts are written to `transcripts.jsonl`."""
     progress: bool = True
     """Show progress on standard error."""
+    activity: bool = True
+    """Record what each process does in the run folder's `activity/`, for `megarl status`, `megarl
+    timeline` and reports of waits that pass their deadline."""
 
 
 @config

@@ -12,10 +12,10 @@ from html import escape
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f6f6f3;--card:#fff;--ink:#16171a;--soft:#5c5f66;--line:#e3e3de;--grid:#e9e9e4;
---c1:#2468c9;--c2:#d9591c;--c3:#128a5f;--c4:#7d4bc4;--c5:#a3a59f;--good:#0f7a4f;--bad:#b93222;--goodbg:#e3f4ec;--badbg:#fbe9e6;
+--c1:#2468c9;--c2:#d9591c;--c3:#128a5f;--c4:#7d4bc4;--c5:#a3a59f;--c6:#c79a00;--c7:#8c2d04;--c8:#00868f;--c9:#c2408c;--c10:#4f5b66;--good:#0f7a4f;--bad:#b93222;--goodbg:#e3f4ec;--badbg:#fbe9e6;
 --mono:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono","DejaVu Sans Mono",monospace}
 @media (prefers-color-scheme:dark){:root{--page:#121316;--card:#1b1d21;--ink:#eceef1;--soft:#a3a7af;--line:#303339;--grid:#2a2d32;
---c1:#67a8ff;--c2:#f58d55;--c3:#3ccf97;--c4:#b693f5;--c5:#73767c;--good:#5fd6a3;--bad:#ff8f80;--goodbg:#15332a;--badbg:#3c1f1c}}
+--c1:#67a8ff;--c2:#f58d55;--c3:#3ccf97;--c4:#b693f5;--c5:#73767c;--c6:#e8c34a;--c7:#c9673a;--c8:#47c4cc;--c9:#ee85bd;--c10:#93a1ad;--good:#5fd6a3;--bad:#ff8f80;--goodbg:#15332a;--badbg:#3c1f1c}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",
@@ -72,6 +72,11 @@ pre{margin:0;font:13px/1.55 var(--mono);white-space:pre-wrap;overflow-wrap:anywh
 .moves{border-collapse:collapse;margin-top:12px;font-size:14px}.moves th,.moves td{padding:5px 16px 5px 0;text-align:right}
 .moves th{font-weight:400;color:var(--soft)}.moves th:first-child{text-align:left}.moves td{font-weight:600}
 .moves tr+tr{border-top:1px solid var(--line)}
+.lanes{margin:14px 0 0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px 18px 12px}
+.lanes .grid{display:grid;grid-template-columns:auto minmax(0,1fr);gap:4px 10px;font-size:12px;color:var(--soft)}
+.lanes .lane{height:18px;background:var(--grid);border-radius:3px;overflow:hidden}.lanes svg{display:block;width:100%;height:100%}
+.lanes .steps{position:relative;height:16px}.lanes .steps span{position:absolute;white-space:nowrap}
+.lanes .idle{margin:10px 0 0;padding-left:18px;font-size:13px;color:var(--soft)}
 details{background:var(--card);border:1px solid var(--line);border-radius:10px;margin-top:12px}
 summary{cursor:pointer;padding:12px 16px;font-weight:600}details pre{padding:0 16px 16px;max-height:none}
 footer{margin-top:40px;font-size:13px;color:var(--soft)}

@@ -17,6 +17,7 @@ from megarl.console import result
 from megarl.errors import UserError
 from megarl.observe.charts import chart
 from megarl.observe.examples import examples
+from megarl.observe.lanes import last_steps
 from megarl.observe.number_format import compact, duration, percent
 from megarl.observe.page import page, safe_html
 from megarl.observe.series import DRAWN_BARS, Series, gather, smooth
@@ -43,6 +44,7 @@ def write_report(folder: Path, *, title: str) -> Path:
         _section("Learning", "", _charts(_learning(run))),
         _section("Examples", *examples(run)),
         _section("Time and agreement", "", _charts(_systems(run))),
+        _section("Processes", "", last_steps(folder)),
         _section("Optimisation", "", _charts(_optimisation(run))),
         _recipe(recipe.read_text(encoding="utf-8", errors="replace")) if recipe.exists() else "",
         "<footer>Written by megarl. One file; it loads nothing and sends nothing.</footer>",

@@ -22,6 +22,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from megarl.activity.recording import Recording
+
 CORE_IMPORTS = "megarl.rollout.core_imports"
 """Module that imports vLLM's engine core."""
 
@@ -62,18 +64,24 @@ class CoreContext(ForkServerContext):
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any]
     ) -> ForkServerProcess:
-        arguments = (dict(os.environ), os.getpid(), target, kwargs)
+        arguments = (dict(os.environ), os.getpid(), target, kwargs, Recording.beside("core"))
         return ForkServerProcess(target=run_in_environment, name=name, args=arguments)
 
 
 def run_in_environment(
-    environment: dict[str, str], owner: int, target: Callable[..., None], kwargs: dict[str, Any]
+    environment: dict[str, str],
+    owner: int,
+    target: Callable[..., None],
+    kwargs: dict[str, Any],
+    recording: tuple[Recording, str] | None,
 ) -> None:
     """Call `target` with the environment variables of the process that started this one, whose id
-    is `owner`.
+    is `owner`. `recording`: where this process records what it does, and its name there.
     """
     os.environ.clear()
     os.environ.update(environment)
+    if recording is not None:
+        recording[0].open(recording[1])
     threading.Thread(target=end_with, args=(owner,), daemon=True).start()
     target(**kwargs)
 

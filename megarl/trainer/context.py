@@ -25,6 +25,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console
+from megarl.activity.recording import Recording
 from megarl.checkpoints.checkpoint import Checkpoints, remove_unfinished
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
@@ -121,6 +122,11 @@ class RunContext:
     def folder(self) -> Path:
         """Path of the run folder."""
         return Path(self.config.folder)
+
+    @property
+    def recording(self) -> Recording | None:
+        """Where the processes of the run record what they do; None where they do not."""
+        return Recording.of(self.folder, self.run_id, enabled=self.config.observe.activity)
 
     def make_mesh(self, place: RolePlace) -> ProcessMesh:
         """Create a further mesh over some ranks of the job. All ranks of the job call it
@@ -349,7 +355,11 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                     console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
             recipe.write_text(dump(config))
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
+            if recording := run.recording:
+                recording.make(keep=inputs.resume_from is not None)
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there
         if not run.is_main:
             console.open_log(run.folder)
+        if recording := run.recording:
+            stack.callback(recording.open(f"rank{mesh_module.all_ranks().rank}"))
         yield run

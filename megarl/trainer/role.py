@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce
@@ -142,6 +143,17 @@ class Role:
 
         All ranks of the mesh call it together.
         """
+        kind = "logprobs" if self.name == "policy" else "score"
+        with activity(f"{self.head} of the {self.name}", kind=kind):
+            return self._score(batch, packed, temperature, skip)
+
+    def _score(
+        self,
+        batch: StepBatch,
+        packed: Sequence[Sequence[MicroBatch]],
+        temperature: float,
+        skip: int,
+    ) -> Column:
         column, width, dtype = [], (), torch.float32
         if self.head == "states":
             text = self.engine.module.model.config.get_text_config()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from megarl.activity.spans import Kind, Span, activity
 from megarl.objectives.config import AggregationName, AlgorithmConfig
 from megarl.objectives.corrections import summarise
 from megarl.objectives.losses import AGGREGATIONS
@@ -44,21 +45,35 @@ def optimizer_step(
     """
     problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
-        found = loss(micro)
+        with _part("forward pass", role, "train"):
+            found = loss(micro)
         guard.watch("loss", found)
         if index == last and (problem := guard.problem()):
             # Under ZeRO, DeepSpeed skips a step by its gradients: they must not be finite either.
             found = found * math.nan
-        role.engine.backward(found, last=index == last)
+        with _part("backward pass", role, "train"):
+            role.engine.backward(found, last=index == last)
     if problem := problem or guard.gradient_problem():
         role.engine.discard()
     else:
-        norm, rate = role.engine.step()
+        with _part("optimizer step", role, "optimizer"):
+            norm, rate = role.engine.step()
         if math.isfinite(norm):
             return norm, rate
         problem = "the gradient norm is not finite"
     guard.skip(problem)
     return None
+
+
+def _part(what: str, role: Role, kind: Kind) -> Span:
+    """A context manager that records a part of a step. DeepSpeed's collectives are inside, with
+    the deadline of the ranks that they wait for.
+    """
+    axis = role.mesh.gradient
+    deadline_s = axis.timeout_s if axis.size > 1 else 0.0
+    of = axis.ranks if axis.size > 1 else ()
+    name = f"{what} of the {role.name}"
+    return activity(name, kind=kind, of=of, deadline_s=deadline_s, quiet=kind == "train")
 
 
 class StepMetrics:

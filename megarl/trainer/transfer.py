@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megarl.activity.spans import activity
 from megarl.parallel import balance
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
@@ -167,7 +168,9 @@ class BatchTransfer:
                 numbers, values.split([plan.lengths[n] for n in numbers]), strict=True
             )
         }
-        found = back.move(mine, dtype, self.device, width)
+        deadline_s = self.everyone.timeout_s
+        with activity("scores", kind="wait", of=self.mesh.ranks, deadline_s=deadline_s):
+            found = back.move(mine, dtype, self.device, width)
         number_of = self._numbers()
         nothing = torch.zeros(0, *width, dtype=dtype, device=self.device)
         return [

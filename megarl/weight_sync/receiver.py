@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from megarl.activity.spans import activity
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.weight_sync.bucket_receiver import (
     BucketReceiver,
@@ -143,7 +144,8 @@ class ReshardEngine(WeightTransferEngine):
         """Receive and install one weight version. Errors are not raised but put in `status`."""
         self.status = not_loaded("the version was not received completely")
         try:
-            self._receive(update_info)
+            with activity(f"weights {update_info.version}", kind="publish"):
+                self._receive(update_info)
         except Aborted:
             self.status = not_loaded(GIVEN_UP)
         except Exception as error:

@@ -15,7 +15,7 @@ LAYERS = (
     {"errors", "quick_imports", "schema", "types"},
     {"recipe_file", "third_party"},
     {"console"},
-    {"signals"},
+    {"activity", "signals"},
     {"kernels", "parallel"},
     {"data", "environments", "ledger", "objectives", "observe", "weight_sync"},
     {"rollout", "checkpoints"},

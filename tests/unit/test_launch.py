@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.checkpoints.lease import start_of
+from megarl.activity.process import start_of
 from megarl.cluster.launch import end, started_processes
 from megarl.config import (
     DistillConfig,

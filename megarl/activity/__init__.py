@@ -1,0 +1,1 @@
+"""What each process of a run is doing, and on whom it waits, recorded in the run folder."""
