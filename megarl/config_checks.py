@@ -34,6 +34,12 @@ def check_engines(config: RunConfig, longest: int) -> None:
         f" may take {needed_s:g} s; raise it to that, or lower weight_sync.timeout_s",
     )
     engine = config.rollout.engine
+    require(
+        config.rollout.request_timeout_s > engine.stall_timeout_s,
+        f"rollout.request_timeout_s is {config.rollout.request_timeout_s:g}, which ends the run"
+        f" before a hung engine is replaced, after rollout.engine.stall_timeout_s ="
+        f" {engine.stall_timeout_s:g}; raise the one or lower the other",
+    )
     # vLLM's own condition; an engine's step is made to hold the longest request.
     step_tokens = max(engine.max_batched_tokens, longest)
     require(

@@ -5,18 +5,15 @@ processes surely theirs.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.cluster.processes import Process, end, with_descendants
 from megarl.console import say
 from megarl.errors import EngineLost, UserError
 from megarl.rollout.config import ENGINE_STARTS
@@ -25,47 +22,11 @@ from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 ActorHandle = Any
 """A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
 
-Process = tuple[str, int, float]
-"""(host, process id, start time of the process). The process id alone is not unique: another host,
-or a later process, may have the same."""
-
-ADMIT_TIMEOUT_S = 30.0
+ADMIT_TIMEOUT_S = 120.0
 """Seconds the rollout service has to accept an engine that replaces a dead one."""
 
 START_POLL_S = 0.5
 """Seconds between two looks whether an engine can still be started."""
-
-END_TIMEOUT_S = 10.0
-"""Seconds to wait for killed processes to disappear: they hold memory until then."""
-
-
-def is_alive(process: Process) -> bool:
-    """Whether `process` runs on this host. False for a process of another host, which Ray must
-    end.
-    """
-    host, pid, born = process
-    if host != socket.gethostname():
-        return False
-    try:
-        found = psutil.Process(pid)
-        return found.create_time() == born and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def end(processes: Sequence[Process], *, patience_s: float) -> None:
-    """Wait `patience_s` seconds for processes to end by themselves, kill those left, and wait until
-    they are gone.
-    """
-    deadline = time.monotonic() + patience_s
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in filter(is_alive, processes):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process[1], signal.SIGKILL)
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 class ActorDied(RuntimeError):
@@ -121,6 +82,10 @@ class EngineGroup:
         self.dead: set[int] = set()
         """Engines that were ended and are not yet started again."""
         self._replaced = 0
+        self._is_under_way = False
+        """Whether all engines have been ready once."""
+        self._born = {number: handle.process.remote() for number, handle in enumerate(self.handles)}
+        """{engine number: object reference of its actor's process}."""
         self.broken = ""
         """Why no engine can be started any more; empty as long as it is possible."""
         self.is_held = False
@@ -131,20 +96,25 @@ class EngineGroup:
         """
 
     def wait(self) -> float:
-        """Wait until every starting engine is ready; an engine whose process dies meanwhile is
-        started again, up to `ENGINE_STARTS` times. Returns the seconds that the slowest took.
+        """Wait until every starting engine is ready. An engine whose process dies meanwhile, or, in
+        a run that is under way, whose start fails, is started again, up to `ENGINE_STARTS` times,
+        all within one start's time limit. Returns the seconds that the slowest took.
         """
-        slowest = 0.0
+        slowest, deadline = 0.0, time.monotonic() + self._timeout_s
+        again: type[RuntimeError] = RuntimeError if self._is_under_way else ActorDied
         for number in sorted(self._starting):
             for attempt in range(1, ENGINE_STARTS + 1):
+                left_s = deadline - time.monotonic()
                 try:
-                    slowest = max(slowest, self.finish_start(number, self._timeout_s))
+                    slowest = max(slowest, self.finish_start(number, left_s))
                     break
-                except ActorDied as error:
-                    if attempt == ENGINE_STARTS:
+                except again as error:
+                    late = time.monotonic() > deadline
+                    if attempt == ENGINE_STARTS or late or self.broken:
                         raise
-                    say(f"megarl: {error}; starting it again")
+                    say(f"megarl: {error}; it is started again")
                     self.restart([number])
+        self._is_under_way = True
         return slowest
 
     def finish_start(self, number: int, timeout_s: float) -> float:
@@ -157,7 +127,7 @@ class EngineGroup:
                 raise RuntimeError(f"engine {number} cannot start: {self.broken}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"engine {number} did not answer within {timeout_s:g} s (starting; raise"
+                    f"engine {number} did not answer within {self._timeout_s:g} s (starting; raise"
                     " rollout.engine.start_timeout_s)"
                 )
         answer = ask({f"engine {number}": reference}, START_POLL_S, "starting")[0]
@@ -210,7 +180,9 @@ class EngineGroup:
         """Have every engine free its GPU memory; generation pauses. An engine that is lost is
         ended, and replaced by the next publication. No engine is started until then.
         """
-        self.hold()
+        with self.lock:
+            self.is_held = True
+        self.wait()
         self._each("sleep", timeout_s)
 
     def wake(self, *, timeout_s: float) -> None:
@@ -235,11 +207,12 @@ class EngineGroup:
         return [pid for _, pid, _ in self._processes[number]]
 
     def hold(self) -> list[int]:
-        """From now on only the caller replaces engines. Waits for engines that are being started;
-        returns the numbers of those that have no weights yet.
+        """From now on only the caller replaces engines. Starts those that are dead, and waits for
+        all that are being started; returns the numbers of those that have no weights yet.
         """
         with self.lock:
             self.is_held = True
+            self.restart(sorted(self.dead))
         self.wait()
         return sorted(self._fresh)
 
@@ -255,7 +228,7 @@ class EngineGroup:
                 return
             self.dead.add(number)
             self._starting.pop(number, None)
-            processes = self._processes.pop(number, [])
+            processes = self._processes.pop(number, None) or self._begun(number)
         with contextlib.suppress(Exception):
             ray.kill(handle)
         end(processes, patience_s=0.0)
@@ -270,6 +243,7 @@ class EngineGroup:
             for number in numbers:
                 self.handles[number] = self._start(number)
                 self._starting[number] = self.handles[number].start.remote()
+                self._born[number] = self.handles[number].process.remote()
                 self._fresh.add(number)
                 self._replaced += 1
                 self.dead.discard(number)
@@ -281,12 +255,18 @@ class EngineGroup:
         self.restart(numbers)
         self.wait()
 
+    def _begun(self, number: int) -> list[Process]:
+        """The processes so far of engine `number`, whose start has not ended."""
+        with contextlib.suppress(Exception):
+            return with_descendants(ray.get(self._born[number], timeout=0))
+        return []
+
     def admit(self) -> int:
         """Hand the replaced engines to the rollout service, which then sends them requests. Call it
         once they have the current weights. Returns how many engines were replaced in the run so
         far.
         """
-        fresh = sorted(self._fresh)
+        fresh = sorted(self._fresh - set(self._starting) - self.dead)
         if self.service is not None:
             for number in fresh:
                 told = self.service.use_engine.remote(number, self.handles[number])

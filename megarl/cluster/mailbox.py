@@ -126,7 +126,7 @@ class Mailbox:
         self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
         self._pace = pace
-        self._next = 0
+        self._next = self._collections = 0
         self._outbox: list[tuple[int, Any, list[StoredArrays]]] = []
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._sender: asyncio.Task[None] | None = None
@@ -201,8 +201,9 @@ class Mailbox:
         unanswered.
         """
         try:
+            self._collections += 1
             while self._pending:
-                answers, arrays = self._collect_from.remote(self._pace.linger_s)
+                answers, arrays = self._collect_from.remote(self._pace.linger_s, self._collections)
                 for number, answer, position in await answers:
                     waiting = self._pending.get(number)
                     if waiting is None or waiting.done():
@@ -223,6 +224,8 @@ class Mailbox:
     def _fail(self, error: Exception) -> None:
         """End every unanswered request with the exception `error`."""
         if isinstance(error, ActorUnavailableError):
+            for number in self._pending:  # they are asked again, under other numbers
+                self._drop(number)
             error = EngineUnreachable(f"it could not be reached ({str(error).splitlines()[0]})")
         elif isinstance(error, RayActorError):
             error = EngineLost(f"its process died ({str(error).splitlines()[0]})")
@@ -282,15 +285,21 @@ class Inbox:
         if self._answers and not self._serving:
             self._full.set()
 
-    async def collect(self, linger_s: float) -> tuple[list[tuple[int, Any, int]], Any]:
+    async def collect(
+        self, linger_s: float, collection: int = 0
+    ) -> tuple[list[tuple[int, Any, int]], Any]:
         """Wait for the first finished answer; while requests are still being served, hold it back
         for `linger_s` seconds so that others can join it.
 
         Returns (answers, arrays). An answer is (request number, answer, index of its token arrays
-        in `arrays`, or -1 where it has none).
+        in `arrays`, or -1 where it has none). A call with a smaller `collection` than another's
+        returns nothing: its caller does not wait for it any more.
         """
         self._open_inbox()
+        self._collection = max(self._collection, collection)
         await self._ready.wait()
+        if collection < self._collection:
+            return [], []
         self._full.clear()
         if self._serving and len(self._answers) < MAX_BATCH:
             age_s = time.monotonic() - self._answers[0][2]
@@ -323,6 +332,7 @@ class Inbox:
         if not hasattr(self, "_ready"):
             self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
             self._serving: dict[int, asyncio.Task[None]] = {}
+            self._collection = 0
             self._busy = Busy(self.ABOUT[0], kind=self.ABOUT[1])
 
     async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:

@@ -16,10 +16,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.activity.spans import Span, activity
-from megarl.cluster.engines import ActorHandle, EngineGroup, ask, end
+from megarl.cluster.engines import ActorHandle, EngineGroup, ask
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token, without_variable
+from megarl.cluster.processes import end
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
@@ -195,7 +196,7 @@ class Cluster:
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the actors, then Ray, then kill the processes of vLLM that still run."""
         for supervisor in self._supervisors:
-            supervisor.close()
+            supervisor.close(stop_timeout_s)
         stops = []
         for handle in self._owned:
             with contextlib.suppress(Exception):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import Busy, activity
 from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.cluster.processes import Process
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
@@ -74,6 +78,10 @@ class EngineActor(Inbox, Engine):
         """See `Engine.stop`."""
         await super().stop()
         close_recording()
+
+    async def process(self) -> Process:
+        """The actor's process; answered before `start` is called."""
+        return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
         """Generate the next segment of a rollout. `arrays`: token arrays of its earlier

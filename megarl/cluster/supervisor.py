@@ -28,9 +28,6 @@ from megarl.rollout.engine import Pulse
 BEAT_S = 1.0
 """Seconds between two looks at the engines."""
 
-CLOSE_TIMEOUT_S = 15.0
-"""Seconds that the thread has to end: it may be waiting for killed processes."""
-
 
 @dataclass
 class Watched:
@@ -81,15 +78,18 @@ class EngineSupervisor:
         """{engine: starts in a row that have failed}."""
         self._told: set[int] = set()
         """New engines of which the service knows that they are ready."""
+        self._steps, self._telling = 0, None
+        """Engine steps that the service has not been told, and the reference of a call that tells
+        it of others."""
         self._ray = RayHealth()
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread: from now on nobody replaces engines."""
+    def close(self, timeout_s: float) -> None:
+        """End the thread: from now on nobody replaces engines. Waits at most `timeout_s` for it."""
         self._close.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._close.wait(BEAT_S):
@@ -99,7 +99,10 @@ class EngineSupervisor:
                     return
                 steps = self._watch()
                 self._replace()
-                self._report(steps)
+                if not self._close.is_set():
+                    self._report(steps)
+            except RayActorError:  # the service is dead: the ranks that ask it say so
+                return
             except Exception as error:
                 if self._close.is_set():
                     return
@@ -112,6 +115,8 @@ class EngineSupervisor:
         """
         group, steps = self._group, 0
         for number, handle in enumerate(list(group.handles)):
+            if self._close.is_set():
+                return steps
             if number in group.starting or number in group.dead:
                 self._watched.pop(number, None)
                 continue
@@ -171,6 +176,8 @@ class EngineSupervisor:
             else:
                 self._ask_service("engine_is_ready", number)
         self._told &= group.fresh
+        for number in self._attempts.keys() - group.fresh:
+            del self._attempts[number]
 
     def _start(self, number: int) -> None:
         self._told.discard(number)
@@ -197,9 +204,17 @@ class EngineSupervisor:
         self._start(number)
 
     def _report(self, steps: int) -> None:
-        """Tell the service that the engines make progress: its callers wait as long as they do."""
-        if steps:
-            self._ask_service("progress", steps)
+        """Tell the service that the engines make progress: its callers wait as long as they do.
+        Does not wait for the service's answer.
+        """
+        self._steps += steps
+        service = self._group.service
+        if service is None or (self._telling and not ray.wait([self._telling], timeout=0)[0]):
+            return
+        if self._telling is not None:
+            ray.get(self._telling)
+        self._telling = service.progress.remote(self._steps) if self._steps else None
+        self._steps = 0
 
     def _ask_service(self, method: str, *arguments: Any) -> None:
         service = self._group.service

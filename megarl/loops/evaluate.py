@@ -77,10 +77,10 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
             start_service(config, cluster, engines, case.inputs, first_step=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * next(iter(case.sets.values()))[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
+        cluster.supervise(engines, config.rollout, loads=True)
         for source, prompts in case.sets.items():
             count = max(evaluation.samples, int(evaluation.sampled_too))
             client = RolloutClient(0, silence_s=silence_s(config))

@@ -87,10 +87,10 @@ def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Re
             start_service(config, cluster, engines, run, first_step=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * prompts[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
+        cluster.supervise(engines, config.rollout, loads=True)
         for first in range(0, len(prompts), AT_ONCE):
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))

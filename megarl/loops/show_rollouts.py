@@ -66,10 +66,10 @@ def rollouts(config: RunConfig, inputs: SampleInputs) -> list[dict[str, Any]]:
             start_service(config, cluster, engines, run, first_step=0)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-            cluster.supervise(engines, config.rollout, loads=True)
         probe = 2 * prompts[0].token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
+        cluster.supervise(engines, config.rollout, loads=True)
         client = RolloutClient(0, silence_s=silence_s(config))
         temperature = config.rollout.temperature
         # A failure is what somebody who writes an environment wants to see.

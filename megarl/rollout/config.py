@@ -47,7 +47,8 @@ class EngineConfig:
     """CUDA only: use CUDA graphs and torch.compile. Without them an engine starts faster and
     generates more slowly."""
     start_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
-    """The run ends with an error if an engine is not ready after this many seconds."""
+    """Seconds that an engine may take to be ready. At the start of a run a longer one ends it;
+    later the engine is started again, up to three times in a row."""
     stall_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 180.0
     """An engine that has requests but makes no step for this many seconds, or does not say for as
     long that it lives, is taken for hung: it is ended, and a new engine replaces it."""
@@ -129,7 +130,8 @@ class RolloutConfig:
     rejected as stale."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
-    """The run ends with an error if an engine needs longer for a generation request, in seconds."""
+    """The run ends with an error if an engine needs longer for a generation request, in seconds. It
+    is to be longer than `engine.stall_timeout_s`, after which a hung engine is replaced."""
 
     def __post_init__(self) -> None:
         require(

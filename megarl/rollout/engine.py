@@ -9,12 +9,10 @@ reads a checkpoint.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +86,11 @@ class Engine:
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version, self.sampling = -1, sampling
         self._requests, self._asleep = 0, False
-        self._open, self._pauses = 0, 0
-        """Requests, and pauses of generation, that have begun and not ended."""
+        self._open = 0
+        """Requests that are not yet answered."""
+        self._is_paused = False
+        """Whether generation is paused on purpose. A failed update leaves it paused: the next one
+        that succeeds ends the pause."""
         self._steps, self._tokens = 0, 0
         """Engine steps, and tokens generated, so far."""
         self._lora: Any = None
@@ -200,7 +201,7 @@ class Engine:
             steps=self._steps,
             tokens=self._tokens,
             requests=self._open,
-            is_paused=self._pauses > 0 or self._asleep,
+            is_paused=self._is_paused,
             is_dead=self.is_lost,
         )
 
@@ -218,15 +219,6 @@ class Engine:
             return outputs
 
         core.get_output_async = counted
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """A context in which generation is paused on purpose."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
 
     async def connect(self, info: dict[str, Any]) -> None:
         """Tell the engine's ranks where they receive weights from; `info` is a
@@ -248,35 +240,32 @@ class Engine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        with self._paused():
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(
-                WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
-            )
-            owned = await self._llm.collective_rpc("megarl_weight_status")
-            is_whole = not any(rank["problem"] for rank in owned)
-            await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
-            self._refuse_problem(owned)
-            self.version = version
-            if self._asleep:
-                await self._llm.wake_up(tags=["kv_cache"])
-                self._asleep = False
-            await self._llm.resume_generation()
-            return owned
+        self._is_paused = True
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(
+            WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
+        )
+        owned = await self._llm.collective_rpc("megarl_weight_status")
+        is_whole = not any(rank["problem"] for rank in owned)
+        await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
+        self._refuse_problem(owned)
+        self.version = version
+        if self._asleep:
+            await self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        await self._llm.resume_generation()
+        self._is_paused = False
+        return owned
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
         """Load the LoRA adapters in `files` (name: content, in PEFT's format) as weights of
         `version`, in the place of earlier ones, while requests are running; they continue as
         after `update`. Returns {"version": version}.
         """
-        with self._paused():
-            await self._install_adapter(version, files)
-        return {"version": version}
-
-    async def _install_adapter(self, version: int, files: dict[str, bytes]) -> None:
         from vllm.lora.request import LoRARequest
 
+        self._is_paused = True
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         with tempfile.TemporaryDirectory(prefix="megarl_adapter_") as folder:
             for name, content in files.items():
@@ -286,6 +275,8 @@ class Engine:
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
+        self._is_paused = False
+        return {"version": version}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
         """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
@@ -301,9 +292,9 @@ class Engine:
         """Free the memory of weights and key-value cache for a colocated trainer; on the CPU only
         generation pauses. Requests stay queued.
         """
-        with self._paused():
-            await self._llm.sleep(level=2, mode="keep")
-            self._asleep = True
+        self._is_paused = True
+        await self._llm.sleep(level=2, mode="keep")
+        self._asleep = True
 
     async def wake(self) -> None:
         """Allocate the memory of the weights again, uninitialised. The next `update` fills the

@@ -93,13 +93,13 @@ class EnginePool:
 
         A request whose engine is lost is sent again, with the same seed, to another engine, or to
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
-        answer within `rollout.request_timeout_s`, if there is no living engine for as long, if
-        `MOST_LOSSES` engines were lost while they answered, or if an engine has sampled with
-        weights that are older than those it had received when it was asked.
+        answer within `rollout.request_timeout_s`, if `MOST_LOSSES` engines were lost while they
+        answered, or if an engine has sampled with weights that are older than those it had received
+        when it was asked.
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
-            number = await self._choose(prompt, route)
+            number = await self._choose(route)
             self._load[number] += 1
             try:
                 async with self._slots[number]:
@@ -136,18 +136,12 @@ class EnginePool:
             finally:
                 self._load[number] -= 1
 
-    async def _choose(self, prompt: Prompt, route: Route) -> int:
+    async def _choose(self, route: Route) -> int:
         """The number of a living engine: the one of `route`, or else the one with the fewest open
         requests, which `route` then names. Waits while no engine lives.
         """
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                await self._has_living.wait()
-        except TimeoutError:
-            raise RuntimeError(
-                f"no engine lived for {self._config.request_timeout_s:g} s to answer prompt"
-                f" {prompt.index}; look at run.log for what the engines printed last"
-            ) from None
+        # Whoever replaces engines ends the run where none can be started.
+        await self._has_living.wait()
         if route.engine is None or route.engine in self._lost:
             living = [number for number in range(len(self.engines)) if number not in self._lost]
             route.engine = min(living, key=self._load.__getitem__)

@@ -117,6 +117,8 @@ class RolloutService:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """The task of each group in flight, by ordinal."""
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
+        self._given: set[tuple[str, int]] = set()
+        """Evaluations of which some rank has the result: the others get it too."""
 
     # ------------------------------------------------------------------------- asked by the trainer
 
@@ -146,6 +148,7 @@ class RolloutService:
     async def start(self) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines."""
         self._closed_at = time.monotonic()
+        self.engines.version = self.window.version
         self._ledger.start(
             step=self.window.step,
             cursor=self.window.cursor(),
@@ -209,6 +212,7 @@ class RolloutService:
             del self._released_at[known]
         for key in [key for key in self._evaluations if key[1] < version]:
             self._evaluations.pop(key).cancel()
+            self._given.discard(key)
         await self._dispatch()
 
     async def cursor(self, step: int) -> Cursor:
@@ -233,10 +237,11 @@ class RolloutService:
             self._evaluations[key] = asyncio.create_task(self._waits.noticed(work))
         task = self._evaluations[key]
         again = await self._waits.until(f"{name} {key[1]}", publications, task.done)
-        if again is not None or self._waits.is_interrupted:
+        if again is not None or (self._waits.is_interrupted and key not in self._given):
             return again
         if not task.done():
             self._waits.raise_failure()
+        self._given.add(key)
         return task.result()
 
     async def answers(

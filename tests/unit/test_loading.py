@@ -221,12 +221,12 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     (folder / "run.json").write_text(json.dumps(found | {"colour": "red", "size": 3}))
     assert read_progress(folder) == PROGRESS
     assert capsys.readouterr().err.count("passing over colour, size\n") == 1
-    (folder / "run.json").write_text(json.dumps(found | {"format": 2}))
-    with pytest.raises(ValueError, match="of format 2, and this version of megarl reads formats"):
+    (folder / "run.json").write_text(json.dumps(found | {"format": 3}))
+    with pytest.raises(ValueError, match="of format 3, and this version of megarl reads formats"):
         read_progress(folder)
     (folder / "digests.json").unlink()
     seal(folder)
-    with pytest.raises(ValueError, match="format 2"):
+    with pytest.raises(ValueError, match="format 3"):
         choose(tmp_path, layout="data 1", model="m", seed=0, data="d")
     del found["seed"]
     (folder / "run.json").write_text(json.dumps(found))

@@ -68,12 +68,12 @@ class Handle:
         self.calls += 1
         return self.inbox.submit(requests, *(self.stored[ref] for ref in refs))
 
-    def _collect(self, linger_s: float) -> Any:
+    def _collect(self, linger_s: float, collection: int) -> Any:
         self.calls += 1
         ref = f"stored {self.calls}"
 
         async def answers() -> Any:
-            found, self.stored[ref] = await self.inbox.collect(linger_s)
+            found, self.stored[ref] = await self.inbox.collect(linger_s, collection)
             return found
 
         return answers(), ref
@@ -154,7 +154,7 @@ def test_the_death_of_the_actor_reaches_every_request() -> None:
         async def dies(linger_s: float) -> Any:
             raise RayActorError
 
-        handle.collect._call = lambda linger_s: (dies(linger_s), "")
+        handle.collect._call = lambda linger_s, _: (dies(linger_s), "")
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(found, EngineLost)
 
@@ -170,7 +170,7 @@ def test_the_death_of_the_environment_is_named() -> None:
     async def go() -> None:
         handle, environment = Handle(), RemoteEnvironment.__new__(RemoteEnvironment)
         environment._mailbox = Mailbox(handle, Pace())
-        environment._mailbox._collect_from = Method(lambda linger_s: (dies(linger_s), ""))
+        environment._mailbox._collect_from = Method(lambda linger_s, _: (dies(linger_s), ""))
         with pytest.raises(RuntimeError, match="the environment was lost: its process died"):
             await environment.cut_off("key", 3)
 

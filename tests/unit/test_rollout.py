@@ -140,6 +140,11 @@ def model_segment(tokens: list[int], finish: Any = "stop", version: int = 0) -> 
 class Service(RolloutService):
     """The service, with engines that have each version before it is released."""
 
+    async def start(self) -> None:
+        for engine in self.engines.engines:
+            engine.version = self.window.version
+        await super().start()
+
     async def release(self, version: int) -> None:
         for engine in self.engines.engines:
             engine.version = version
@@ -700,3 +705,35 @@ def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them(
     made = service([Engine()], compares_groups=False)
     for (batch,) in asyncio.run(drive(made, 1, range(3))):
         assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0
+
+
+class Unpublished(Engine):
+    """An engine that says that no version was ever published to it."""
+
+    version = property(lambda self: -1, lambda self, value: None)  # type: ignore[assignment]
+
+
+def test_the_first_groups_are_held_to_the_version_that_the_run_begins_with() -> None:
+    async def scene() -> None:
+        made = service([Unpublished()])
+        await made.start()
+        with pytest.raises(RuntimeError, match=r"weights of version -1, although version 0"):
+            await asyncio.wait_for(made.take(0, 0), 5)
+        await made.stop()
+
+    asyncio.run(scene())
+
+
+def test_an_evaluation_that_one_rank_has_is_given_to_all() -> None:
+    """An interrupt between the questions of two ranks would part them otherwise."""
+
+    async def scene() -> None:
+        made = service([Engine()])
+        prompts = [Prompts().at(0)]
+        first = await made.evaluate(prompts, 1.0, "eval")
+        await made.interrupt()
+        assert first is not None and await made.evaluate(prompts, 1.0, "eval") is first
+        assert await made.evaluate(prompts, 1.0, "eval_sampled") is None
+        await made.stop()
+
+    asyncio.run(scene())

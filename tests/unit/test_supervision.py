@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.cluster import engines as engines_module
 from megarl.cluster import ray_cluster
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.supervisor import Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import RolloutConfig
@@ -197,16 +199,6 @@ def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
     asyncio.run(scene())
 
 
-def test_no_engine_for_too_long_is_an_error() -> None:
-    async def scene() -> None:
-        config = RolloutConfig(request_timeout_s=0.1)
-        pool = EnginePool([Engine(EngineLost("gone"))], config)
-        with pytest.raises(RuntimeError, match=r"no engine lived for 0\.1 s to answer prompt 3"):
-            await asyncio.wait_for(request(pool, 7), 5)
-
-    asyncio.run(scene())
-
-
 def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
 
@@ -341,3 +333,104 @@ def test_tokens_of_older_weights_than_were_sent_are_refused(
             assert (await request(pool, 7)).versions[0][0] == versions[0]
 
     asyncio.run(scene())
+
+
+# ------------------------------------------------------------------------- the engines of a group
+
+
+class Call:
+    """A method of a fake Ray actor: its calls return a reference that `Actor.result` answers."""
+
+    def __init__(self, actor: Actor, name: str) -> None:
+        self.actor, self.name = actor, name
+
+    def remote(self, *arguments: Any) -> tuple[Actor, str]:
+        self.actor.calls.append((self.name, *arguments))
+        return self.actor, self.name
+
+
+class Actor:
+    """A fake Ray actor of an engine, or of the service."""
+
+    def __init__(self, *, is_ready: bool = True, error: Exception | None = None) -> None:
+        self.is_ready, self.error, self.calls = is_ready, error, list[tuple[Any, ...]]()
+
+    def __getattr__(self, name: str) -> Call:
+        return Call(self, name)
+
+
+class FakeRay:
+    """`ray.wait`, `ray.get` and `ray.kill` for `Actor`s."""
+
+    @staticmethod
+    def wait(references: list[Any], timeout: float = 0.0, **_: Any) -> tuple[list[Any], list[Any]]:
+        done = [one for one in references if one[0].is_ready]
+        return done, [one for one in references if one not in done]
+
+    @staticmethod
+    def get(reference: tuple[Actor, str], timeout: float = 0.0) -> Any:
+        actor, name = reference
+        if actor.error is not None:
+            raise actor.error
+        return {"start": {"processes": [], "seconds": 1.0}, "process": ("elsewhere", 1, 1.0)}.get(
+            name
+        )
+
+    @staticmethod
+    def kill(actor: Actor) -> None:
+        actor.is_ready = True
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group of two engines; `actors` has every actor that was started for it."""
+    monkeypatch.setattr(engines_module, "ray", FakeRay)
+    actors: list[Actor] = []
+
+    def start(number: int) -> Actor:
+        actors.append(Actor())
+        return actors[-1]
+
+    made = EngineGroup(2, start, timeout_s=5.0)
+    made.wait()
+    made.actors = actors  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_publication_begins_with_engines_in_the_place_of_the_dead(group: Any) -> None:
+    group.kill(1, group.handles[1])
+    assert group.dead == {1}
+    assert group.hold() == [1]
+    assert group.dead == set() and group.handles[1] is group.actors[2]
+
+
+def test_only_engines_that_are_ready_get_requests(group: Any) -> None:
+    group.service = Actor()
+    group.restart([0, 1])
+    group.finish_start(0, 1.0)
+    group.admit()
+    assert [call[:2] for call in group.service.calls] == [("use_engine", 0)]
+    assert group.fresh == {1}
+
+
+def test_a_start_that_fails_in_a_run_is_tried_again(group: Any) -> None:
+    group.restart([1])
+    group.handles[1].error = RuntimeError("no memory left")
+    assert group.hold() == [1], "the second start succeeds"
+    assert len(group.actors) == 4
+
+
+def test_a_broken_ray_ends_the_wait_for_an_engine(group: Any) -> None:
+    group.restart([1])
+    group.handles[1].is_ready = False
+    group.broken = "Ray's head (GCS) has not answered for 20 s"
+    with pytest.raises(RuntimeError, match=r"engine 1 cannot start: Ray's head"):
+        group.hold()
+
+
+def test_a_late_kill_does_not_hit_the_engine_that_has_replaced(group: Any) -> None:
+    old = group.handles[0]
+    group.restart([0])
+    group.wait()
+    group.kill(0, old)
+    assert group.dead == set()

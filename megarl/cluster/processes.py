@@ -1,0 +1,61 @@
+"""Processes that are surely those that were meant: named by host, process id and start time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+
+import psutil
+
+Process = tuple[str, int, float]
+"""(host, process id, start time of the process). The process id alone is not unique: another host,
+or a later process, may have the same."""
+
+END_TIMEOUT_S = 10.0
+"""Seconds to wait for killed processes to disappear: they hold memory until then."""
+
+
+def with_descendants(process: Process) -> list[Process]:
+    """A process of this host and all below it; empty if it does not run on this host."""
+    if not is_alive(process):
+        return []
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(process[1])
+        return [
+            (process[0], one.pid, one.create_time())
+            for one in (found, *found.children(recursive=True))
+        ]
+    return []
+
+
+def is_alive(process: Process) -> bool:
+    """Whether `process` runs on this host. False for a process of another host, which Ray must
+    end.
+    """
+    host, pid, born = process
+    if host != socket.gethostname():
+        return False
+    try:
+        found = psutil.Process(pid)
+        return found.create_time() == born and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end(processes: Sequence[Process], *, patience_s: float) -> None:
+    """Wait `patience_s` seconds for processes to end by themselves, kill those left, and wait until
+    they are gone.
+    """
+    deadline = time.monotonic() + patience_s
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in filter(is_alive, processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
