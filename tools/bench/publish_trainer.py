@@ -40,10 +40,10 @@ class Readers:
         ranks = [owned for told in gather_objects([], self.axis) for owned in told]
         return [ranks[first : first + self.tensor] for first in range(0, len(ranks), self.tensor)]
 
-    def _nothing(self, **_: Any) -> None:
-        pass
+    def _nothing(self, **_: Any) -> int:
+        return 0
 
-    poll = settle = admit = _nothing
+    poll = settle = admit = hold = let_go = _nothing
 
 
 class Trainer:
