@@ -69,17 +69,12 @@ class RecordedEngine(EngineActor):
         self.record: list[tuple[list[int], list[int], list[float]]] = []
         self.keeps = True
 
-    async def _run(self, prompt: dict[str, Any], sampling: Any) -> Any:
-        final = None
-        name = self._name("sample")
-        async for final in self._llm.generate(prompt, sampling, name, lora_request=self._lora):  # type: ignore[arg-type]
-            pass
-        assert final is not None
-        out = final.outputs[0]
-        if self.keeps:
-            given = list(final.prompt_token_ids or ())
+    async def _run(self, prompt: dict[str, Any], sampling: Any, kind: str) -> Any:
+        final = await super()._run(prompt, sampling, kind)
+        if self.keeps and kind == "sample":
+            out, given = final.outputs[0], list(final.prompt_token_ids or ())
             self.record.append((given, list(out.token_ids), list(out.logprobs.logprobs)))
-        return out
+        return final
 
 
 class Here:
