@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.activity.spans import Span, activity
-from megarl.cluster.engines import ActorHandle, EngineGroup, ask
+from megarl.cluster.engines import ActorDied, ActorHandle, EngineGroup, ask
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token, without_variable
@@ -282,7 +282,12 @@ class RolloutClient:
 
     def is_early_stop(self) -> bool:
         """Whether `stop_early`, and no signal, has ended the run."""
-        return self._ask(self._service.is_early_stop.remote(), "asking why the run ended")
+        try:
+            return self._ask(self._service.is_early_stop.remote(), "asking why the run ended")
+        except ActorDied:
+            if self.stop:  # see `_ask_unless_stopped`
+                return False
+            raise
 
     def answers(
         self,
@@ -313,8 +318,20 @@ class RolloutClient:
         self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
     ) -> Any:
         """The answer to `call`, which gets the number of publications so far; before and while
-        waiting, tells the service if the run is to end.
+        waiting, tells the service if the run is to end. None if the service is dead by then:
+        torchrun passes a signal on to Ray's processes too, which may end before this one.
         """
+        try:
+            return self._answer(call, what, publish_again)
+        except ActorDied:
+            if self.stop:
+                return None
+            raise
+
+    def _answer(
+        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
+    ) -> Any:
+        """As `_ask_unless_stopped`; raises `ActorDied` if the service is dead."""
         told, count, reference = False, 0, None
         with self._wait(what) as span:
             watch = self._progress_watch(span)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.cluster import engines as engines_module
 from megarl.cluster import ray_cluster
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engines import ActorDied, EngineGroup
 from megarl.cluster.supervisor import Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import RolloutConfig
@@ -434,3 +434,25 @@ def test_a_late_kill_does_not_hit_the_engine_that_has_replaced(group: Any) -> No
     group.wait()
     group.kill(0, old)
     assert group.dead == set()
+
+
+@pytest.mark.parametrize("has_stopped", [True, False])
+def test_a_service_that_a_signal_has_ended_is_no_error(
+    has_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends SIGTERM to Ray's processes too, which may end before the ranks."""
+
+    def dead(*_: Any) -> list[Any]:
+        raise ActorDied("the rollout service died")
+
+    monkeypatch.setattr(ray_cluster.ray, "get_actor", lambda name: Actor())
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda found, timeout: (found, []))
+    monkeypatch.setattr(ray_cluster, "ask", dead)
+    client = ray_cluster.RolloutClient(0, silence_s=1.0)
+    client.stop.number = 15 if has_stopped else 0
+    if has_stopped:
+        assert client.take(4, lambda: None) is None and not client.is_early_stop()
+    else:
+        for call in (lambda: client.take(4, lambda: None), client.is_early_stop):
+            with pytest.raises(ActorDied):
+                call()
