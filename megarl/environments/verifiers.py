@@ -258,8 +258,9 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _with_parts(name: str, count: int) -> str:
-    """The function of `path/to/file.py:function`, after the last `count` parts of its path; the
-    host of an address, followed by `count` further parts of it.
+    """A name for metrics with `count` parts of the path. A function in a file: with count 1,
+    "a/b/file.py:check" gives "file.check". An address: host, then `count` of port and path; with
+    count 1, "http://host:80/score" gives "host/80".
     """
     if is_remote(name):
         address = urlsplit(name)

@@ -105,7 +105,9 @@ async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket
 def backend_of(
     config: ServeRewardConfig, inputs: ServeInputs
 ) -> AbstractAsyncContextManager[Backend]:
-    """What the recipe serves, as a context that starts and ends it."""
+    """A context manager that starts what computes the rewards, and ends it: the verifiers, the
+    judge's engine or the reward model's engine, whichever the recipe names.
+    """
     if inputs.model is None:
         return verifier_backend(config)
     if config.judge.model.path:

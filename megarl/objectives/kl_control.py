@@ -39,6 +39,8 @@ class KLControl:
             self.coefficient *= 1.0 + self._config.gain * error
 
     def restore(self, coefficient: float) -> None:
-        """Go on with the coefficient of a checkpoint; without a target the recipe's stays."""
+        """Take the coefficient over from a checkpoint. With a fixed coefficient (no target in the
+        recipe) nothing changes: the recipe's is used.
+        """
         if self.is_adaptive:
             self.coefficient = coefficient

@@ -175,3 +175,20 @@ def test_the_death_of_the_environment_is_named() -> None:
             await environment.cut_off("key", 3)
 
     asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_collection_that_nobody_waits_for_takes_no_answer() -> None:
+    """A connection that breaks leaves the caller's former call open in the actor."""
+
+    async def scene() -> None:
+        inbox = Echo()
+        orphan = asyncio.create_task(inbox.collect(0.0, 1))
+        await asyncio.sleep(0)
+        newer = asyncio.create_task(inbox.collect(0.0, 2))
+        await asyncio.sleep(0)
+        await inbox.submit([(5, 3, [])])
+        assert await asyncio.wait_for(orphan, 5) == ([], [])
+        answers, _ = await asyncio.wait_for(newer, 5)
+        assert [number for number, *_ in answers] == [5]
+
+    asyncio.run(scene())
