@@ -7,49 +7,24 @@
 #SBATCH --mem=0
 #SBATCH --time=48:00:00
 #SBATCH --signal=B:TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #
-# `megarl launch` in this checkout's environment: one recipe on one node; DAPO on a 14B model unless told otherwise.
+# `megarl launch` in this checkout's environment: DAPO on a 14B model unless told otherwise.
 #
-#   bash   launch/dapo_14b.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]
 #   sbatch launch/dapo_14b.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]      from the folder that holds launch/
+#   bash   launch/dapo_14b.sh ...      on one node without Slurm
 #
-# --help shows the options.
-set -uo pipefail
-
-fail() {
-  printf 'dapo_14b.sh: error: %s\n' "$*" >&2
-  exit 2
-}
+# --help shows the options. docs/slurm.md tells of signals, requeues and logs.
 
 # sbatch runs a copy of this file, so its own place says nothing there.
+SCRIPT=dapo_14b.sh
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[ -f "$root/megarl/cli.py" ] || root=${SLURM_SUBMIT_DIR:-$PWD}
-[ -f "$root/megarl/cli.py" ] || fail "there is no megarl/cli.py in $root; call or submit this script from the folder that holds launch/ and megarl/"
-
-recipe=$root/launch/recipes/dapo_14b.yaml
-options=()
-while [ $# -gt 0 ] && [ "$1" != -- ]; do
-  case $1 in
-    --recipe=*) recipe=${1#*=} ;;
-    --recipe)
-      [ $# -gt 1 ] || fail "--recipe needs a value"
-      recipe=$2
-      shift
-      ;;
-    *) options+=("$1") ;;
-  esac
-  shift
-done
-case $recipe in /*) ;; *) recipe=$PWD/$recipe ;; esac
-
-python=$root/.venv/bin/python
-if [ ! -x "$python" ]; then
-  python=$(command -v python3 || true)
-  if [ -z "$python" ] || ! "$python" -c 'import megarl' 2>/dev/null; then
-    fail "there is no environment in $root/.venv, and python3 has no megarl; make it with: bash launch/env.sh"
-  fi
-fi
-cd "$root" || exit 1 # relative paths of a recipe start here
-# exec: the signals of bash, sbatch and scancel reach the launcher itself.
-exec "$python" -m megarl launch "$recipe" ${options[@]+"${options[@]}"} "$@"
+[ -f "$root/launch/run.sh" ] || root=${SLURM_SUBMIT_DIR:-$PWD}
+[ -f "$root/launch/run.sh" ] || {
+  printf '%s: error: there is no launch/run.sh in %s; call or submit this script from the folder that holds launch/ and megarl/\n' "$SCRIPT" "$root" >&2
+  exit 2
+}
+. "$root/launch/run.sh"
+run_recipe launch/recipes/dapo_14b.yaml "$@"

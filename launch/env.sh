@@ -12,9 +12,17 @@ device=${MEGARL_DEVICE:-}
 if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
 fi
-pins=$root/launch/requirements-$device.txt
+wanted=$root/launch/requirements-$device.txt
 dev=$root/launch/requirements-dev.txt
-[ -f "$pins" ] || { echo "launch/env.sh: MEGARL_DEVICE is '$device'; set it to cpu or cuda" >&2; exit 2; }
+refuse() { echo "launch/env.sh: $*" >&2; exit 2; }
+[ -f "$wanted" ] || refuse "MEGARL_DEVICE is '$device'; set it to cpu or cuda"
+pins=$wanted
+if [ "$device" = cuda ]; then
+  version=$("$python" -c 'import sysconfig; print(sysconfig.get_python_version())')
+  pins=$root/launch/requirements-cuda-py$version.txt
+  [ -f "$pins" ] || refuse "there is no launch/requirements-cuda-py$version.txt, the pinned packages for Python $version;" \
+    "set PYTHON to one of $(cd "$root/launch" && ls requirements-cuda-py*.txt | sed 's/.*-py/Python /; s/.txt//' | paste -sd, -), or make it: bash launch/lock_cuda.sh $version"
+fi
 
 # What is installed is named by what it was made from.
 stamp=$venv/.megarl-$device-$(cat "$pins" "$dev" "$root/setup.py" | sha256sum | cut -c1-16)
@@ -26,6 +34,20 @@ import sys
 sys.exit(sys.version_info < (3, 11))
 E2
 command -v c++ >/dev/null 2>&1 || { echo "launch/env.sh: no C++ compiler, which DeepSpeed needs; install g++" >&2; exit 2; }
+if [ "$device" = cuda ]; then
+  # Said before gigabytes are installed. A node without GPUs may make the environment for others: MEGARL_DEVICE=cuda.
+  oldest=$(sed -n 's/^# driver: //p' "$wanted")
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+  case ${driver%%.*} in
+    '' | *[!0-9]*) ;;
+    *) [ "${driver%%.*}" -ge "$oldest" ] || refuse "the driver is $driver, and the pinned torch is built for CUDA 13," \
+      "which needs driver $oldest or newer; update the driver, or set MEGARL_DEVICE=cpu" ;;
+  esac
+  "$python" - <<'E2' || refuse "$python has no Python.h, with which Triton builds the launcher of every kernel; install python3-dev of its version"
+import os, sys, sysconfig
+sys.exit(not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h")))
+E2
+fi
 
 log=$venv/install.log
 begun=$SECONDS
@@ -78,15 +100,15 @@ attempt() { # pip install with uv, or without
 }
 install() { attempt "$@" || failed "pip install $* failed" "$log"; }
 
-torch=$(sed -n 's/^# torch: //p' "$pins")
-vllm=$(sed -n 's/^# vllm: //p' "$pins")
+torch=$(sed -n 's/^# torch: //p' "$wanted")
+vllm=$(sed -n 's/^# vllm: //p' "$wanted")
 deepspeed=$(grep '^deepspeed==' "$pins")
 # torch first: a later package that asks for plain torch would otherwise bring another build of it.
 phase torch
 if [ "$device" = cpu ]; then
   attempt "$torch+cpu" || install "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
 else
-  install "$torch" "$vllm"
+  install "$torch" -c "$pins"
 fi
 
 # DeepSpeed has no wheel: it is built beside the installation of all others, and so is its shared-memory operator,
@@ -95,6 +117,9 @@ phase "what DeepSpeed is built with"
 grep -E '^(ninja|numpy|packaging|psutil|py-cpuinfo|pydantic|tqdm|hjson|einops|msgpack)==' "$pins" >"$venv/build.txt" || true
 install "setuptools==78.1.1" wheel -r "$venv/build.txt"
 deepspeed_log=$venv/install-deepspeed.log
+# Its set-up looks for a CUDA toolkit, which only its own CUDA operators need, and ends without one (7 of its 23 operators
+# raise MissingCUDAException). None of them is used.
+export DS_IGNORE_CUDA_DETECTION=1
 (
   run_pip --no-deps --no-build-isolation "$deepspeed"
   "$python" - <<'E2' || true # a run will compile it
@@ -111,7 +136,11 @@ phase "all others"
 # vLLM's CPU build names vision and audio packages that text models do not need and that have no CPU build.
 [ "$device" = cuda ] || install --no-deps "$vllm"
 grep -v '^deepspeed==' "$pins" >"$venv/others.txt"
-install --no-build-isolation -r "$venv/others.txt" -r "$dev"
+if [ "$device" = cuda ]; then
+  install --no-build-isolation --no-deps -r "$venv/others.txt" # a lock is whole
+else
+  install --no-build-isolation -r "$venv/others.txt" -r "$dev"
+fi
 install --no-deps --no-build-isolation -e "$root"
 
 # Imports leave what a run imports compiled, also where PYTHONDONTWRITEBYTECODE would have every run compile it again.
@@ -122,13 +151,16 @@ check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.open
 phase "waiting for DeepSpeed"
 wait "$building" || failed "pip install $deepspeed failed" "$deepspeed_log"
 trap - EXIT
-if [ "$device" = cuda ]; then
-  # Optional accelerators: used where they import, never required.
+if [ "$device" = cuda ] && command -v nvcc >/dev/null 2>&1; then
+  # Optional: used where it imports, never required. It is compiled, which needs a CUDA toolkit.
   run_pip --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
 fi
 phase "imports of a trainer"
 check "deepspeed, torch.utils.tensorboard, megarl.loops.rl, megarl.parallel.mesh, megarl.kernels.logprobs"
 check "pytest, hypothesis"
+if [ "$device" = cuda ] && [ -n "$driver" ]; then
+  check "torch; torch.cuda.init()" # says why where it sees no GPU
+fi
 rm -f "$venv"/.megarl-*
 touch "$stamp"
 phase "ready"

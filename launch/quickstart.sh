@@ -12,6 +12,9 @@ say() { printf '\n== %s\n' "$*" >&2; }
 bash launch/env.sh
 export PATH=$root/.venv/bin:$PATH HF_HUB_OFFLINE=1
 begun=$SECONDS
+# With a GPU the engine and the trainer take turns on it. Refused here, and not after the first stages.
+settings=$(python tools/quickstart_settings.py) || exit 2
+[ -z "$settings" ] || say "on a GPU:" $settings
 
 if [ -e "$folder" ]; then
   # An earlier run is kept, never written over.
@@ -27,7 +30,7 @@ say "2/3  supervised fine-tuning from random weights: the format is learned, mos
 python -m megarl sft launch/recipes/quickstart_sft.yaml --seed "$seed" >"$folder/sft_summary.json"
 
 say "3/3  DAPO: only the answer is rewarded; 500 held-out problems before and after"
-python -m megarl train launch/recipes/quickstart.yaml --seed "$seed" >"$folder/summary.json"
+python -m megarl train launch/recipes/quickstart.yaml --seed "$seed" $settings >"$folder/summary.json"
 
 say "done in $((SECONDS - begun)) s; open $folder/report.html"
 cat "$folder/summary.json"

@@ -57,6 +57,11 @@ class Command:
     """Seconds after a signal until everything the command started has ended."""
     owns_folder: bool = False
     """Whether the command writes to its run folder, which then belongs to it alone."""
+    arguments: str = ""
+    """For a command that is given something else than a recipe first: "module:function" of (command
+    line) -> (class in `megarl.config`, command line with a recipe first)."""
+    first: str = "RECIPE.yaml"
+    """What the command is given first."""
     flags: tuple[tuple[str, str], ...] = ()
     """(flag, recipe key) of short names for keys of the recipe."""
 
@@ -121,6 +126,16 @@ COMMANDS = {
         run="megarl.loops.show_rollouts:main",
         flags=(("--num", "--sample.shown"),),
     ),
+    "replay": Command(
+        summary="train again on the batches that a run has recorded, and compare",
+        config="RunConfig",
+        arguments="megarl.checks.replay:arguments",
+        first="RUN",
+        check="megarl.checks.replay:check_replay",
+        run="megarl.loops.replay:main",
+        end_within_s=SAVED_AND_ENDED_WITHIN_S,
+        owns_folder=True,
+    ),
     "serve-reward": Command(
         summary="verifiers, a reward model or a judge as an HTTP server",
         config="ServeRewardConfig",
@@ -129,7 +144,7 @@ COMMANDS = {
         end_within_s=70.0,  # more than server.drain_s may be
     ),
     "launch": Command(
-        summary="a recipe of train or distill on one node: Ray, engines and ranks (--help)",
+        summary="train, distill or sft with Ray and engines, here or on Slurm's nodes (--help)",
         run="megarl.cluster.launch:main",
         end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
     ),
@@ -166,7 +181,7 @@ def usage() -> str:
     """The help text of the command line."""
     lines = ["usage: megarl COMMAND ...", ""]
     for name, command in COMMANDS.items():
-        recipe = " RECIPE.yaml [--section.key value ...]" if command.config else ""
+        recipe = f" {command.first} [--section.key value ...]" if command.config else ""
         lines.append(f"  megarl {name + recipe:50} {command.summary}")
     return "\n".join(
         [
@@ -223,14 +238,18 @@ def dispatch(name: str, rest: list[str]) -> int:
     rest = [_long(word, command.flags) for word in rest]
     ranks = _take_ranks(rest) if "--check" in flags else None
     if not rest or rest[0].startswith("-"):
+        what = "a recipe" if command.first == "RECIPE.yaml" else "a run folder"
         raise UserError(
-            f"megarl {name} needs a recipe first: "
-            f"megarl {name} RECIPE.yaml [--section.key value ...]"
+            f"megarl {name} needs {what} first: "
+            f"megarl {name} {command.first} [--section.key value ...]"
         )
     from megarl import config as configs
 
+    kind = command.config
     try:
-        config = configs.load(getattr(configs, command.config), rest[0], rest[1:])
+        if command.arguments:
+            kind, rest = load(command.arguments)(rest)
+        config = configs.load(getattr(configs, kind), rest[0], rest[1:])
     except ValueError as error:
         raise mistake(error) from error
     if "--print-config" in flags:

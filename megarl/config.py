@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from megarl import presets, recipe_file
+from megarl.command_config import EvaluationConfig, ReplayConfig, SampleConfig
 from megarl.config_checks import (
     check_algorithm,
     check_answers,
@@ -74,43 +76,6 @@ RENAMED = {
 
 
 @config
-class EvaluationConfig:
-    """Held-out problems, scored by the run's own verifier before, during and after training."""
-
-    prompts: PromptsConfig = PromptsConfig(shuffle=False)
-    """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
-    every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
-    """Sampling temperature; 0 is greedy."""
-    sampled_too: bool = False
-    """Also draw one sample of each problem at the rollout temperature."""
-    samples: Annotated[int, Range(1, 10_000)] = 1
-    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
-    maj@n; 1 for none, unless `sampled_too` is set."""
-    models: tuple[str, ...] = ()
-    """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
-    sources: tuple[str, ...] = ()
-    """Of `megarl eval`: further data sets, read as `prompts` is."""
-
-
-@config
-class SampleConfig:
-    """Of `megarl sample`: how many responses to each prompt, and which of them are written."""
-
-    samples: Annotated[int, Range(1, 10_000)] = 8
-    """Responses to each of `prompts`, at `rollout.temperature`."""
-    keep: Literal["best", "all", "pairs"] = "best"
-    """`best`: of each prompt the response with the highest reward; `all`: every response, with its
-    reward; `pairs`: the best and the worst response, where their rewards differ. Empty responses
-    are left out, and so are responses that were cut off at the token limit, but as the worst."""
-    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
-    shown: Annotated[int, Range(1, 10_000)] = 4
-    """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
-
-
-@config
 class RunConfig:
     """A reinforcement-learning run: `megarl train`."""
 
@@ -144,6 +109,7 @@ class RunConfig:
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sample: SampleConfig = SampleConfig()
+    replay: ReplayConfig = ReplayConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
     observe: ObserveConfig = ObserveConfig()
 
@@ -274,6 +240,22 @@ def longest_request(config: RunConfig) -> int:
         config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
     )
     return prompt + config.rollout.max_new_tokens
+
+
+def made_with(config: RunConfig) -> str:
+    """Fingerprint of the settings that finished rollouts, and how old they may be, depend on beside
+    model, data and seed.
+    """
+    rollout = as_plain(config.rollout)
+    rollout = {name: value for name, value in rollout.items() if name not in NO_MATTER}
+    kinds = config.compares_groups, config.greedy_baseline
+    plain = [rollout, as_plain(config.environment), as_plain(config.prompts), kinds]
+    text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+NO_MATTER = ("engine", "num_engines", "placement", "request_timeout_s", "max_open_groups")
+"""Settings of `rollout` that a finished rollout does not depend on."""
 
 
 def patience_s(config: RunConfig, num_requests: int) -> float:

@@ -13,6 +13,7 @@ write to the descriptors. Imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sys
@@ -66,7 +67,7 @@ class Console:
         self._divert(log)
         os.close(log)
         self.log = path
-        os.write(1, self.kept())
+        _log(self.kept())
 
     def kept(self) -> bytes:
         """What was written before there was a log file."""
@@ -95,7 +96,19 @@ _console = Console()
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with contextlib.suppress(OSError):  # see `_log`
+                stream.flush()
+
+
+def _log(text: bytes) -> bool:
+    """Write to descriptor 2, which is the log, or what is kept for it. Returns whether it could be
+    written: a disk that is full ends a run by what it needs, not by its log.
+    """
+    try:
+        os.write(2, text)
+    except OSError:
+        return False
+    return True
 
 
 def _write(number: int, text: str) -> None:
@@ -127,7 +140,7 @@ def say(text: str) -> None:
     """Print a line on standard error and in the log."""
     _write(2, text)
     if _console.saved is not None:
-        os.write(2, (text + "\n").encode(errors="backslashreplace"))
+        _log((text + "\n").encode(errors="backslashreplace"))
 
 
 def elapsed_s() -> float:
@@ -196,7 +209,7 @@ def diverted() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        os.write(2, f"megarl: error: {error}\n".encode(errors="backslashreplace"))
+        _log(f"megarl: error: {error}\n".encode(errors="backslashreplace"))
         raise
     except Exception as error:
         trace = traceback.format_exc()
@@ -204,9 +217,14 @@ def diverted() -> Iterator[None]:
         who = f"error on rank {rank}" if rank != "0" else "error"
         said = " ".join(str(error).split()) or repr(error)
         line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line += "; free some space where the run folder is, and go on with --resume auto"
         if _console.log is not None:
-            os.write(2, f"rank {rank}: {trace}".encode(errors="backslashreplace"))
-            say(f"{line} (the traceback, and what libraries said, are in {_console.log})")
+            if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
+                line += f" (the traceback, and what libraries said, are in {_console.log})"
+            else:
+                line += f" (the traceback could not be written to {_console.log})"
+            say(line)
         else:
             _write(2, _console.kept().decode(errors="replace") + trace + line)
         raise Reported from error

@@ -22,3 +22,7 @@ class EngineUnreachable(RuntimeError):
     """An inference engine that could not be reached for a moment, but may be alive: a request to it
     can be sent again.
     """
+
+
+class SessionLost(RuntimeError):
+    """A session of an environment that was lost with its process: its rollout begins anew."""

@@ -113,6 +113,18 @@ def die_with_launcher() -> None:
     die_with_parent(parent)
 
 
+def keep_blocked_signals() -> None:
+    """Have signals that are blocked in this process, such as SIGTERM in Ray's processes under
+    `megarl launch`, stay blocked in the processes it will start: multiprocessing unblocks SIGTERM
+    and SIGINT in the thread that first starts a process with it, so that is done in another thread.
+    """
+    from multiprocessing import resource_tracker
+
+    thread = threading.Thread(target=resource_tracker.ensure_running)
+    thread.start()
+    thread.join()
+
+
 def name_of(number: int) -> str:
     """What a user calls a signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -124,6 +124,9 @@ class Segment:
     a tool, `turns` at the limit of turns. Empty in environment segments."""
     reward: float = 0.0
     """In an environment segment, the reward of the model segment before it; finite."""
+    receipts: list[str] = field(default_factory=list)
+    """For each item of `versions`, the receipt of the weights that the engine computed with
+    (`megarl.weight_sync.receipts`); "" where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import launcher
+from megarl.errors import UserError
+from megarl.parallel import devices, launcher
 from megarl.parallel.layout import Layout
 
 
@@ -204,9 +205,19 @@ def _timeout_s(group: dist.ProcessGroup | None) -> float:
 
 
 def local_device() -> torch.device:
-    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is none."""
+    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is none.
+
+    Raises `UserError` where torch does not see the GPUs that nvidia-smi lists, or too few of them.
+    """
     if torch.cuda.is_available():
-        return torch.device("cuda", launcher.local_rank())
+        index = launcher.local_rank()
+        count = torch.cuda.device_count()
+        names = [torch.cuda.get_device_name(number) for number in range(count if index else 1)]
+        if problem := devices.beyond(index, names):
+            raise UserError(problem)
+        return torch.device("cuda", index)
+    if problem := devices.why_unseen(torch.version.cuda):
+        raise UserError(problem)
     return torch.device("cpu")
 
 

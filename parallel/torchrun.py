@@ -22,7 +22,7 @@ from megarl.signals import AGENT
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
 
-TRAINS = ("train", "distill", "sft", "preference", "reward-model")
+TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 """Commands that run on several ranks."""
 
 
@@ -55,8 +55,11 @@ def command(arguments: list[str]) -> int:
     """
     commands = [index for index, word in enumerate(arguments) if word in TRAINS]
     if not commands:
-        names = "|".join(TRAINS)
-        print(f"usage: megarl torchrun --nproc-per-node N {names} RECIPE.yaml", file=sys.stderr)
+        names = "|".join(name for name in TRAINS if name != "replay")
+        print(
+            f"usage: megarl torchrun --nproc-per-node N {names} RECIPE.yaml, or N replay RUN",
+            file=sys.stderr,
+        )
         return SAID
     start = commands[0]
     return run([*arguments[:start], "-m", "megarl", *arguments[start:]])

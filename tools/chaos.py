@@ -1,328 +1,352 @@
 """Faults at random moments of a real run: does it go on, and is its ledger exact afterwards?
 
-    python tools/chaos.py RECIPE.yaml [--faults 20] [--seed 1] [--kinds engine,core,...] [--ranks 1]
-                                      [--pause 5] [--hang 240] [--reference]
+    python tools/chaos.py RECIPE.yaml [--faults 20] [--seed 1] [--kinds engine,core,...]
+        [--ranks 1,2] [--pause 5] [--hang 240] [--disk MIB] [--only SIGKILL] [--then 30]
+        [--reference]
 
-Runs `megarl train RECIPE.yaml --resume auto` and, again and again, kills (SIGKILL) or stops
-(SIGSTOP) one of its processes at a random moment. A run that ends is started again, as a scheduler
-does. The recipe needs enough steps to last: a finished run gets no further faults. `--reference`
-runs the recipe once more without faults and compares the weights, which are to be equal bit by bit
-if the recipe is synchronous (`rollout.max_staleness: 0`).
+Runs `megarl train RECIPE.yaml --resume auto` and, again and again, does it a harm: kills (SIGKILL)
+or stops (SIGSTOP) one of its processes, tears or alters its files between two starts, fills its
+disk, or makes its verifier raise, hang or return NaN. The moments are random, one of them in each
+phase of the run (generate, score, take, train, ...) before the next is in a phase for the second
+time. A run that ends is started again, as a scheduler does. The recipe needs enough steps to last:
+a finished run gets no further faults. With `--then` the run is killed once more after the last
+fault and finishes so many steps later.
+
+`--ranks` counts the training ranks of each start in turn: `1,2` starts with one and resumes with
+two. `--disk` mounts a file system of so many MiB on the run folder, which needs root; without it
+the disk is never full. `--reference` runs the recipe once more without faults and compares weights,
+metrics (but times) and ledger (but void groups), which are to be equal bit by bit if the recipe is
+synchronous (`rollout.max_staleness: 0`).
 
 Prints what became of the run after each fault: `goes on` (the same run, lost processes replaced),
-`resumes` (the run ended with an error and was started again) or `HANGS` (no step for `--hang`
-seconds). Then the verdict of `megarl ledger`, and the processes that were left behind. Exit code 1
-if a run hangs, the ledger is not exact, weights differ, or a process is left.
+`resumes` (the run ended and was started again) or `HANGS` (no step for `--hang` seconds); the phase
+that it was in; and the line by which the run told of the fault, with the seconds until then. Then
+the verdict of `megarl ledger`, and the processes that were left behind. Exit code 1 if a run hangs,
+the ledger is not exact, something differs, a process is left, or a fault is not told.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import hashlib
 import json
+import math
+import os
 import random
-import signal
+import re
+import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import yaml
+from chaos_faults import KINDS, Fault, every, wait, write_verifier
+from chaos_reference import differences
+from chaos_run import PHASES, ROOT, Run
 
-ROOT = Path(__file__).resolve().parents[1]
+from megarl.observe.sinks import read_records
+
 START_S = 240.0
 """Seconds a run may take from its start to its first step."""
-
-
-def titled(*starts: str) -> Callable[[psutil.Process], bool]:
-    """Whether a process's command line begins with one of `starts`, or its program ends so."""
-
-    def matches(process: psutil.Process) -> bool:
-        first = (process.cmdline() or [""])[0]
-        return any(first.startswith(start) or first.endswith(f"/{start}") for start in starts)
-
-    return matches
-
-
-def is_core(process: psutil.Process) -> bool:
-    """Whether a process is the core of an engine: vLLM's largest process below the engine's actor.
-    On the CPU the core has no title of its own.
-    """
-    above = [one for one in process.parents() if titled("ray::Engine")(one)]
-    if not above:
-        return False
-    below = above[0].children(recursive=True)
-    return process == max(below, key=lambda one: one.memory_info().rss)
-
-
-def is_verifier(process: psutil.Process) -> bool:
-    """Whether a process is a worker of the environment."""
-    return any(titled("ray::Environment")(one) for one in process.parents()[:1])
-
-
-VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
-    "engine": titled("ray::Engine"),
-    "core": is_core,
-    "tensor worker": titled("VLLM::Worker"),
-    "service": titled("ray::Service"),
-    "environment": titled("ray::Environment"),
-    "verifier": is_verifier,
-    "raylet": titled("raylet"),
-    "gcs": titled("gcs_server"),
-    "rank": lambda process: "-m megarl" in " ".join(process.cmdline()),
-}
-"""{kind of process: whether a process below the run is one}."""
+PHASE_S = 8.0
+"""Seconds to wait for the phase in which a fault is to fall."""
+COUNTED = ("verifier", "judgement")
+FAILURES = ("verifier/errors", "verifier/timeouts", "verifier/nans")
+COUNTED_STEPS = 30
+"""Faults that cost verdicts, the metrics that count these, and the steps in which they must."""
+VAIN_STARTS = 5
+"""Starts in a row that may end, after a fault, without a further one."""
+TELLS_S = 90.0
+"""Seconds after a fault in which the run must tell of it."""
 
 
 @dataclass
-class Run:
-    """A run under the command line's care, with everything it has said."""
+class Struck:
+    """A fault that has happened."""
 
-    command: list[str]
-    log: Path
-    lines: list[str] = field(default_factory=list)
-    steps: int = 0
-    """Steps that the run has reported, over all its starts."""
-    seen: dict[tuple[int, float], psutil.Process] = field(default_factory=dict)
-    """Every process that was ever seen below the run."""
-    process: subprocess.Popen[str] | None = None
+    fault: Fault
+    at: float
+    """Seconds since the epoch."""
+    what: str
+    """What was hit."""
+    phase: str
+    step: int
+    """Step that the run was in, from 1."""
+    outcome: str = ""
+    took_s: float = 0.0
+    """Seconds until the run went on, or had ended."""
+
+    def told(self, run: Run) -> tuple[float, str] | None:
+        """(seconds after the fault, line) by which the run told of it; None if it did not. Failed
+        verdicts may be told by their count in the metrics only, without a time.
+        """
+        number = re.search(r"engine (\d+)", self.what)
+        name = rf"engines? \[?(?:\d, )*{number[1]}" if number else "engine"
+        says = re.compile(self.fault.says.replace("{name}", name), re.IGNORECASE)
+        for at, line in list(run.lines):
+            if self.at <= at <= self.at + self.took_s + TELLS_S and says.search(line):
+                return at - self.at, line
+        if self.fault.kind in COUNTED:
+            for row in read_records(run.folder / "metrics.jsonl"):
+                failed = {name: row.get(name, 0) for name in FAILURES if row.get(name, 0)}
+                if failed and 0 <= row["step"] - self.step <= COUNTED_STEPS:
+                    return math.nan, f"step {row['step']}: {failed}"
+        return None
+
+
+@dataclass
+class Report:
+    """What has happened so far."""
+
+    struck: list[Struck] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Processes that a run which had ended left behind."""
+    finished: bool = False
+    problem: str = ""
+
+
+def plan(draw: random.Random, kinds: list[str], only: str) -> Iterator[Fault]:
+    """Every fault once in random order, and again."""
+    found = [one for one in every(kinds) if not only or one.how == only]
+    while True:
+        draw.shuffle(found)
+        yield from found
+
+
+def phases(draw: random.Random) -> Iterator[str]:
+    """Every phase once in random order, and again."""
+    found = list(PHASES)
+    while True:
+        draw.shuffle(found)
+        yield from found
+
+
+class Torment:
+    """Lets a run suffer `args.faults` faults and finish."""
+
+    def __init__(self, run: Run, args: argparse.Namespace, commands: list[list[str]]) -> None:
+        """`commands`: those of the first start, the second start, ..., and again."""
+        self.run, self.args, self.commands = run, args, commands
+        self.draw = random.Random(args.seed)
+        self.report = Report()
 
     def start(self) -> None:
-        """Start the run, or start it again."""
-        self.process = subprocess.Popen(
-            self.command,
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        """Start the run, again if it has ended; what it left behind is noted, and ended."""
+        if self.run.process is not None:
+            for left in self.run.end():
+                self.report.left.append(left)
+                print(f"    left behind: {left}", flush=True)
+        self.run.command = self.commands[self.run.starts % len(self.commands)]
+        self.run.start()
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with self.log.open("a") as to:
-            for line in process.stdout:
-                to.write(line)
-                to.flush()
-                self.lines.append(line.rstrip())
-                self.steps += line.startswith("step ")
+    def suffer(self) -> Report:
+        """All of it."""
+        todo, when = plan(self.draw, self.args.kinds, self.args.only), phases(self.draw)
+        self.start()
+        misses, vain, fault = 0, 0, next(todo)
+        while len(self.report.struck) < self.args.faults and misses < 20 * len(self.args.kinds):
+            if self.run.code is not None:
+                if self.run.code == 0:
+                    break
+                self.start()
+                vain += 1
+            if vain > VAIN_STARTS:
+                said = [line for _, line in self.run.lines if "megarl: error" in line][-1:]
+                self.report.problem = f"{vain} starts in a row ended without a fault: {said}"
+                return self.report
+            phase = next(when)
+            if phase != "start":
+                if not self.run.wait_for_steps(1, START_S):
+                    self.report.problem = f"no step within {START_S:g} s of a start"
+                    return self.report
+                time.sleep(self.draw.uniform(0.0, self.args.pause))
+            self.run.wait_for_phase(phase, PHASE_S)
+            time.sleep(self.draw.uniform(0.0, 0.01))
+            if self.run.code is not None:
+                continue
+            if self.strike(fault):
+                misses = vain = 0
+            else:
+                misses += 1
+            fault = next(todo)
+        return self.finish()
 
-    def below(self) -> list[psutil.Process]:
-        """The living processes of the run, itself included."""
-        assert self.process is not None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self.process.pid)
-            for one in (own, *own.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    self.seen[one.pid, one.create_time()] = one
-        return [one for one in self.seen.values() if is_running(one)]
-
-    def is_over(self) -> bool:
-        assert self.process is not None
-        return self.process.poll() is not None
-
-    def wait_for_step(self, count: int, timeout_s: float) -> bool:
-        """Wait until the run has reported `count` steps or ends; False after `timeout_s` seconds
-        without a further step.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self.steps < count and not self.is_over():
-            if time.monotonic() > deadline:
-                return False
-            self.below()
-            time.sleep(0.3)
-        return True
-
-    def end(self) -> list[str]:
-        """Kill what is left, by process id; returns the command lines that were left although the
-        run had ended.
-        """
-        is_over = self.is_over()
-        if is_over:
-            psutil.wait_procs(self.below(), timeout=20)
-        time.sleep(1.0)  # some are just ending
-        left = self.below()
-        titles = [title(one) for one in left if is_running(one)]
-        for one in left:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(left, timeout=10)
-        assert self.process is not None
-        self.process.wait(10)
-        return titles if is_over else []
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return f"{process.pid} {' '.join(process.cmdline())[:60]}"
-    except psutil.Error:
-        return f"{process.pid} (gone)"
-
-
-def faults(draw: random.Random, kinds: list[str]) -> Iterator[tuple[str, int]]:
-    """(kind of process, signal), each combination once in random order, and again."""
-    every = [(kind, number) for kind in kinds for number in (signal.SIGKILL, signal.SIGSTOP)]
-    while True:
-        draw.shuffle(every)
-        yield from every
-
-
-def hit(run: Run, kind: str, number: int, draw: random.Random) -> bool:
-    """Send the signal to one process of the kind; False if there is none."""
-    found = []
-    for one in run.below():
-        with contextlib.suppress(psutil.Error):
-            if VICTIMS[kind](one):
-                found.append(one)
-    if not found:
-        return False
-    with contextlib.suppress(psutil.Error):
-        draw.choice(sorted(found, key=lambda one: one.pid)).send_signal(number)
-        return True
-    return False
-
-
-def torment(run: Run, args: argparse.Namespace) -> tuple[dict[tuple[str, str], list[str]], bool]:
-    """Let the run suffer `args.faults` faults and finish: {(kind, signal): outcomes}, and whether
-    it has finished.
-    """
-    draw = random.Random(args.seed)
-    plan = faults(draw, args.kinds.split(","))
-    outcomes: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    run.start()
-    count, misses = 0, 0
-    while count < args.faults and misses < 50:
-        if not run.wait_for_step(run.steps + 1, START_S):
-            print("no step within", START_S, "s of a start; see", run.log)
-            return outcomes, False
-        time.sleep(draw.uniform(0.0, args.pause))
-        if run.is_over():
-            if run.process is not None and run.process.returncode == 0:
-                break
+    def strike(self, fault: Fault) -> bool:
+        """Let one fault happen and wait for its outcome; False if it cannot happen now."""
+        run, at = self.run, time.time()
+        if fault.is_offline:
             run.end()
-            run.start()
-            continue
-        kind, number = next(plan)
-        before = run.steps
-        if not hit(run, kind, number, draw):
-            misses += 1
-            continue
-        count += 1
+        step = run.place[1]
+        what = fault.strike(run, self.draw)
+        if not what:
+            if fault.is_offline:
+                self.start()
+            return False
+        one = Struck(fault, at, what, "between two starts" if fault.is_offline else "", step)
+        self.report.struck.append(one)
         began = time.monotonic()
-        outcome = "goes on" if run.wait_for_step(before + 2, args.hang) else "HANGS"
-        if run.is_over() and run.process is not None and run.process.returncode != 0:
-            outcome = "resumes"
-        seconds = time.monotonic() - began
-        said = next((line for line in reversed(run.lines) if "error" in line), "")
-        outcomes[kind, signal.Signals(number).name].append(outcome)
+        if fault.is_offline:
+            self.start()
+        wait(fault, run)
+        one.outcome = "goes on" if run.wait_for_steps(2, self.args.hang) else "HANGS"
+        if run.code not in (None, 0):
+            one.outcome = "resumes"
+        one.took_s = time.monotonic() - began
+        one.phase = one.phase or run.phase_at(at)
+        told = one.told(run)
         print(
-            f"{count:3} {signal.Signals(number).name} {kind}: {outcome} after {seconds:.0f} s",
-            end="",
+            f"{len(self.report.struck):3} {fault.name} {what} in {one.phase}: {one.outcome} after"
+            f" {one.took_s:.0f} s",
+            f"({told[0]:.1f} s: {told[1][:200]})" if told else "",
+            flush=True,
         )
-        print(f"  ({said[:160]})" if outcome == "resumes" else "", flush=True)
-        if outcome != "goes on":
-            for left in run.end():
-                outcomes["left behind", kind].append(left)
-                print(f"    left behind: {left}")
-            run.start()
-    for _ in range(5):
-        while not run.is_over():
-            if not run.wait_for_step(run.steps + 1, START_S):
-                return outcomes, False
-        if run.process is not None and run.process.returncode == 0:
-            return outcomes, True
-        run.end()
-        run.start()
-    return outcomes, False
+        if one.outcome == "HANGS":
+            status = [sys.executable, "-m", "megarl", "status", str(run.folder)]
+            print(subprocess.run(status, capture_output=True, text=True, cwd=ROOT).stdout)
+            run.end()
+            self.start()
+        return True
+
+    def finish(self) -> Report:
+        """Let the run come to its end, started again where it must; `args.then` steps from now."""
+        if self.run.code not in (None, 0):
+            self.start()
+        if self.args.then and self.run.wait_for_steps(1, START_S) and self.run.code is None:
+            steps = str(self.run.place[1] + self.args.then)
+            self.commands = [[*one, "--steps", steps] for one in self.commands]
+            self.run.end()
+            self.start()
+        for _ in range(5):
+            if not self.run.wait_for_steps(10**9, START_S):
+                self.report.problem = f"no step within {START_S:g} s, after all faults"
+                return self.report
+            if self.run.code == 0:
+                self.report.finished = True
+                return self.report
+            self.start()
+        self.report.problem = "it did not finish in 5 starts, without a fault"
+        return self.report
 
 
-def weights(folder: Path) -> str:
-    """Digest of the weights of the newest checkpoint."""
-    newest = max((folder / "checkpoints").glob("step_*/model"))
-    found = hashlib.blake2b()
-    for file in sorted(newest.glob("*.safetensors")):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def main() -> int:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join(VICTIMS), help=f"of {', '.join(VICTIMS)}")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--only", default="", help="such as SIGKILL: no other way to do harm")
+    parser.add_argument("--ranks", default="1", help="of each start in turn, such as 1,2")
     parser.add_argument("--pause", type=float, default=5.0, help="longest pause after a step [s]")
     parser.add_argument("--hang", type=float, default=240.0, help="a run without a step hangs [s]")
+    parser.add_argument("--disk", type=int, default=0, help="MiB of a disk for the run folder")
+    parser.add_argument("--then", type=int, default=0, help="steps to finish in after all faults")
     parser.add_argument("--reference", action="store_true")
     args = parser.parse_args()
-    unknown = set(args.kinds.split(",")) - set(VICTIMS)
+    args.kinds = args.kinds.split(",")
+    unknown = set(args.kinds) - set(KINDS)
     if unknown:
-        parser.error(f"--kinds has {', '.join(sorted(unknown))}; choose of {', '.join(VICTIMS)}")
-    folder = Path(yaml.safe_load(args.recipe.read_text())["folder"])
+        parser.error(f"--kinds has {', '.join(sorted(unknown))}; choose of {', '.join(KINDS)}")
+    if args.disk and os.geteuid() != 0:
+        print("--disk needs root to mount a file system: the disk will never be full")
+        args.disk = 0
+    args.ranks = [int(one) for one in args.ranks.split(",")]
+    return args
+
+
+def command(recipe: Path, ranks: int, *further: str) -> list[str]:
+    """The command line of the run with a number of training ranks."""
     launcher = [sys.executable, "-m", "megarl"]
-    if args.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        launcher = [sys.executable, *torchrun, str(args.ranks), "-m", "megarl"]
-    command = [*launcher, "train", str(args.recipe), "--resume", "auto"]
+    if ranks > 1:
+        torchrun = ["-m", "megarl.parallel.torchrun", "--standalone", "--nproc-per-node"]
+        launcher = [sys.executable, *torchrun, str(ranks), "-m", "megarl"]
+    return [*launcher, "train", str(recipe), *further]
+
+
+def table(report: Report, run: Run) -> list[str]:
+    """Prints the outcomes by fault; returns the faults of which the run did not tell."""
+    groups: dict[str, list[Struck]] = collections.defaultdict(list)
+    for one in report.struck:
+        groups[one.fault.name].append(one)
+    untold = []
+    for name, ones in sorted(groups.items()):
+        found = [one.told(run) for one in ones]
+        noticed = [at for at, _ in filter(None, found) if at == at]
+        within = f"told after {min(noticed):.1f} to {max(noticed):.1f} s" if noticed else ""
+        outcomes = ", ".join(
+            f"{outcome} {count}"
+            for outcome, count in collections.Counter(one.outcome for one in ones).items()
+        )
+        where = ", ".join(sorted({one.phase for one in ones}))
+        print(f"{name:22} {outcomes:24} {within:28} in {where}")
+        untold += [
+            f"{name} {one.what}"
+            for one, told in zip(ones, found, strict=True)
+            if one.fault.says and told is None
+        ]
+    return untold
+
+
+def main() -> int:
+    args = options()
+    recipe = yaml.safe_load(args.recipe.read_text())
+    folder = Path(recipe["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    run = Run(command, folder / "chaos.log")
+    if args.disk:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={args.disk}m", "tmpfs", str(folder)]
+        subprocess.run(mount, check=True)
+    run = Run([], folder, Path(f"{folder}_chaos.log"))
+    further = ["--resume", "auto"]
+    verifier = recipe.get("environment", {}).get("verifier", "")
+    if "judgement" in args.kinds and ".py:" in verifier:
+        further += ["--environment.verifier", write_verifier(run, verifier)]
+    torment = Torment(run, args, [command(args.recipe, n, *further) for n in args.ranks])
     began = time.monotonic()
     try:
-        outcomes, finished = torment(run, args)
+        report = torment.suffer()
     finally:
-        left = run.end()
+        if run.process is not None:
+            torment.report.left += [*run.end(), *run.lingered()]
     audit = subprocess.run(
         [sys.executable, "-m", "megarl", "ledger", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    for (kind, what), found in sorted(outcomes.items()):
-        print(f"{what:8} {kind:14} {dict(collections.Counter(found))}")
-    hangs = sum(found.count("HANGS") for found in outcomes.values())
-    behind = [
-        one for (kind, _), found in outcomes.items() if kind == "left behind" for one in found
-    ]
+    untold = table(report, run)
     print(audit.stdout.strip() or audit.stderr.strip())
-    is_same = True
-    if args.reference and finished:
-        reference = [*launcher, "train", str(args.recipe), "--folder", f"{folder}_reference"]
-        subprocess.run(reference, cwd=ROOT, check=True, capture_output=True)
-        pair = weights(folder), weights(Path(f"{folder}_reference"))
-        is_same = pair[0] == pair[1]
-        print(
-            "weights equal to those of a run without faults"
-            if is_same
-            else f"weights differ {pair}"
-        )
+    print(*(f"not told: {one}" for one in untold), report.problem, sep="\n")
+    differing: list[str] = []
+    if args.reference and report.finished:
+        whole = Path(f"{folder}_reference")
+        shutil.rmtree(whole, ignore_errors=True)
+        plain = command(args.recipe, args.ranks[0], "--folder", str(whole))
+        subprocess.run(plain, cwd=ROOT, check=True, capture_output=True)
+        differing = differences(folder, whole)
+        print(*differing or ["weights, metrics and ledger equal those of a run without faults"])
+    if args.disk:
+        kept = Path(f"{folder}_kept")
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(folder, kept, symlinks=True)
+        subprocess.run(["umount", str(folder)], check=True)
+        print(f"the run folder was on a disk of its own; a copy is {kept}")
+    hangs = sum(one.outcome == "HANGS" for one in report.struck)
     result = {
-        "faults": sum(len(found) for (kind, _), found in outcomes.items() if kind != "left behind"),
+        "faults": len(report.struck),
         "hangs": hangs,
-        "finished": finished,
+        "starts": run.starts,
+        "finished": report.finished,
         "ledger is exact": audit.returncode == 0,
-        "left behind": behind + left,
-        "weights equal": is_same if args.reference else None,
+        "left behind": report.left,
+        "not told": len(untold),
+        "equal to the reference": not differing if args.reference else None,
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    return int(
-        not finished or hangs > 0 or audit.returncode != 0 or not is_same or bool(behind + left)
-    )
+    is_well = report.finished and not (hangs or audit.returncode or differing or report.left)
+    return int(not is_well or bool(untold))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ def adapter_bytes(
     named = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     return {
         CONFIG: json.dumps(settings, indent=2, sort_keys=True).encode(),
-        TENSORS: save(named, metadata={"format": "pt", BASE: base_digest}),
+        # One entry, or safetensors writes them in random order: equal adapters give equal bytes.
+        TENSORS: save(named, metadata={BASE: base_digest} if base_digest else {"format": "pt"}),
     }
 
 

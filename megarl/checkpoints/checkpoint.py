@@ -6,6 +6,7 @@ runs/x/checkpoints/step_000010/
     state/        model, optimizer: DeepSpeed's files, one set a rank
     roles/critic/ the same for every further role that is trained, such as a critic
     random/       random states, one file a rank
+    groups/       finished groups of rollouts that are not trained yet
     model/        the weights as a Hugging Face model, with its tokenizer; with LoRA the frozen
                   weights with the adapters added to them
     adapter/      with LoRA, the adapters alone, in PEFT's format
@@ -22,14 +23,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import digest_files, sync, write_manifest
 from megarl.checkpoints.progress import (
@@ -40,11 +40,13 @@ from megarl.checkpoints.progress import (
     write_progress,
     written_under,
 )
+from megarl.checkpoints.random_states import restore_random_states, write_random_states
 from megarl.checkpoints.store import INDEX
 from megarl.errors import UserError
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
+from megarl.types import Group
 
 if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
@@ -111,22 +113,36 @@ class Checkpoints:
         next_ordinal: int,
         used: Sequence[int] = (),
         algorithm: Mapping[str, float] | None = None,
-    ) -> Path:
-        """Write the checkpoint of `step`; see `_save`. All ranks call it together."""
-        with activity(f"checkpoint of step {step}", kind="checkpoint"):
-            return self._save(step, next_ordinal, used, algorithm or {})
-
-    def _save(
-        self, step: int, next_ordinal: int, used: Sequence[int], algorithm: Mapping[str, float]
+        groups: Sequence[Group] = (),
+        made_with: str = "",
     ) -> Path:
         """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal`, `used`
-        and `algorithm` are those of `Progress`. Raises `OSError` on
-        every rank, with the fix, where one cannot write, and `UserError` if a weight is not finite.
+        and `algorithm` are those of `Progress`. `groups`: finished groups of rollouts, with their
+        token arrays, that this rank is to write; `made_with`: see `write_groups`. Raises `OSError`
+        on every rank, with the fix, where one cannot write, and `UserError` if a weight is not
+        finite. All ranks call it together.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
         their digests; then rank 0 writes the manifest and gives the folder its name. Until that
         name is there, no reader takes the folder for a checkpoint. Raises `UserError` on all ranks,
         before anything is removed or renamed, if another run owns the run folder.
+        """
+        progress = self._progress(step, next_ordinal, used, algorithm or {})
+
+        def write(aside: Path) -> list[Path]:
+            if not groups:
+                return self._write_state(aside)
+            path = aside / FOLDER / f"rank_{self.mesh.rank:05d}.safetensors"
+            return [write_groups(path, groups, made_with), *self._write_state(aside)]
+
+        with activity(f"checkpoint of step {step}", kind="checkpoint"):
+            return self._save(step, progress, write)
+
+    def _save(
+        self, step: int, progress: Progress | None, write: Callable[[Path], list[Path]]
+    ) -> Path:
+        """See `save`. `write`: writes this rank's files but the model into a folder, and returns
+        their paths.
         """
         if found := self._broken_weight():
             raise UserError(
@@ -136,9 +152,8 @@ class Checkpoints:
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
         self._refuse_lost(step)
         main, files = self.everyone.rank == 0, list[Path]()
-        progress = self._progress(step, next_ordinal, used, algorithm)
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
-        self._everybody(self._attempt(lambda: files.extend(self._write_state(aside))), step)
+        self._everybody(self._attempt(lambda: files.extend(write(aside))), step)
         self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)
         digests = dict[str, str]()
         self._everybody(self._attempt(lambda: digests.update(digest_files(aside, files))), step)
@@ -198,8 +213,7 @@ class Checkpoints:
             raise OSError("; ".join(dict.fromkeys(filter(None, problems))))
         if self.engine is not None:
             random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            save_file({"torch": torch.get_rng_state()}, str(random))
-            written.append(random)
+            written.append(write_random_states(random))
         return written
 
     def _export(self, aside: Path, progress: Progress | None) -> list[Path]:
@@ -315,7 +329,7 @@ class Checkpoints:
             )
         if self.engine is not None:
             random = path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            torch.set_rng_state(load_file(str(random))["torch"])
+            restore_random_states(random)
         return progress
 
     def _progress(

@@ -18,6 +18,7 @@ from dataclasses import asdict
 
 from megarl.checks.communication import check_gloo, check_hub, check_memfd, check_port, check_ray
 from megarl.checks.findings import Finding
+from megarl.checks.gpu_software import check_headers, check_toolkit
 from megarl.checks.machine import (
     check_accelerators,
     check_disk,
@@ -53,6 +54,8 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "Ray starts and stops": check_ray,
     "vLLM imports": check_vllm,
     "C++ compiler": check_compiler,
+    "Python headers": check_headers,
+    "CUDA toolkit": check_toolkit,
     "Hugging Face hub": check_hub,
     "sandbox for programs": check_sandbox,
     "left-over processes": check_leftovers,

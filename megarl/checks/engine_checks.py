@@ -52,23 +52,15 @@ def check_placement(
             " 'disaggregated'",
         )
     require(
-        not (colocated and shares_gpus)
-        or config.training.zero_stage > 0
-        or config.training.offload_optimizer,
-        "rollout.placement is 'colocated' and training.zero_stage 0, under which DeepSpeed cannot"
-        " give the optimizer's memory to the engines; set training.zero_stage to 1 or more",
-    )
-    require(
-        not (colocated and shares_gpus and "critic" in config.other_roles)
-        or config.critic.zero_stage != 0
-        or bool(config.critic.ranks),
-        "rollout.placement is 'colocated' and critic.zero_stage 0, under which DeepSpeed cannot"
-        " give the optimizer's memory to the engines; set critic.zero_stage to 1 or more",
-    )
-    require(
         transport != "cuda_ipc" or (colocated and shares_gpus),
         "weight_sync.transport is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to"
         " 'shared_memory' or 'point_to_point', or rollout.placement to 'colocated'",
+    )
+    require(
+        not (colocated and shares_gpus and transport == "point_to_point"),
+        "rollout.placement is 'colocated' and weight_sync.transport 'point_to_point', whose"
+        " messages NCCL sends: it refuses two ranks on one GPU; set weight_sync.transport to"
+        " 'cuda_ipc' or 'shared_memory' on one host, to 'disk' on several",
     )
     require(
         (transport == "disk") == bool(config.weight_sync.folder),
@@ -80,7 +72,7 @@ def check_placement(
     require(
         hosts == 1 or transport in ("point_to_point", "disk"),
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
-        f" {hosts}; set it to 'point_to_point'",
+        f" {hosts}; set it to {'disk' if colocated and shares_gpus else 'point_to_point'!r}",
     )
     require(
         not started or colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),

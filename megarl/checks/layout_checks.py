@@ -6,6 +6,7 @@ import importlib.util
 
 import transformers
 
+from megarl.checks.gpu_checks import check_precision
 from megarl.kernels.block_cuda import WIDEST
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
@@ -62,6 +63,8 @@ def check_cut(
             Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
         )
     refuse_optimizer(training, local_device())
+    if local_device().type == "cuda":
+        check_precision(training)
     if training.logprobs == "liger":
         refuse_liger(training.layout.tensor)
     if training.sequence.block != "auto":

@@ -12,16 +12,20 @@ from pathlib import Path
 import psutil
 
 from megarl.checks.findings import GIB, Finding, Status, ask_python
+from megarl.parallel.devices import why_unseen
 
 DEVICES = """
 import json, torch
 found = []
 for index in range(torch.cuda.device_count()):
     free, total = torch.cuda.mem_get_info(index)
-    found.append([torch.cuda.get_device_name(index), free, total])
+    bfloat16 = torch.cuda.get_device_capability(index) >= (8, 0)
+    found.append([torch.cuda.get_device_name(index), free, total, bfloat16])
 print(json.dumps([torch.version.cuda, found]))
 """
-"""Program that prints torch's CUDA version, and name, free and total bytes of each GPU, as JSON."""
+"""Program that prints torch's CUDA version, and for each GPU its name, free and total bytes, and
+whether it computes in bfloat16, as JSON.
+"""
 
 
 def check_accelerators() -> list[Finding]:
@@ -38,26 +42,12 @@ def check_accelerators() -> list[Finding]:
         return [Finding("accelerators", "FAIL", f"torch: {answer.last_error}", fix)]
     build, devices = json.loads(answer.output.splitlines()[-1])
     if not devices:
-        if driver and build is None:
-            fix = "MEGARL_DEVICE=cuda bash launch/env.sh"
-            return [
-                Finding(
-                    "accelerators",
-                    "warn",
-                    f"{cores}; there is nvidia-smi, but torch is built for CPUs",
-                    fix,
-                )
-            ]
-        if driver:
-            fix = "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)"
-            return [
-                Finding(
-                    "accelerators", "warn", f"{cores}; torch for CUDA {build} sees no device", fix
-                )
-            ]
+        if problem := why_unseen(build):
+            found, _, fix = problem.partition("; ")
+            return [Finding("accelerators", "FAIL", f"{cores}; {found}", fix)]
         return [Finding("accelerators", "ok", f"no GPU; {cores}: small models on CPU")]
     findings = []
-    for index, (name, free, total) in enumerate(devices):
+    for index, (name, free, total, has_bfloat16) in enumerate(devices):
         busy = free < 0.9 * total
         found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
         fix = (
@@ -65,7 +55,11 @@ def check_accelerators() -> list[Finding]:
             if busy
             else ""
         )
-        findings.append(Finding(f"GPU {index}", "warn" if busy else "ok", found, fix))
+        if not has_bfloat16:
+            found += ", no bfloat16"
+            fix = fix or "set training.precision to float32 and rollout.engine.dtype to float16"
+        status: Status = "warn" if busy or not has_bfloat16 else "ok"
+        findings.append(Finding(f"GPU {index}", status, found, fix))
     return findings
 
 

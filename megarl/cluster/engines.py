@@ -145,6 +145,10 @@ class EngineGroup:
         """Numbers of the engines that have replaced others and do not serve requests yet."""
         return set(self._fresh)
 
+    def is_one_host(self) -> bool:
+        """Whether the Ray cluster has only this host."""
+        return sum(node["Alive"] for node in ray.nodes()) == 1
+
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         """Send each engine `info(number)`: where it receives its weights from (`Engine.connect`).
 

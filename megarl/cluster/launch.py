@@ -1,6 +1,6 @@
-"""`megarl launch`: one recipe on one node, under bash or sbatch.
+"""`megarl launch`: one recipe on this machine, or on all nodes of a Slurm allocation.
 
-    recipe --launch_plan--> Plan, Gpus --commands--> Ray, torchrun --run--> exit code
+    recipe --launch_plan--> Plan, Gpus --launch_processes--> processes --launch_run--> exit code
 
 Whatever ends it, what it started has ended, and nothing else has.
 """
@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from megarl import config as configs
 from megarl.checkpoints.lease import take
@@ -29,34 +25,36 @@ from megarl.cluster.launch_plan import (
     Options,
     Plan,
     deal,
+    deal_cpu,
     make_plan,
+    make_supervised_plan,
     parse,
-    slurm_host,
 )
-from megarl.cluster.node_commands import (
-    HEAD_OPTIONS,
-    node_commands,
+from megarl.cluster.launch_processes import (
+    RAY_PORT,
+    TORCH_PORT,
+    Addresses,
+    Process,
+    by_hand,
+    processes,
     refuse_port,
     refuse_transport,
 )
-from megarl.cluster.process_env import RAY_SETTINGS
-from megarl.config import RunConfig
+from megarl.cluster.launch_run import Launch, Launcher, say
+from megarl.cluster.slurm import allocated_hosts, requeue, srun
+from megarl.config import RunConfig, SftConfig
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
 from megarl.schema import require
+from megarl.signals import Ended
 
-READY_WITHIN_S = 120.0
-"""Seconds within which Ray must answer after it is started."""
-TRAINERS_END_WITHIN_S = 45.0
-RAY_ENDS_WITHIN_S = 15.0
-MARK = "MEGARL_LAUNCH"
-"""Name of an environment variable set in every process that the launcher starts, to find them
-again."""
-POLL_S = 0.2
-FOLLOWER = """import sys
-from megarl.environments.die_with_parent import run
-run(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2]))"""
-"""Program that becomes the command in its arguments: parent's process id, signal, command."""
+SECTIONS = {"teacher": "distill", "demonstrations": "sft"}
+"""{section of a recipe: the command that alone has it}."""
+KINDS: dict[str, type[RunConfig] | type[SftConfig]] = {
+    "train": RunConfig,
+    "distill": configs.DistillConfig,
+    "sft": SftConfig,
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -69,36 +67,40 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         options = parse(arguments)
-        refuse_port(options)
         require(
             Path(options.recipe).is_file(),
             f"recipe {options.recipe} does not exist; name a .yaml file (see launch/recipes/)",
         )
         own = os.uname().nodename
-        host = own if options.num_nodes else slurm_host(os.environ, own)
-        # Only `megarl distill` has a teacher; every other recipe is one of `megarl train`.
-        distills = "teacher" in configs.written_tree(options.recipe)
-        kind = configs.DistillConfig if distills else configs.RunConfig
-        config = configs.load(kind, options.recipe, list(options.overrides))
-        try:
-            plan = make_plan(config, options)
-        except ValueError as error:
-            raise ValueError(f"{options.recipe}: {error}") from error
-        gpus = find_gpus(plan, options)
-        if gpus.ranks:
+        planned = options.num_nodes is not None  # for nodes that this process need not be on
+        hosts = [own] if planned else allocated_hosts(os.environ, own)
+        num_nodes = options.num_nodes or len(hosts)
+        refuse_port(options, num_nodes)
+        written = configs.written_tree(options.recipe)
+        # Every recipe without a section that only another command has is one of `megarl train`.
+        command = next((name for section, name in SECTIONS.items() if section in written), "train")
+        config = configs.load(KINDS[command], options.recipe, list(options.overrides))
+        require(
+            not options.requeue or config.resume is not False,
+            "--requeue needs a run that goes on from its checkpoint; set resume to auto",
+        )
+        require(
+            not options.requeue or options.dry_run or "SLURM_JOB_ID" in os.environ,
+            "--requeue is for a job of Slurm, and this is none; leave it out",
+        )
+        plan = plan_of(config, options)
+        gpus = find_gpus(plan, options, num_nodes)
+        if isinstance(config, RunConfig):
             refuse_transport(config.weight_sync.transport, gpus)
     except ValueError as error:
         raise UserError(str(error)) from error
-    # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
-    state = Path(f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}")
-    port = options.port or free_port()
-    command = "distill" if distills else "train"
-    several = (options.num_nodes or 1) > 1
-    started = [] if several else commands(plan, gpus, options, command, port=port, state=state)
+    by_us = not planned or num_nodes == 1
+    at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
+    started = processes(plan, gpus, options, command, at)
     facts = {
         "recipe": str(Path(options.recipe).resolve()),
         "folder": plan.folder,
-        "host": host,
+        "host": " ".join(hosts),
         "python": sys.executable,
     }
     if options.overrides:
@@ -108,32 +110,83 @@ def main(arguments: list[str]) -> int:
 
     lines = [*(f"{name:9} {value}" for name, value in facts.items()), ""]
     lines += [placement(config, plan, gpus), ""]
-    if several:
-        lines += node_commands(plan, gpus, options, command)
-    else:
-        lines += [f"on the CPU: the rollout service, and Ray on port {port}", ""]
-        lines += ["commands, each with the same random RAY_AUTH_TOKEN in its environment:"]
-        lines += [f"  {one}" for one in started]
+    lines += shown_processes(started, hosts, at) if by_us else by_hand(started, num_nodes)
     shown = "\n".join(lines)
-    elsewhere = host.split(".")[0] != own.split(".")[0]
-    there = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none"]
-    there += [f"--nodelist={host}", sys.executable, "-m", "megarl", "launch", *arguments]
+    elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
+    there = srun(hosts[0], [sys.executable, "-m", "megarl", "launch", *arguments])
     if options.dry_run:
         print(shown)
         if elsewhere:
-            print(f"\nall of it on {host}, the allocation's host, through:\n  ", end="")
+            print(f"\nstarted from {hosts[0]}, the allocation's first host, through:\n  ", end="")
             print(Command({}, there))
         print("\nthe recipe passes; nothing was started")
         return 0
     if elsewhere:
-        say(f"this is not the allocation's host; going to {host}")
+        say(f"this is not the allocation's first host; going to {hosts[0]}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
     refuse_owned(config)
     print(shown, file=sys.stderr, flush=True)
-    return run(started, state, port)
+    job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
+    logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}")
+    return run(Launch(started, hosts, at, logs), job if options.requeue else "")
 
 
-def refuse_owned(config: RunConfig) -> None:
+def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:
+    """The plan of a recipe; see `make_plan`. Raises `ValueError` that names the recipe."""
+    try:
+        if isinstance(config, SftConfig):
+            return make_supervised_plan(config, options)
+        return make_plan(config, options)
+    except ValueError as error:
+        raise ValueError(f"{options.recipe}: {error}") from error
+
+
+def run(launch: Launch, again: str) -> int:
+    """Run a launch; returns the exit code. `again`: number of the Slurm job to put back into the
+    queue after SIGTERM, or when a node does not answer; empty for none.
+    """
+    launcher, interrupted = Launcher(launch), False
+    try:
+        code = launcher.run()
+        if code != 0 and launcher.silent:
+            say(f"error: {', '.join(launcher.silent)} did not end in time: is the node dead?")
+            interrupted = True
+        return code
+    except Ended as ended:
+        interrupted = ended.number == signal.SIGTERM
+        raise
+    finally:
+        if again and interrupted:
+            say(requeue(again))
+
+
+def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
+    """Addresses of a run that this process starts on `hosts`, of which it is on the first."""
+    several = len(hosts) > 1
+    return Addresses(
+        head=hosts[0] if several else "127.0.0.1",
+        ray_port=options.port or free_port(),
+        torch_port=free_port() if several else TORCH_PORT,
+        client_port=free_port(),
+        # /tmp and not TMPDIR: Ray's sockets lie inside, and their paths may have 107 characters.
+        state=f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}",
+        python=sys.executable,
+    )
+
+
+def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addresses) -> list[str]:
+    """The lines that tell which processes are started."""
+    lines: list[str] = []
+    if any(one.kind == "ray" for one in started):
+        lines += [f"on the CPU: the rollout service, and Ray on port {at.ray_port}", ""]
+    lines += ["commands, each with the same random RAY_AUTH_TOKEN in its environment:"]
+    for one in started:
+        through = f"{' '.join(srun(hosts[one.node], []))} " if len(hosts) > 1 else ""
+        lines += [f"  {through}{one.command}"]
+    return lines
+
+
+def refuse_owned(config: RunConfig | SftConfig) -> None:
     """Raise `UserError` if another run owns the run folder: rank 0 takes the folder later, but Ray
     has started by then.
     """
@@ -147,17 +200,13 @@ def refuse_owned(config: RunConfig) -> None:
         raise UserError(str(error)) from None
 
 
-def say(text: str) -> None:
-    """Print a line on standard error."""
-    print(f"megarl launch: {text}", file=sys.stderr, flush=True)
-
-
-def find_gpus(plan: Plan, options: Options) -> Gpus:
-    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, else all of the node. A
-    dry run assumes the nodes that the options name, or one node with as many GPUs as are needed.
+def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
+    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, else all of the node, on
+    `num_nodes` nodes alike. A dry run assumes the nodes that the options name, or one node with as
+    many GPUs as are needed.
     """
     if options.on_cpu:
-        return Gpus([], [[] for _ in range(plan.num_engines)], [])
+        return deal_cpu(plan, num_nodes)
     if options.gpus_per_node:
         count, each = options.num_nodes or 1, options.gpus_per_node
         nodes = [[str(gpu) for gpu in range(each)] for _ in range(count)]
@@ -165,8 +214,10 @@ def find_gpus(plan: Plan, options: Options) -> Gpus:
         return deal(plan, nodes, words)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible:
-        return deal(plan, [gpu_names(visible)], f"CUDA_VISIBLE_DEVICES is {visible}")
-    if options.dry_run:
+        found = f"CUDA_VISIBLE_DEVICES is {visible}"
+        found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
+        return deal(plan, [gpu_names(visible)] * num_nodes, found)
+    if options.dry_run and num_nodes == 1:
         return deal(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
     listed = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -174,7 +225,10 @@ def find_gpus(plan: Plan, options: Options) -> Gpus:
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60
         ).stdout
     count = sum(line.startswith("GPU") for line in listed.splitlines())
-    return deal(plan, [[str(gpu) for gpu in range(count)]], f"nvidia-smi lists {count} GPUs")
+    found = f"nvidia-smi lists {count} GPUs" + (
+        f" on this one of {num_nodes} nodes" if num_nodes > 1 else ""
+    )
+    return deal(plan, [[str(gpu) for gpu in range(count)]] * num_nodes, found)
 
 
 def gpu_names(visible: str) -> list[str]:
@@ -195,168 +249,3 @@ def gpu_names(visible: str) -> list[str]:
         " once, separated by commas, such as 0,1,2",
     )
     return names
-
-
-def commands(
-    plan: Plan, gpus: Gpus, options: Options, command: str, *, port: int, state: Path
-) -> list[Command]:
-    """The commands that start Ray's head node, check whether Ray is ready, and start the trainer
-    ranks, which run `megarl COMMAND`.
-    """
-    python = sys.executable
-    shared = RAY_SETTINGS | {MARK: str(state)}
-    for_engines = [gpu.name for engine in gpus.engines for gpu in engine]
-    # Ray deals GPUs out to disaggregated engines only: colocated ones follow the policy's ranks.
-    num_dealt = 0 if plan.colocated else len(for_engines)
-    ray = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    ray += [f"--port={port}", f"--ray-client-server-port={free_port()}", *HEAD_OPTIONS]
-    ray += [f"--num-gpus={num_dealt}", f"--temp-dir={state}/ray"]
-    ready = [python, "-m", "ray.scripts.scripts", "health-check", "--address", f"127.0.0.1:{port}"]
-    train = [python, "-m", "megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-    train += ["--nproc-per-node", str(plan.num_ranks), "-m", "megarl", command]
-    train += [str(Path(options.recipe).resolve()), *options.overrides]
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.name for gpu in gpus.ranks)}
-    hidden = {plan.hidden: ""} if plan.hidden else {}
-    threads = {"OMP_NUM_THREADS": str(plan.num_threads)}
-    return [
-        Command(shared | hidden | {"CUDA_VISIBLE_DEVICES": ",".join(for_engines)}, ray),
-        Command({}, ready),
-        Command(shared | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | visible | threads, train),
-    ]
-
-
-def run(started: Sequence[Command], state: Path, port: int) -> int:
-    """Start Ray and the trainer ranks, wait for the ranks, then end all processes. Returns the
-    ranks' exit code, or 1 if Ray fails. After an error Ray's logs stay in the folder `state`.
-    """
-    ray, ready, trainers = started
-    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    # DeepSpeed looks for ninja beside Python; ranks, Ray and its workers agree on the token.
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }
-    processes: list[tuple[subprocess.Popen[bytes], float]] = []
-    code = 143  # a signal's, unless one of the lines below is reached
-    try:
-        state.mkdir(mode=0o700)
-        with (state / "ray.log").open("wb") as log:
-            # SIGTERM, on which Ray's head node ends its own processes.
-            head = start(ray, environment, signal.SIGTERM, log)
-        processes.append((head, RAY_ENDS_WITHIN_S))
-        if not wait_for_ray(head, ready, environment | RAY_SETTINGS):
-            show_end(state / "ray.log")
-            say(
-                f"error: Ray was not ready on port {port} within {READY_WITHIN_S:g} s (its last"
-                " lines are above); is the port taken (--port), or /tmp full?"
-            )
-            code = 1
-        else:
-            ranks = start(trainers, environment, signal.SIGKILL)
-            processes.append((ranks, TRAINERS_END_WITHIN_S))
-            while ranks.poll() is None and head.poll() is None:
-                time.sleep(POLL_S)
-            if ranks.poll() is not None:
-                code = ranks.returncode if ranks.returncode >= 0 else 128 - ranks.returncode
-            else:
-                show_end(state / "ray.log")
-                say(
-                    f"error: Ray ended with exit code {head.returncode} while the trainers were"
-                    " running (its last lines are above); ending them"
-                )
-                code = 1
-        return code
-    finally:
-        hurry = threading.Event()  # what was started is being ended; a second signal: at once
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: hurry.set())
-        end(processes, str(state), hurry)
-        if code in (0, 2) or code >= 128:
-            shutil.rmtree(state, ignore_errors=True)
-        else:
-            say(f"exit code {code}; Ray's logs are in {state} (remove it when read)")
-
-
-def start(
-    command: Command,
-    environment: dict[str, str],
-    at_our_end: signal.Signals,
-    log: IO[bytes] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session; standard output and standard error go to `log`. The process
-    gets the signal `at_our_end` when this one ends, even if this one is killed.
-    """
-    follower = [sys.executable, "-c", FOLLOWER, str(os.getpid()), str(int(at_our_end))]
-    return subprocess.Popen(
-        [*follower, *command.words],
-        env=environment | command.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=None if log is None else subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def wait_for_ray(
-    head: subprocess.Popen[bytes], ready: Command, environment: dict[str, str]
-) -> bool:
-    """Whether Ray answers within `READY_WITHIN_S`."""
-    deadline = time.monotonic() + READY_WITHIN_S
-    while head.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            asked = subprocess.run(ready.words, env=environment, capture_output=True, timeout=20)
-            if asked.returncode == 0:
-                return True
-        time.sleep(POLL_S)
-    return False
-
-
-def show_end(log: Path) -> None:
-    """Print the last lines of a log file on standard error."""
-    lines = log.read_text(errors="replace").splitlines()[-20:]
-    print("\n".join(lines), file=sys.stderr)
-
-
-def end(
-    processes: Sequence[tuple[subprocess.Popen[bytes], float]], mark: str, hurry: threading.Event
-) -> None:
-    """Terminate processes, given as (process, seconds to wait), in reverse order of their start.
-    Then kill every process of this launch (see `started_processes`) that still runs. Once `hurry`
-    is set, nothing is waited for.
-    """
-    for process, patience_s in reversed(processes):
-        if process.poll() is None:
-            process.terminate()
-            deadline = time.monotonic() + patience_s
-            while process.poll() is None and time.monotonic() < deadline:
-                if hurry.wait(POLL_S / 4):
-                    break
-    leaders = {process.pid for process, _ in processes}
-    left = started_processes(mark, leaders)
-    for _ in range(10):
-        if not left:
-            return
-        for number in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        time.sleep(POLL_S)
-        left = started_processes(mark, leaders)
-    if left:
-        say(f"still running after SIGKILL (a driver holds them): {' '.join(map(str, left))}")
-
-
-def started_processes(mark: str, leaders: Collection[int]) -> list[int]:
-    """Ids of the running processes that this launch started, with all their descendants: those with
-    `mark` in their environment, and those in the session of a process in `leaders`.
-    """
-    import psutil
-
-    found: set[int] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            marked = process.environ().get(MARK) == mark
-            if not marked and os.getsid(process.pid) not in leaders:
-                continue
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-    return sorted(found - {os.getpid()})

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import RunConfig
+from megarl.config import RunConfig, SftConfig
+from megarl.parallel.layout import resolve
 from megarl.schema import require
 from megarl.trainer.places import RolePlace, role_places
 
 USAGE = """\
 usage: megarl launch RECIPE.yaml [OPTIONS] [-- OVERRIDES]
 
-Runs a reinforcement learning recipe on one node: starts Ray and the trainer ranks, and ends them.
+Runs a recipe of megarl train, distill or sft on this machine, or on all nodes of a Slurm
+allocation: starts Ray, if there are engines, and the trainer ranks, and ends them.
 
   --gpus-train N     GPUs of the trainer ranks, the first ones, one for each rank of every role
                      (default: ranks of training.layout and of roles on ranks of their own)
@@ -26,6 +28,9 @@ Runs a reinforcement learning recipe on one node: starts Ray and the trainer ran
                      rollout.engine.tensor); colocated engines use those of the policy
   --port N           port of this run's Ray (default: a free one)
   --cpu              the same processes without GPUs, to rehearse with a small recipe
+  --requeue          in a Slurm job: put it back into the queue after SIGTERM (time limit,
+                     preemption), once its checkpoint is saved, and when a node does not answer;
+                     needs resume: auto
   --dry-run          check the recipe, print ranks, GPUs and memory of each role and engine, and
                      every command, and start nothing; needs no GPU, no weights and no network
   --nodes N          with --dry-run: plan for N nodes, and print what to start on each (default: 1)
@@ -37,7 +42,7 @@ this command is at fault, 130 / 143 ended by a signal, otherwise that of the ran
 """
 
 NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")
-SWITCHES = ("--cpu", "--dry-run")
+SWITCHES = ("--cpu", "--dry-run", "--requeue")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Options:
     gpus_per_node: int | None = None
     on_cpu: bool = False
     dry_run: bool = False
+    requeue: bool = False
     overrides: tuple[str, ...] = ()
     """Overrides of settings in the recipe, in the form that `megarl train` accepts."""
 
@@ -90,12 +96,12 @@ class Gpu:
     node: int
     """Number of the node, from 0."""
     name: str
-    """The GPU as CUDA_VISIBLE_DEVICES names it."""
+    """The GPU as CUDA_VISIBLE_DEVICES names it; empty for a place on the CPU."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """Which GPUs a plan's processes use; empty lists on the CPU."""
+    """Which GPUs a plan's processes use; with `on_cpu`, on which nodes they are."""
 
     ranks: list[Gpu]
     """GPU of each trainer rank."""
@@ -104,6 +110,8 @@ class Gpus:
     these sets."""
     free: list[Gpu]
     """GPUs that nothing uses."""
+    num_nodes: int = 1
+    on_cpu: bool = False
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -147,15 +155,16 @@ def parse(arguments: Sequence[str]) -> Options:
     planned = [name for name in ("--nodes", "--gpus-per-node") if name in numbers]
     require(
         not planned or "--dry-run" in switches,
-        f"{' and '.join(planned)} plan a run without starting it, and megarl launch starts one"
-        " node; add --dry-run, which prints what to start on each node",
+        f"{' and '.join(planned)} plan a run without starting it: megarl launch starts this node,"
+        " or all nodes of a Slurm allocation; add --dry-run, which prints what to start on each"
+        " node",
     )
     require(
-        not planned or "--cpu" not in switches,
-        f"{' and '.join(planned)} and --cpu exclude each other; leave one out",
+        "--gpus-per-node" not in numbers or "--cpu" not in switches,
+        "--gpus-per-node and --cpu exclude each other; leave one out",
     )
     require(
-        "--nodes" not in numbers or "--gpus-per-node" in numbers,
+        "--nodes" not in numbers or "--gpus-per-node" in numbers or "--cpu" in switches,
         "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
     )
     return Options(
@@ -163,6 +172,7 @@ def parse(arguments: Sequence[str]) -> Options:
         *(numbers.get(name) for name in NUMBERS),
         on_cpu="--cpu" in switches,
         dry_run="--dry-run" in switches,
+        requeue="--requeue" in switches,
         overrides=overrides,
     )
 
@@ -209,6 +219,28 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         training.num_threads,
         config.environment.remote.token_variable,
     )
+
+
+def make_supervised_plan(config: SftConfig, options: Options) -> Plan:
+    """The plan of a run on a data set: ranks of one model, and no engines. Raises `ValueError` if
+    the options contradict the recipe.
+    """
+    wanted = config.training.layout
+    require(
+        options.num_engine_gpus is None,
+        f"--gpus-engine is {options.num_engine_gpus}, but megarl sft has no engines; leave it out",
+    )
+    num_ranks = options.num_train_gpus or wanted.data * wanted.sequence * wanted.tensor
+    require(
+        num_ranks > 0,
+        "training.layout.data is 0, so the recipe leaves the number of ranks open; set"
+        " --gpus-train",
+    )
+    layout = resolve(
+        data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
+    )
+    roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
+    return Plan(config.folder, roles, num_ranks, 0, 1, False, config.training.num_threads)
 
 
 def count_ranks(config: RunConfig, options: Options) -> int:
@@ -281,13 +313,34 @@ def deal(plan: Plan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
         if engines is not None:
             used = {gpu for engine in engines for gpu in engine}
             free = [gpu for node in left for gpu in node if gpu not in used]
-            return Gpus(ranks, engines, free)
+            return Gpus(ranks, engines, free, len(pool))
     raise ValueError(
         f"{plan.num_ranks} trainer ranks do not fit on {len(pool)} nodes of {len(pool[0])} GPUs"
         f" with {plan.num_engines} {share}engines of {plan.tensor}: every node with ranks has"
         " equally many, and an engine is on one node; set --nodes, --gpus-per-node,"
         " rollout.engine.tensor, or the number of ranks"
     )
+
+
+def deal_cpu(plan: Plan, num_nodes: int) -> Gpus:
+    """The nodes of trainer ranks and engines that run on the CPU: every node that has ranks has
+    equally many, as many nodes as possible have ranks, and engines go to the nodes in turn, to the
+    last one first.
+    """
+    hosts = max(hosts for hosts in range(1, num_nodes + 1) if plan.num_ranks % hosts == 0)
+    each = plan.num_ranks // hosts
+    ranks = [Gpu(rank // each, "") for rank in range(plan.num_ranks)]
+    engines: list[list[Gpu]] | None = [
+        [Gpu(-(number + 1) % num_nodes, "")] * plan.tensor for number in range(plan.num_engines)
+    ]
+    if plan.colocated:
+        engines = _engines(plan, ranks, [])
+        require(
+            engines is not None,
+            f"rollout.engine.tensor is {plan.tensor}, and a colocated engine would be on several of"
+            f" the {hosts} nodes; set it to a divisor of the {each} trainer ranks of a node",
+        )
+    return Gpus(ranks, engines or [], [], num_nodes, on_cpu=True)
 
 
 def _engines(
@@ -308,28 +361,6 @@ def _engines(
         for first in range(0, len(node) - plan.tensor + 1, plan.tensor)
     ]
     return groups[: plan.num_engines] if len(groups) >= plan.num_engines else None
-
-
-def slurm_host(environment: Mapping[str, str], own: str) -> str:
-    """The host of the Slurm allocation, or `own` outside Slurm. Raises `ValueError` if the
-    allocation has several nodes, or if Slurm started several copies of this command.
-    """
-    if not environment.get("SLURM_JOB_ID"):
-        return own
-    host = environment.get("SLURM_JOB_NODELIST", own)
-    nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or "1"
-    require(
-        nodes == "1",
-        f"the Slurm allocation has {nodes} nodes ({host}), but megarl launch runs on one; allocate"
-        f" one: --nodes=1, or start the ranks with torchrun: --dry-run --nodes {nodes}"
-        " --gpus-per-node G prints what to start on each node",
-    )
-    tasks = environment.get("SLURM_NTASKS") or "1"
-    require(
-        tasks == "1" or not environment.get("SLURM_STEP_ID"),
-        f"srun started this command {tasks} times; start it once: srun --ntasks=1",
-    )
-    return host
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,18 @@ def fetch(arrays: Sequence[StoredArrays], timeout_s: float) -> list[TokenArrays]
     return [TokenArrays(*found[one.ref][one.position]) for one in arrays]
 
 
+def store(arrays: Sequence[TokenArrays]) -> list[StoredArrays]:
+    """Put token arrays into Ray's object store, which keeps them as long as this process lives and
+    a reference is left; `fetch` reads them.
+    """
+    found: list[StoredArrays] = []
+    for start in range(0, len(arrays), MAX_BATCH):
+        batch = [(one.token_ids, one.logprobs) for one in arrays[start : start + MAX_BATCH]]
+        ref = ray.put(batch)
+        found += [StoredArrays(ref, position) for position in range(len(batch))]
+    return found
+
+
 class Pace:
     """Running mean of the generation time, which sets how long an answer is held back
     (`linger_s`).

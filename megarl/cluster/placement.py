@@ -20,6 +20,8 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from megarl.cluster.process_env import ENGINE_RANKS
+
 SLIVER = 0.001
 """CPUs that an engine rank reserves in Ray where there are no GPUs. The value is close to 0, so
 that Ray does not limit the number of engines; the operating system shares out the cores."""
@@ -60,6 +62,8 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
     Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s`.
     """
     bundle = {"GPU": float(tensor)} if gpus else {"CPU": SLIVER * tensor}
+    if not gpus and ENGINE_RANKS in ray.cluster_resources():
+        bundle[ENGINE_RANKS] = float(tensor)
     group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
     if not group.wait(timeout_s):
         have = ray.cluster_resources().get("GPU" if gpus else "CPU", 0.0)

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.launch_plan import Gpu, Gpus, Plan
-from megarl.config import RunConfig
+from megarl.config import RunConfig, SftConfig, longest_request
 from megarl.trainer.config import (
     CriticConfig,
     ModelConfig,
     RewardModelRoleConfig,
     TeacherConfig,
+    TrainingConfig,
 )
 from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
-from megarl.trainer.places import base_as_reference, role_training
+from megarl.trainer.places import RolePlace, base_as_reference, role_training
+from megarl.trainer.working_memory import working_memory
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.parameters import ParameterSpec
 
@@ -52,16 +54,18 @@ class Row:
     """Memory on each GPU; None if it is not known."""
 
 
-def placement(config: RunConfig, plan: Plan, gpus: Gpus) -> str:
+def placement(config: RunConfig | SftConfig, plan: Plan, gpus: Gpus) -> str:
     """The picture of where a run's roles and engines are: ASCII lines of at most `WIDTH`
     characters.
     """
     notes: dict[str, None] = {}
     rows = [_role_row(name, config, plan, gpus, notes) for name in plan.roles]
-    rows += [_engine_row(number, config, plan, gpus, notes) for number in range(plan.num_engines)]
+    if isinstance(config, RunConfig):
+        engines = range(plan.num_engines)
+        rows += [_engine_row(number, config, plan, gpus, notes) for number in engines]
     users: dict[Gpu, list[Row]] = {}
     for row in rows:
-        for gpu in row.gpus:
+        for gpu in row.gpus if not gpus.on_cpu else ():
             users.setdefault(gpu, []).append(row)
     lines = _table(rows, gpus, {gpu for gpu, found in users.items() if len(found) > 1})
     lines += _shared_lines(users, takes_turns=plan.colocated)
@@ -88,7 +92,9 @@ def places_of(gpus: Sequence[Gpu]) -> str:
     """Nodes with their GPUs, "NODES: GPUS; ...", nodes with the same GPUs together."""
     by_node: dict[int, list[str]] = {}
     for gpu in gpus:
-        by_node.setdefault(gpu.node, []).append(gpu.name[:SHORT])
+        names = by_node.setdefault(gpu.node, [])
+        if gpu.name or not names:
+            names.append(gpu.name[:SHORT] or "CPU")
     alike: dict[str, list[int]] = {}
     for node, names in by_node.items():
         alike.setdefault(compressed(names), []).append(node)
@@ -98,21 +104,24 @@ def places_of(gpus: Sequence[Gpu]) -> str:
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _role_row(name: str, config: RunConfig, plan: Plan, gpus: Gpus, notes: dict[str, None]) -> Row:
+def _role_row(
+    name: str, config: RunConfig | SftConfig, plan: Plan, gpus: Gpus, notes: dict[str, None]
+) -> Row:
     """The row of a role; adds to `notes` what the reader has to know about it."""
     place = plan.roles[name]
-    role = None if name == "policy" else config.other_roles[name]
-    training = config.training if role is None else role_training(config, name)
+    role, training = None, config.training
+    if isinstance(config, RunConfig) and name != "policy":
+        role, training = config.other_roles[name], role_training(config, name)
     model = role.model if role is not None and role.model.path else config.model
     trains, head = role is None or isinstance(role, CriticConfig), "logprobs"
     if role is not None:
         judges, teaches = isinstance(role, RewardModelRoleConfig), isinstance(role, TeacherConfig)
         head = "value" if trains else "scalar" if judges else "states" if teaches else "logprobs"
-    mine = [gpus.ranks[rank] for rank in place.ranks] if gpus.ranks else []
+    mine = [gpus.ranks[rank] for rank in place.ranks]
     layout = place.layout
     shown = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"
     status = "trained" if trains else "frozen"
-    if name == "reference" and base_as_reference(config):
+    if name == "reference" and isinstance(config, RunConfig) and base_as_reference(config):
         notes["the reference is the policy without its adapters, and needs no memory"] = None
         return Row(name, status, model.path, None, shown, place.ranks, mine, Memory(0))
     table = _known_table(model, notes)
@@ -125,6 +134,10 @@ def _role_row(name: str, config: RunConfig, plan: Plan, gpus: Gpus, notes: dict[
                 f"{name}: gradients and optimizer states are in the host's memory,"
                 f" {memory.host / GIB:.1f} GiB a rank"
             ] = None
+    is_rl = isinstance(config, RunConfig)
+    if is_rl and memory is not None and table is not None and trains and gpus.ranks:
+        shapes = local_config(model.path) or {}
+        notes[_step_note(name, config, table, shapes, training, place)] = None
     if training.lora.is_on and trains:
         notes[f"{name}: LoRA trains adapters of rank {training.lora.rank} alone"] = None
     if head == "states":
@@ -132,6 +145,28 @@ def _role_row(name: str, config: RunConfig, plan: Plan, gpus: Gpus, notes: dict[
             "the policy's ranks also hold their rows of the teacher's output head, not counted"
         ] = None
     return Row(name, status, model.path, _count(table), shown, place.ranks, mine, memory)
+
+
+def _step_note(
+    name: str,
+    config: RunConfig,
+    table: Sequence[ParameterSpec],
+    model: Mapping[str, Any],
+    training: TrainingConfig,
+    place: RolePlace,
+) -> str:
+    """What a step of a trained role needs on its largest rank, in all and term by term."""
+    terms = working_memory(
+        table,
+        model,
+        place.layout,
+        training,
+        longest=longest_request(config),
+        samples=config.rollout.groups_per_step * config.rollout.group_size,
+    )
+    whole = role_memory(table, place.layout, training, trains=True).total + sum(terms.values())
+    shown = ", ".join(f"{term} {size / GIB:.1f}" for term, size in terms.items())
+    return f"{name}: a step needs at most {whole / GIB:.1f} GiB a GPU, beside the sum {shown}"
 
 
 def _engine_row(
@@ -204,13 +239,14 @@ def local_config(path: str) -> dict[str, Any] | None:
 
 def _table(rows: Sequence[Row], gpus: Gpus, shared: set[Gpu]) -> list[str]:
     """The table, its title and its legend."""
-    on_gpus = bool(gpus.ranks)
+    on_gpus = not gpus.on_cpu
     unit = "GPU" if on_gpus else "rank"
-    head = ["role", "", "model", "params", "layout", "ranks", "node: GPUs" if on_gpus else "on"]
+    head = ["role", "", "model", "params", "layout", "ranks", "node: GPUs" if on_gpus else "node"]
     head += ["weights", "grads", "optim", "sum"]
     cells = [head]
     for row in rows:
-        where = places_of(row.gpus) + (" *" if shared & set(row.gpus) else "")
+        where = "CPU" if gpus.on_cpu and gpus.num_nodes == 1 else places_of(row.gpus)
+        where += " *" if shared & set(row.gpus) else ""
         count = "?" if row.parameters is None else f"{row.parameters / 1e9:.2f} B"
         if row.parameters is not None and row.parameters < 1e8:
             count = f"{row.parameters / 1e6:.2f} M"
@@ -230,7 +266,7 @@ def _table(rows: Sequence[Row], gpus: Gpus, shared: set[Gpu]) -> list[str]:
                 count,
                 row.layout,
                 ranks,
-                where or "CPU",
+                where,
                 *sizes,
             ]
         )
@@ -244,9 +280,9 @@ def _table(rows: Sequence[Row], gpus: Gpus, shared: set[Gpu]) -> list[str]:
         *_aligned(cells),
         "",
         "  layout: data x sequence x tensor, Z: ZeRO stage",
-        "  memory: weights, gradients and optimizer states of the largest rank; activations,"
-        " key-value caches, temporary",
-        "          buffers, and what CUDA and NCCL need are not included",
+        "  memory: weights, gradients and optimizer states of the largest rank; what a step needs"
+        " beside is in a note below,",
+        "          key-value caches are not included",
     ]
 
 
@@ -313,7 +349,7 @@ def _shared_lines(users: Mapping[Gpu, Sequence[Row]], *, takes_turns: bool) -> l
 def _crossing(plan: Plan, gpus: Gpus) -> list[str]:
     """A warning for each role whose tensor-parallel ranks are not all on one node."""
     found = []
-    for name, place in plan.roles.items() if gpus.ranks else ():
+    for name, place in plan.roles.items():
         tensor = place.layout.tensor
         groups = [place.ranks[n : n + tensor] for n in range(0, len(place.ranks), tensor)]
         spread = Counter(len({gpus.ranks[rank].node for rank in group}) > 1 for group in groups)

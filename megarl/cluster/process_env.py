@@ -25,6 +25,10 @@ RAY_SETTINGS = {
 }
 """Environment variables to set for Ray's own processes and for every rank."""
 
+ENGINE_RANKS = "megarl_engine_ranks"
+"""Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
+many engine ranks a node may have. A Ray without it has no such limit."""
+
 
 def prepare_environment(num_threads: int) -> None:
     """Set the environment variables that libraries read at import. Call it before torch is

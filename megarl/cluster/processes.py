@@ -15,6 +15,7 @@ Process = tuple[str, int, float]
 """(host, process id, start time of the process). The process id alone is not unique: another host,
 or a later process, may have the same."""
 
+TRACKER_S = 2.0
 END_TIMEOUT_S = 10.0
 """Seconds to wait for killed processes to disappear: they hold memory until then."""
 
@@ -48,14 +49,33 @@ def is_alive(process: Process) -> bool:
 
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
     """Wait `patience_s` seconds for processes to end by themselves, kill those left, and wait until
-    they are gone.
+    they are gone. Python's resource trackers, which remove the shared memory of killed processes,
+    are killed only if they are still there `TRACKER_S` seconds after the others.
     """
     deadline = time.monotonic() + patience_s
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for process in filter(is_alive, processes):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process[1], signal.SIGKILL)
+    trackers = [process for process in processes if is_tracker(process)]
+    _kill([process for process in processes if process not in trackers])
+    deadline = time.monotonic() + TRACKER_S
+    while any(map(is_alive, trackers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _kill(trackers)
     deadline = time.monotonic() + END_TIMEOUT_S
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _kill(processes: Sequence[Process]) -> None:
+    for process in filter(is_alive, processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)
+
+
+def is_tracker(process: Process) -> bool:
+    """Whether `process` is a resource tracker of Python's multiprocessing that runs here."""
+    if not is_alive(process):
+        return False
+    with contextlib.suppress(psutil.Error):
+        return "multiprocessing.resource_tracker" in " ".join(psutil.Process(process[1]).cmdline())
+    return False

@@ -16,12 +16,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.activity.spans import Span, activity
+from megarl.checkpoints.group_files import segments_of, with_arrays
 from megarl.cluster.engines import ActorDied, ActorHandle, EngineGroup, ask
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token, without_variable
 from megarl.cluster.processes import end
 from megarl.cluster.ray_address import ray_address
+from megarl.cluster.ray_shutdown import shut_down
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
@@ -32,7 +34,7 @@ from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.waits import PublishAgain
 from megarl.signals import Stop
-from megarl.types import Cursor, Prompt, StepBatch
+from megarl.types import Cursor, Group, Prompt, StepBatch
 
 SERVICE = "rollouts"
 STOP_TIMEOUT_S = 5.0
@@ -208,8 +210,7 @@ class Cluster:
             with contextlib.suppress(Exception):
                 ray.kill(handle)
         self._owned = []
-        with contextlib.suppress(Exception):
-            ray.shutdown()
+        shut_down()
         end([process for group in self._groups for process in group.processes()], patience_s=1.0)
 
     def __enter__(self) -> Cluster:
@@ -228,15 +229,19 @@ class RolloutClient:
     """
 
     def __init__(self, data_rank: int, *, silence_s: float) -> None:
-        """`silence_s`: seconds that rollouts may make no progress (`megarl.config.silence_s`)."""
+        """Find the rollout service in the Ray cluster that this process has joined. `data_rank`:
+        this rank's number on the data axis, whose samples `take` returns. `silence_s`: seconds
+        without progress of the rollouts, after which a wait for them ends with an error
+        (`megarl.config.silence_s`).
+        """
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._silence_s = data_rank, silence_s
         self.stop = Stop()
         """Set by a signal that ends the run."""
 
-    def start(self) -> None:
-        """Have the rollout service start to generate."""
-        self._ask(self._service.start.remote(), "starting rollouts")
+    def start(self, receipts: Sequence[str] = ()) -> None:
+        """Have the rollout service start to generate, with the weights of these `receipts`."""
+        self._ask(self._service.start.remote(receipts), "starting rollouts")
 
     def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
         """The samples of this rank for `step`; the token arrays are read from Ray's object
@@ -252,17 +257,26 @@ class RolloutClient:
             return None
         return assemble(plan, partial(fetch, timeout_s=self._silence_s))
 
-    def release(self, step: int) -> None:
-        """Tell the service that `step` is trained and weight version `step + 1` is on the
-        engines.
+    def release(self, step: int, receipts: Sequence[str] = ()) -> None:
+        """Tell the service that `step` is trained and weight version `step + 1`, which has these
+        `receipts`, is on the engines.
         """
-        self._ask(self._service.release.remote(step + 1), f"releasing step {step + 1}")
+        self._ask(self._service.release.remote(step + 1, receipts), f"releasing step {step + 1}")
 
     def cursor(self, step: int) -> Cursor:
         """The groups that the first `step` steps have used."""
         return self._ask(
             self._service.cursor.remote(step), f"reading the prompt cursor after {step} steps"
         )
+
+    def unused(self, step: int) -> list[Group]:
+        """The finished groups that the first `step` steps have not used and that this data rank is
+        to write into a checkpoint, with their token arrays.
+        """
+        doing = f"reading the finished groups after {step} steps"
+        groups = self._ask(self._service.unused.remote(step, self._data_rank), doing)
+        stored = [part.arrays for part in segments_of(groups)]
+        return with_arrays(groups, fetch(stored, self._silence_s)) if stored else []
 
     def evaluate(
         self, temperature: float, name: str, publish_again: Callable[[], object]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import ray
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import Busy, activity
@@ -22,10 +20,9 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
-from megarl.environments.session_pool import GRACE_S
-from megarl.errors import EngineLost
 from megarl.rollout.engine import Engine
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.signals import keep_blocked_signals
+from megarl.types import Segment, TokenArrays
 
 ENVIRONMENT = "environment"
 """Name of the environment's process in the record of what a run does."""
@@ -34,6 +31,11 @@ ENVIRONMENT = "environment"
 def engine_name(number: int) -> str:
     """Name of an engine's process in the record of what a run does."""
     return f"engine{number}"
+
+
+def own_process() -> Process:
+    """This process, named so that it can be told from others."""
+    return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class EngineActor(Inbox, Engine):
         """`recording`: where the actor records what it does. For the others see `Engine`."""
         if recording is not None:
             recording.open(engine_name(arguments["number"]))
+        keep_blocked_signals()  # vLLM starts processes
         super().__init__(**arguments)
 
     async def start(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class EngineActor(Inbox, Engine):
 
     async def process(self) -> Process:
         """The actor's process; answered before `start` is called."""
-        return socket.gethostname(), os.getpid(), psutil.Process().create_time()
+        return own_process()
 
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
         """Generate the next segment of a rollout. `arrays`: token arrays of its earlier
@@ -146,6 +149,10 @@ class EnvironmentActor(Inbox):
     async def start(self) -> None:
         await self._environment.start()
 
+    async def process(self) -> Process:
+        """The actor's process."""
+        return own_process()
+
     async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
         """Call a method of the environment by name. `arrays`: token arrays of the segments in the
         arguments.
@@ -164,61 +171,3 @@ class EnvironmentActor(Inbox):
     async def stop(self) -> None:
         await self._environment.close()
         close_recording()
-
-
-class RemoteEnvironment:
-    """The environment actor as the rollout service calls it; implements
-    `megarl.rollout.attempts.EnvironmentHandle`.
-    """
-
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        codec: Codec,
-        pace: Pace,
-        token: Token | None = None,
-        recording: Recording | None = None,
-    ) -> None:
-        """`token`: of the recipe's reward servers, as `client_token` reads it. `recording`: where
-        the actor records what it does.
-        """
-        actor = ray.remote(EnvironmentActor).options(num_cpus=0, max_concurrency=100_000)
-        self._handle: Any = actor.remote(config, codec, token, recording)
-        limit_s = max(config.time_limit_s, config.start_limit_s if config.has_sessions else 0.0)
-        busy = Busy("verdicts", kind="wait", of=ENVIRONMENT, quiet_s=limit_s + GRACE_S)
-        self._mailbox, self.pace = Mailbox(self._handle, pace, busy), pace
-        self.has_start = config.has_sessions
-
-    async def start(self) -> None:
-        """Wait until the verifier is loaded; raises `ValueError` if it does not load."""
-        await self._handle.start.remote()
-
-    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        return await self._ask(("begin", {"key": key, "prompt": prompt}))
-
-    async def step(
-        self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
-    ) -> Segment | Verdict:
-        bare = replace(segment, arrays=None)
-        arguments = {"key": key, "prompt": prompt, "segment": bare, "num_tokens": num_tokens}
-        return await self._ask(("step", arguments), [segment.arrays])
-
-    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        return await self._ask(("cut_off", {"key": key, "num_tokens": num_tokens}))
-
-    async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        asked = (self._ask(("text", {}), [part.arrays]) for part in segments)
-        return list(await asyncio.gather(*asked))
-
-    async def _ask(self, request: tuple[str, dict[str, Any]], arrays: Sequence[Any] = ()) -> Any:
-        try:
-            return await self._mailbox.ask(request, arrays)
-        except EngineLost as error:
-            raise RuntimeError(
-                f"the environment was lost: {error}; see run.log for what it printed last"
-            ) from error
-
-    async def close(self) -> None:
-        """End the worker processes and the actor."""
-        await self._handle.stop.remote()
-        ray.kill(self._handle)

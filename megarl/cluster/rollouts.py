@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.activity.recording import Recording
+from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
+from megarl.cluster.mailbox import store
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
 from megarl.cluster.service_process import build_service
-from megarl.config import RunConfig, longest_request
+from megarl.config import RunConfig, longest_request, made_with
+from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
 from megarl.ledger.journal import FILE
@@ -31,7 +34,7 @@ from megarl.parallel.collectives import broadcast_object, gather_objects, on_fir
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
 from megarl.trainer.context import RunInputs
-from megarl.types import START, Cursor
+from megarl.types import START, Cursor, Group
 
 BYTES_PER_TOKEN = 8
 """Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
@@ -116,8 +119,11 @@ def start_generation(
         adapter_rank=lora.rank if adapts else 0,
         recording=recording,
     )
-    progress = read_progress(inputs.resume_from) if inputs.resume_from is not None else None
-    step, cursor = (progress.step, progress.cursor) if progress is not None else (0, START)
+    step, cursor, carried = 0, START, list[Group]()
+    if inputs.resume_from is not None:
+        progress = read_progress(inputs.resume_from)
+        step, cursor = progress.step, progress.cursor
+        carried = carried_groups(config, inputs, inputs.resume_from)
     start_service(
         config,
         cluster,
@@ -127,8 +133,28 @@ def start_generation(
         cursor=cursor,
         ledger=Path(config.folder).absolute() / FILE,
         recording=recording,
+        carried=carried,
     )
     return Generation(config, mesh, cluster, engines)
+
+
+def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> list[Group]:
+    """The finished groups of a checkpoint, with their arrays in Ray's object store, which this
+    process owns. Groups that were made with other settings are left out, which is said.
+    """
+    assert inputs.prompts is not None
+    groups, left_out = read_groups(checkpoint, made_with(config), inputs.prompts.at)
+    if left_out:
+        say(
+            f"{left_out} finished groups of {checkpoint.name} are generated again: they were made"
+            " with other settings of rollout, environment or algorithm"
+        )
+    if groups:
+        say(
+            f"{len(groups)} finished groups of {checkpoint.name} are trained on, those excepted"
+            " that a step might find too old"
+        )
+    return with_arrays(groups, store([part.arrays for part in segments_of(groups)]))
 
 
 def object_store_bytes(rollout: RolloutConfig) -> int:
@@ -200,11 +226,13 @@ def start_service(
     cursor: Cursor = START,
     ledger: Path | None = None,
     recording: Recording | None = None,
+    carried: Sequence[Group] = (),
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
     service, so that they are read and tokenised only once. `cursor`: the groups that the steps
     before `first_step` have used. `ledger`: file in which the service records what becomes of every
     group, or None. `recording`: where service and environment record what they do, or None.
+    `carried`: finished groups that the run goes on with.
     """
     assert inputs.prompts is not None
     builder = functools.partial(
@@ -219,5 +247,6 @@ def start_service(
         client_token(config.environment),
         ledger,
         recording,
+        carried,
     )
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

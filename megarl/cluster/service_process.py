@@ -5,13 +5,14 @@ while engines and trainer ranks need the CPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
-from megarl.cluster.remote import RemoteEngine, RemoteEnvironment
+from megarl.cluster.remote import RemoteEngine
+from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
@@ -22,7 +23,7 @@ from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
 from megarl.rollout.waits import PublishAgain
-from megarl.types import Cursor, Prompt
+from megarl.types import Cursor, Group, Prompt
 
 
 def build_service(
@@ -36,12 +37,14 @@ def build_service(
     token: Token | None,
     ledger: Path | None = None,
     recording: Recording | None = None,
+    carried: Sequence[Group] = (),
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`; the steps before have used the groups of
     `cursor`. `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which
     the service records what becomes of every group; None for a command that trains nothing.
-    `recording`: where the processes record what they do, or None.
+    `recording`: where the processes record what they do, or None. `carried`: finished groups of the
+    checkpoint that the run goes on from.
     """
     pace, deadline_s = Pace(), config.rollout.request_timeout_s
     if recording is not None:
@@ -63,6 +66,7 @@ def build_service(
         transcripts_per_step=config.observe.transcripts_per_step,
         cursor=cursor,
         first_step=first_step,
+        carried=carried,
         compares_groups=config.compares_groups,
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
@@ -87,8 +91,8 @@ class ServiceActor:
         gc.collect()
         gc.freeze()
 
-    async def start(self) -> None:
-        await self._service.start()
+    async def start(self, receipts: Sequence[str] = ()) -> None:
+        await self._service.start(receipts)
 
     async def interrupt(self, is_early_stop: bool) -> None:
         await self._service.interrupt(is_early_stop=is_early_stop)
@@ -101,11 +105,14 @@ class ServiceActor:
     ) -> SharePlan | PublishAgain | None:
         return await self._service.take(step, data_rank, publications)
 
-    async def release(self, version: int) -> None:
-        await self._service.release(version)
+    async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
+        await self._service.release(version, receipts)
 
     async def cursor(self, step: int) -> Cursor:
         return await self._service.cursor(step)
+
+    async def unused(self, step: int, data_rank: int) -> list[Group]:
+        return await self._service.unused(step, data_rank)
 
     async def evaluate(
         self, temperature: float, name: str, publications: int

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 class PromptList:
     """The prompts of a run in their training order; implements
-    `megarl.rollout.service.PromptSource`.
+    `megarl.rollout.attempts.PromptSource`.
     """
 
     def __init__(

@@ -84,6 +84,7 @@ class WorkerPool:
             worker is not None and worker.ended()
         ):  # killed from outside, for memory perhaps, while it waited
             self._drop(worker)
+            self._files.warn("a process of the verifier was ended from outside, and is replaced")
             worker = None
         if worker is None:
             if self._closed:

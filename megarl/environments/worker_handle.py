@@ -182,10 +182,11 @@ class UserFiles:
             edited = [] if self._said_changed else user_code.changed(self._sources)
             if edited:
                 self._said_changed = True
-                self._warning = (
+                changed = (
                     f"{', '.join(edited)} changed after the run started; the run goes on with what"
                     " it was then"
                 )
+                self._warning = "; ".join(filter(None, [self._warning, changed]))
             sources = self._sources
         worker = WorkerHandle(config, codec, sources, within_s)
         with self._lock:
@@ -195,8 +196,15 @@ class UserFiles:
                 self._sources = user_code.read(beside) | self._sources
         return worker
 
+    def warn(self, warning: str) -> None:
+        """Have the user told of something with the next verdict."""
+        with self._lock:
+            self._warning = "; ".join(filter(None, [self._warning, warning]))
+
     def take_warning(self) -> str:
-        """A warning that a file was edited or removed after the run had read it, once; or empty."""
+        """What the user is to be told, once, such as that a file was edited or removed after the
+        run had read it; or empty.
+        """
         with self._lock:
             warning, self._warning = self._warning, ""
         return warning

@@ -21,10 +21,12 @@ from megarl.ledger.events import (
     STALE,
     WINDOWED,
     Accepted,
+    Carried,
     Dispatched,
     Ended,
     Event,
     Finished,
+    Published,
     Rejected,
     Restored,
     Started,
@@ -90,11 +92,16 @@ class Audit:
         """Ordinals of the next group to dispatch and, in order, of the next one to accept or
         reject."""
         self._used: set[int] = set()
-        """Ordinals that the steps before the present start have used beyond their cursor."""
+        """Ordinals that the steps before the present start have used beyond their cursor, and those
+        that it has taken from its checkpoint."""
+        self._has_dispatched = False
+        """Whether the present start has sent a group to the engines."""
         self._decided_step = 1
         """Step of the newest decision."""
         self._told_step = 0
         """Step of the newest decision since the present start; 0 for none."""
+        self.receipts: dict[int, list[str]] = {}
+        """{version: receipts} of the weights published since the present start."""
         self._event = 0
 
     # -------------------------------------------------------------------------------------- results
@@ -149,6 +156,8 @@ class Audit:
         match event:
             case Started():
                 self._start(event)
+            case Carried():
+                self._carry(event)
             case Dispatched():
                 self._dispatch(event)
             case Finished():
@@ -157,6 +166,8 @@ class Audit:
                 self._decide(event)
             case Trained():
                 self._train(event)
+            case Published():
+                self._publish(event)
             case Ended():
                 if event.step != self.done:
                     self._wrong(f"the run ended after {event.step} steps, {self.done} are trained")
@@ -202,14 +213,28 @@ class Audit:
         self._next = self._decided = event.cursor
         self._used = set(event.used)
         self._decided_step, self._told_step = event.step + 1, 0
+        self._has_dispatched, self.receipts = False, {}
 
     def _drop(self, keep: int) -> int:
         """Forget the trained steps but the first `keep`; returns the number of their groups."""
         dropped, self.steps = self.steps[keep:], self.steps[:keep]
         return sum(step.trained + step.rejected.total() for step in dropped)
 
+    def _carry(self, event: Carried) -> None:
+        self.dispatched += 1
+        what = f"group {event.ordinal} is taken from a checkpoint, but"
+        if not self.restores or self._has_dispatched:
+            self._wrong(f"{what} not at the start of a resumed run")
+        if event.ordinal < self.cursor.first or event.ordinal in self._used:
+            self._wrong(f"{what} is used already, or taken twice")
+        if event.version > self.done:
+            self._wrong(f"{what} is of version {event.version}, and {self.done} steps are trained")
+        self._used.add(event.ordinal)
+        self.open[event.ordinal] = Life(event.version)
+
     def _dispatch(self, event: Dispatched) -> None:
         self.dispatched += 1
+        self._has_dispatched = True
         while self._next in self._used:
             self._next += 1
         if event.ordinal != self._next:
@@ -298,6 +323,10 @@ class Audit:
             rollouts = life.finished.rollouts if life.finished is not None else []
             oldest = [min((v for v, _ in one.versions), default=0) for one in rollouts]
             made.ages.update(event.step - 1 - version for version in oldest)
+            used = {version for one in rollouts for version, _ in one.versions}
+            first = min(self.receipts, default=event.step)
+            if unknown := sorted(v for v in used if v >= first and v not in self.receipts):
+                self._wrong(f"group {ordinal} has tokens of version {unknown[0]}, not published")
             age = event.step - 1 - min([life.version, *oldest])
             if age > self._max_staleness:
                 self._wrong(
@@ -322,6 +351,12 @@ class Audit:
                     f"group {ordinal} of version {life.version} is too old for step"
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
+
+    def _publish(self, event: Published) -> None:
+        if event.version != self.done:
+            self._wrong(f"version {event.version} is published, but {self.done} steps are trained")
+        if self.receipts.setdefault(event.version, event.receipts) is not event.receipts:
+            self._wrong(f"version {event.version} is published twice")
 
     def _cursor_after(self, drawn: list[int]) -> Cursor:
         """The groups that are used once a step has used `drawn` too."""

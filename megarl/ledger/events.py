@@ -68,6 +68,13 @@ class Dispatched:
     """Sampling seed of the group's first rollout."""
 
 
+@dataclass(frozen=True, slots=True)
+class Carried(Dispatched):
+    """A group that an earlier start of the run has sent to the engines and finished is taken from
+    the checkpoint. The group comes before those that are dispatched anew, and is finished next.
+    """
+
+
 class RolloutRecord(NamedTuple):
     """What is kept of a rollout."""
 
@@ -117,6 +124,15 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """Weights `version` are on the engines."""
+
+    version: int
+    receipts: list[str]
+    """Digests of the weights; see `megarl.weight_sync.receipts`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """Generation has ended, and no further event comes unless the run is resumed."""
 
@@ -126,16 +142,18 @@ class Ended:
     """Why generation failed; empty if it has not."""
 
 
-Event = Started | Dispatched | Finished | Accepted | Rejected | Trained | Ended
+Event = Started | Dispatched | Finished | Accepted | Rejected | Trained | Published | Ended
 
 KINDS: dict[str, type[Event]] = {
     "started": Started,
     "restored": Restored,
     "dispatched": Dispatched,
+    "carried": Carried,
     "finished": Finished,
     "accepted": Accepted,
     "rejected": Rejected,
     "trained": Trained,
+    "published": Published,
     "ended": Ended,
 }
 """{name in the file: class}"""

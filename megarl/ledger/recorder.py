@@ -14,10 +14,12 @@ from megarl.ledger.events import (
     ORDERED,
     STALE,
     Accepted,
+    Carried,
     Dispatched,
     Ended,
     Event,
     Finished,
+    Published,
     Rejected,
     Restored,
     RolloutRecord,
@@ -80,11 +82,21 @@ class Recorder:
             self._version, self._is_started = step, True
 
     def dispatch(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
-        """The group `ordinal` is sent to the engines at trainer version `version`."""
+        """Record that the requests of a group are sent to the engines. `ordinal`: position of the
+        group's prompt in the training order; `prompt`: index of its row in the data set;
+        `version`: of the trainer's weights now; `seed`: of the group's first rollout.
+        """
         self._put(Dispatched(ordinal, prompt, version, seed))
 
+    def carry(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
+        """Record that a finished group comes from the checkpoint that the run goes on from.
+        `version`: of the trainer's weights when the group was sent to the engines; the other
+        arguments are those of `dispatch`. Called after `start` and before the first `dispatch`.
+        """
+        self._put(Carried(ordinal, prompt, version, seed))
+
     def finish(self, group: Group) -> None:
-        """All rollouts of `group` are scored."""
+        """Record that all rollouts of `group` are generated and scored."""
         rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
         self._append(functools.partial(_finished, group.ordinal, rollouts))
 
@@ -95,9 +107,10 @@ class Recorder:
         accepted: Collection[int],
         swept: Sequence[int] = (),
     ) -> None:
-        """The batch of `step` (from 0) is complete. `drawn`: ordinals of its groups in order;
-        `accepted`: of those that are trained on; `swept`: of unfinished groups that are rejected
-        with it, because they are too old for the steps to come.
+        """Record that the batch of `step` (from 0) is complete. `drawn`: ordinals of all groups
+        that the step has looked at; `accepted`: ordinals of those that are trained on, the others
+        are rejected; `swept`: ordinals of unfinished groups that are rejected too, because every
+        later step would find them too old.
         """
         for ordinal in drawn:
             self._put(
@@ -109,12 +122,18 @@ class Recorder:
             self._put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
-        """Weights `version` are on the engines, so the steps before are trained. A version that was
-        released before is passed over: every rank releases each.
+        """Record that the steps before `version` are trained, since the weights that came of them
+        are on the engines. Every rank releases each version; only the first call counts.
         """
         for done in range(self._version + 1, version + 1):
             self._put(Trained(done, done))
         self._version = max(self._version, version)
+
+    def publish(self, version: int, receipts: Sequence[str]) -> None:
+        """Record the receipts of the weights `version`, which are on the engines
+        (`megarl.weight_sync.receipts`).
+        """
+        self._put(Published(version, list(receipts)))
 
     async def durable(self) -> None:
         """Wait until every event so far is on the disk."""

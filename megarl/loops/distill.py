@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from megarl.config import DistillConfig
 from megarl.loops.rl import Method, run_command
-from megarl.loops.rl_setup import Parts, ServingParts
+from megarl.loops.rl_setup import ServingParts, TrainingParts
 from megarl.trainer.context import RunInputs
 from megarl.trainer.distillation import Distillation
 from megarl.types import StepBatch, StepReport
@@ -27,7 +27,7 @@ def main(config: DistillConfig, inputs: RunInputs) -> int:
     return run_command(config, inputs, Method(train, work))
 
 
-def train(parts: Parts, batch: StepBatch) -> StepReport:
+def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
     """Train the policy on what the teacher says about its rollouts."""
     learner, teacher = parts.learner, parts.teacher
     assert isinstance(learner, Distillation) and teacher is not None

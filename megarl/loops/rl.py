@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from megarl import console
 from megarl.activity.spans import activity, step_begins
-from megarl.config import RunConfig
+from megarl.config import RunConfig, made_with
 from megarl.errors import UserError
-from megarl.loops.rl_setup import Parts, ServingParts, build
+from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
 from megarl.loops.schedule import due, reached
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
-from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.signals import graceful
 from megarl.trainer.context import RunInputs, open_run
 from megarl.trainer.policy import PolicyGradient
@@ -39,7 +39,7 @@ class Method:
     and `megarl distill`, which share the loop of this module, differ.
     """
 
-    train: Callable[[Parts, StepBatch], StepReport]
+    train: Callable[[TrainingParts, StepBatch], StepReport]
     """Trains the policy on one batch and returns the step's report. All ranks of the policy call
     the function together, in every step."""
     serve: Callable[[ServingParts, int], None]
@@ -99,11 +99,13 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     saved = parts.first_step
     with console.phase("first publish of the weights"):
         publish(parts, parts.first_step)
+    first = parts.first_step
+    evaluates = first == 0 or due(first, config.evaluation.every, config.steps)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
-        if not evaluate(parts, parts.first_step):
-            return parts.first_step, saved
+        if evaluates and not evaluate(parts, first):
+            return first, saved
     if parts.observer is not None:
-        rollouts.start()
+        rollouts.start(parts.publisher.receipts)
 
     for step in range(parts.first_step, config.steps):
         started_at = time.monotonic()
@@ -118,6 +120,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
                 role.engine.reload()
         if batch.warning and parts.observer is not None:
             console.say(f"megarl: warning: {batch.warning}")
+        write_batch(parts, batch, step)
         tell(parts, "train", step)
         with activity(f"training of step {step + 1}", kind="train"):
             report = method.train(parts, batch)
@@ -127,7 +130,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
             parts.generation.wake()
         trained_at = time.monotonic()
         sent = publish(parts, step + 1)
-        rollouts.release(step)
+        rollouts.release(step, parts.publisher.receipts)
         ended_at = time.monotonic()
 
         train_s = trained_at - taken_at
@@ -150,13 +153,34 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
 def save(parts: Parts, done: int) -> None:
     """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
+    write_batch(parts, None, done)
     tell(parts, "save", done)
-    learner = parts.learner
-    algorithm = learner.state() if isinstance(learner, PolicyGradient) else {}
     cursor = parts.rollouts.cursor(done)
+    is_writer = parts.context.mesh.sample.rank == 0
     parts.checkpoints.save(
-        step=done, next_ordinal=cursor.first, used=cursor.beyond, algorithm=algorithm
+        step=done,
+        next_ordinal=cursor.first,
+        used=cursor.beyond,
+        algorithm=parts.algorithm_state(),
+        groups=parts.rollouts.unused(done) if is_writer else (),
+        made_with=made_with(parts.config),
     )
+
+
+def write_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
+    """With `observe.batches`, wait until the batches so far are on the disk and begin to write
+    `batch`. Raises `UserError` on every rank, after `done` steps, if one could not be written. All
+    ranks of the policy call it together.
+    """
+    if not parts.config.observe.batches:
+        return
+    problem = parts.batches.flush() if parts.batches is not None else ""
+    problems = gather_objects(problem, parts.context.mesh.world)
+    if said := next(filter(None, problems), ""):
+        tell(parts, "end", done)
+        raise UserError(said)
+    if batch is not None and parts.batches is not None:
+        parts.batches.write(batch)
 
 
 def publish(parts: Parts, version: int) -> dict[str, float]:
@@ -172,7 +196,7 @@ def publish(parts: Parts, version: int) -> dict[str, float]:
 Order = Literal["train", "save", "end"]
 
 
-def tell(parts: Parts, order: Order, step: int) -> None:
+def tell(parts: TrainingParts, order: Order, step: int) -> None:
     """Let the ranks that hold no part of the policy, if there are any, do the same; see
     `serve`.
     """
@@ -180,7 +204,7 @@ def tell(parts: Parts, order: Order, step: int) -> None:
         broadcast_object((order, step), parts.serving)
 
 
-def train(parts: Parts, batch: StepBatch) -> StepReport:
+def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
     """Compute the columns that other roles provide for the batch, then train policy and critic on
     the batch.
     """
@@ -239,7 +263,7 @@ def serve(parts: ServingParts, method: Method) -> None:
             stop.end(step, is_main=False)
 
 
-def refuse_lost(parts: Parts, done: int) -> None:
+def refuse_lost(parts: TrainingParts, done: int) -> None:
     """End the run with `UserError` on every rank if another run owns its folder by now. All ranks
     of the policy call it together, after `done` steps and before anything is written.
     """
@@ -272,6 +296,8 @@ def evaluate(parts: Parts, step: int) -> bool:
     if config.sampled_too:
         kinds["eval_sampled"] = parts.config.rollout.temperature
     for name, temperature in kinds.items():
+        if is_evaluated(parts, step, name):
+            continue
         with activity(f"evaluation '{name}' after step {step}", kind="evaluate"):
             found = parts.rollouts.evaluate(temperature, name, partial(publish, parts, step))
         if found is None:
@@ -285,6 +311,18 @@ def evaluate(parts: Parts, step: int) -> bool:
             parts.report.refresh()
             stop_early(parts, step, named)
     return True
+
+
+def is_evaluated(parts: Parts, step: int, name: str) -> bool:
+    """Whether a run that goes on after `step` steps was killed after this evaluation of them, which
+    then counts. All ranks call it together.
+    """
+    if step != parts.first_step or step == 0:
+        return False
+    found = parts.observer.evaluated(step, name) if parts.observer is not None else None
+    if parts.observer is not None and found is not None:
+        stop_early(parts, step, found)
+    return broadcast_object(found is not None, parts.context.mesh.world)
 
 
 def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:

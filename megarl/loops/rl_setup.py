@@ -15,6 +15,7 @@ from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
+from megarl.rollout.batch_files import BatchWriter
 from megarl.trainer.context import RunContext, RunInputs, trained_roles
 from megarl.trainer.critic import Critic
 from megarl.trainer.distillation import Distillation
@@ -34,8 +35,8 @@ from megarl.weight_sync.publisher import Publisher
 
 
 @dataclass
-class Parts:
-    """What one training rank of the policy needs for the RL loop: model, rollouts, weight sync,
+class TrainingParts:
+    """What one training rank of the policy needs to train on batches of rollouts: models,
     checkpoints and metrics.
     """
 
@@ -55,22 +56,39 @@ class Parts:
     serving: Axis | None
     """All ranks of the job, if some hold no part of the policy and follow its ranks; else None."""
     learner: PolicyGradient | Distillation
-    generation: Generation
-    rollouts: RolloutClient
-    publisher: Publication
     checkpoints: Checkpoints
     observer: Observer | None
     """Writes metrics; None except on rank 0."""
     report: LiveReport
     """Writes `report.html` as the run goes."""
-    num_held_out: int
-    """Number of held-out problems; 0 if the recipe has none."""
 
     @property
     def trained(self) -> list[Role]:
         """The roles on this rank that have an optimizer."""
         critic = self.critic.role if self.critic is not None else None
         return [self.policy] if critic is None else [self.policy, critic]
+
+    def algorithm_state(self) -> dict[str, float]:
+        """{name: number} that the algorithm has adapted so far, for a checkpoint; empty for a
+        method that adapts nothing.
+        """
+        return self.learner.state() if isinstance(self.learner, PolicyGradient) else {}
+
+
+@dataclass
+class Parts(TrainingParts):
+    """What one training rank of the policy needs for the RL loop: in addition rollouts and weight
+    sync.
+    """
+
+    generation: Generation
+    rollouts: RolloutClient
+    publisher: Publication
+    num_held_out: int
+    """Number of held-out problems; 0 if the recipe has none."""
+    batches: BatchWriter | None
+    """Writes the batch of each step for `megarl replay`; None where the recipe does not ask for it,
+    and on ranks whose data rank has another writer."""
 
 
 @dataclass
@@ -91,21 +109,66 @@ class ServingParts:
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
     """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
-    mesh, stack, on_cpu = context.mesh, context.stack, context.device.type == "cpu"
+    mesh, stack = context.mesh, context.stack
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
+    # The ranks of other roles wait for the policy's, which wait for rollouts.
+    deadline_s = step_deadline_s(config, num_held_out)
+    if not mesh.is_member:
+        made = build_training(context, config, inputs, deadline_s)
+        assert isinstance(made, ServingParts)
+        return made
+    generation = None
+    if config.rollout.placement == "disaggregated":
+        # Engines take longest to start: they load while this process builds the policy.
+        generation = begin_generation(context, config, inputs)
+    made = build_training(context, config, inputs, deadline_s)
+    assert isinstance(made, TrainingParts)
+    if generation is None:
+        # vLLM sizes its cache by the memory that is free, and takes what others free meanwhile for
+        # its own: first every rank, which the start waits for, has built its roles and lent theirs.
+        for role in made.trained:
+            role.engine.offload()
+        generation = begin_generation(context, config, inputs)
+    start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
+    with (
+        phase("engines, beside the model"),
+        activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
+    ):
+        generation.wait()
+        generation.join(stack)
+    publisher = make_publisher(config, inputs, made.policy, generation, mesh)
+    stack.callback(publisher.close)
+    batches = None
+    if mesh.sample.rank == 0:
+        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size)
+        batches.start(made.first_step)  # also where none are written: old ones count no longer
+    return Parts(
+        **vars(made),
+        generation=generation,
+        rollouts=RolloutClient(mesh.data.rank, silence_s=silence_s(config)),
+        publisher=publisher,
+        num_held_out=num_held_out,
+        batches=batches if config.observe.batches else None,
+    )
+
+
+def build_training(
+    context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
+) -> TrainingParts | ServingParts:
+    """Create the models of this rank, and load the checkpoint to resume from. `deadline_s`: seconds
+    that ranks without a part of the policy may wait for those that have one. All ranks call it
+    together.
+    """
+    mesh = context.mesh
     everyone = all_ranks()
     if any(place.ranks != mesh.ranks for place in inputs.roles.values()):
-        # The ranks of other roles wait for the policy's, which wait for rollouts.
-        everyone = all_ranks(timeout_s=step_deadline_s(config, num_held_out))
+        everyone = all_ranks(timeout_s=deadline_s)
     if not mesh.is_member:
         reference, critic, rewards = make_roles(context, config, inputs, everyone, None)
         checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
         teacher = make_teacher(context, config, inputs, None, everyone)
         context.resume(checkpoints)
         return ServingParts(config, reference, critic, rewards, teacher, everyone, checkpoints)
-    # Engines take longest to start: they load while this process builds the policy.
-    with phase("Ray"), activity("start of Ray", kind="load"):
-        generation = start_generation(config, inputs, mesh, stack, on_cpu=on_cpu)
     updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
     with phase("model and optimizer"), activity("model and optimizer", kind="load"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
@@ -118,17 +181,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     if progress and isinstance(learner, PolicyGradient):
         learner.restore(progress.algorithm)
     learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
-    observer = context.observe(first_step)
-    start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
-    with (
-        phase("engines, beside the model"),
-        activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
-    ):
-        generation.wait()
-        generation.join(stack)
-    publisher = make_publisher(config, inputs, policy, generation, mesh)
-    stack.callback(publisher.close)
-    return Parts(
+    return TrainingParts(
         config=config,
         context=context,
         first_step=first_step,
@@ -139,14 +192,19 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         teacher=teacher,
         serving=everyone if len(mesh.ranks) < everyone.size else None,
         learner=learner,
-        generation=generation,
-        rollouts=RolloutClient(mesh.data.rank, silence_s=silence_s(config)),
-        publisher=publisher,
         checkpoints=checkpoints,
-        observer=observer,
+        observer=context.observe(first_step),
         report=LiveReport(context.folder),
-        num_held_out=num_held_out,
     )
+
+
+def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
+    """Start Ray, the engines and the rollout service, without waiting for them. All ranks of the
+    policy call it together.
+    """
+    on_cpu = context.device.type == "cpu"
+    with phase("Ray"), activity("start of Ray", kind="load"):
+        return start_generation(config, inputs, context.mesh, context.stack, on_cpu=on_cpu)
 
 
 def make_publisher(

@@ -35,7 +35,10 @@ KEEP_ALIVE_S = 75
 
 
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
-    """Serve until a signal; the command line's handler then ends the process with its code."""
+    """`megarl serve-reward`: answer requests over HTTP until SIGINT or SIGTERM arrives. The signal
+    is raised as `megarl.signals.Ended`, of which the command line makes the exit code 130 or 143.
+    Raises `UserError` if the server's address cannot be used.
+    """
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     release = console.hold(folder)
@@ -49,7 +52,9 @@ def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
 
 
 def listening(server: RewardServerConfig) -> socket.socket:
-    """A socket that listens at the server's address. Raises `UserError` if it cannot."""
+    """A socket that listens at `server.host` and `server.port`. Raises `UserError` if this machine
+    has no such address, or the port is taken.
+    """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         socket.getaddrinfo(server.host, None)

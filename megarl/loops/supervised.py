@@ -18,6 +18,7 @@ from megarl.errors import UserError
 from megarl.loops.schedule import due
 from megarl.observe.report import LiveReport, write_report
 from megarl.observe.summary import read_run
+from megarl.parallel.collectives import broadcast_object
 from megarl.signals import graceful
 from megarl.supervised_config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs, open_run
@@ -109,8 +110,11 @@ def train(context: RunContext, make: MakeTask) -> None:
         if observer is not None and metrics:
             observer.evaluation(done, metrics, [])
 
-    if first == 0:
-        evaluate(0)
+    # A run may have been killed between a checkpoint and the evaluation of its weights.
+    known = observer.evaluated(first, "eval") if observer is not None else None
+    lacks = broadcast_object(known is None, context.mesh.world)
+    if first == 0 or (lacks and due(first, every, config.steps)):
+        evaluate(first)
     with graceful() as stop:
         for step in range(first, config.steps):
             # From where the checkpoint's run had come, whatever its rows a step.

@@ -44,8 +44,14 @@ class ObserveConfig:
     environment."""
     transcripts_per_step: Annotated[int, Range(0, MOST_SAMPLES)] = 2
     """Groups per step whose rollouts are written to `transcripts.jsonl`."""
+    transcripts_gib: Annotated[float, Range(0.0, 1e6)] = 4.0
+    """GiB of transcripts that are kept, in parts of 64 MiB; of more parts the oldest but the first
+    are removed."""
     progress: bool = True
     """Show progress on standard error."""
+    batches: bool = False
+    """Write the batch that each step trains on to the run folder's `batches/`, 13 bytes a token, for
+    `megarl replay`."""
     activity: bool = True
     """Record what each process does in the run folder's `activity/`, for `megarl status`, `megarl
     timeline` and reports of waits that pass their deadline."""

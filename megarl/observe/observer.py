@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from megarl import console
 from megarl.observe.config import ObserveConfig
-from megarl.observe.sinks import MetricsFile, finite, open_sinks
+from megarl.observe.rotated import RotatedFile
+from megarl.observe.sinks import MetricsFile, finite, open_sinks, read_records
 from megarl.types import StepReport
 
 METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"
@@ -57,11 +58,15 @@ class Observer:
     ) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._config = config
+        self._config, self._folder = config, folder
         # Sinks first: where a package is missing, no file has been changed.
         self._sinks = open_sinks(config, folder, first_step, resolved or {})
         self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step)
-        self._transcripts = MetricsFile(folder / TRANSCRIPTS, keep_until_step=first_step)
+        self._transcripts = RotatedFile(
+            folder / TRANSCRIPTS,
+            keep_until_step=first_step,
+            most_bytes=int(config.transcripts_gib * 2**30),
+        )
         # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
         self._progress = Progress(total_steps, first_step) if config.progress else None
@@ -97,6 +102,17 @@ class Observer:
         self._sink(step, metrics)
         if self._progress is not None:
             self._progress.evaluation(step, metrics)
+
+    def evaluated(self, step: int, name: str) -> dict[str, float] | None:
+        """The metrics `name`/... of an evaluation of the weights after `step` steps that an earlier
+        process has written; None where none has.
+        """
+        found = None
+        for record in read_records(self._folder / EVALUATIONS):
+            if record["step"] == step:
+                metrics = {key: one for key, one in record.items() if key.startswith(f"{name}/")}
+                found = metrics or found
+        return found
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Write the groups that a training step has drawn to the transcripts file, at most

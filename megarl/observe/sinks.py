@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.console import say
 from megarl.observe.config import ObserveConfig
 
 
@@ -84,13 +85,19 @@ class MetricsFile:
             _keep(path, keep_until_step)
         # A lone surrogate, which a broken decoder can leave in a transcript, becomes its JSON
         # escape.
+        self._path = path
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append `{"step": step, **metrics}`; non-finite floats become null."""
+        """Append `{"step": step, **metrics}`; non-finite floats become null. Raises `OSError`, with
+        the path, if the file cannot be written.
+        """
         record = {"step": step} | finite(metrics) | {"step": step}
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:  # such as a full disk; the message does not say where
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -99,6 +106,9 @@ class MetricsFile:
 
 def _keep(path: Path, until_step: int | None) -> None:
     """Rewrite `path` without records after `until_step` and without an incomplete last line."""
+    whole = path.read_bytes().rpartition(b"\n")
+    if whole[2]:
+        say(f"megarl: {path}: cutting off a torn line of {len(whole[2])} bytes")
     kept = path.with_name(path.name + ".kept")
     with kept.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for record in read_records(path):
@@ -145,6 +155,10 @@ class TensorBoardSink:
         self._writer.close()
 
 
+WANDB_ID = "wandb_id.txt"
+"""File in the run folder with the id of the W&B run."""
+
+
 class WandbSink:
     """Sends metrics to Weights & Biases; the API key comes from the environment.
 
@@ -152,12 +166,26 @@ class WandbSink:
         project: name of the project.
         config: the resolved recipe, shown beside the run.
         name: display name of the run; empty for a generated one.
+        id_file: where the id of the W&B run is kept, so that a resumed run goes on in the same one;
+            None for a run of its own.
+        first_step: steps done. With 0 a new W&B run begins.
+
+    W&B drops what is logged at a step that it has already: after a resume the steps that a killed
+    run had logged beyond its checkpoint stay as they were.
 
     Raises:
         ValueError: the package wandb is not installed.
     """
 
-    def __init__(self, project: str, config: Mapping[str, Any], *, name: str = "") -> None:
+    def __init__(
+        self,
+        project: str,
+        config: Mapping[str, Any],
+        *,
+        name: str = "",
+        id_file: Path | None = None,
+        first_step: int = 0,
+    ) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -165,7 +193,12 @@ class WandbSink:
                 f"observe.wandb_project is {project!r}, but the package wandb cannot be imported"
                 f' ({error}); `pip install wandb`, or set observe.wandb_project to ""'
             ) from error
-        self._run = wandb.init(project=project, config=dict(config), name=name or None)
+        known = {}
+        if id_file is not None and first_step and id_file.is_file():
+            known = {"id": id_file.read_text().strip(), "resume": "allow"}
+        self._run = wandb.init(project=project, config=dict(config), name=name or None, **known)
+        if id_file is not None:
+            id_file.write_text(f"{self._run.id}\n")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log `metrics` at `step`; steps must not decrease."""
@@ -183,7 +216,15 @@ SINKS: dict[str, Callable[[ObserveConfig, Path, int, Mapping[str, Any]], Sink | 
         else None
     ),
     "wandb": lambda config, folder, first_step, recipe: (
-        WandbSink(config.wandb_project, recipe, name=folder.name) if config.wandb_project else None
+        WandbSink(
+            config.wandb_project,
+            recipe,
+            name=folder.name,
+            id_file=folder / WANDB_ID,
+            first_step=first_step,
+        )
+        if config.wandb_project
+        else None
     ),
 }
 """{name: function of (config, run folder, first step, resolved recipe)} that makes a viewer's sink,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
+from megarl.observe.rotated import ends
 from megarl.observe.sinks import read_records
 
 ENDS = 5
@@ -76,7 +77,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         metrics=[metrics[step] for step in sorted(metrics)],
         evaluations=_read_evaluations(folder / EVALUATIONS),
-        groups=_read_groups(folder / TRANSCRIPTS),
+        groups=ends(folder / TRANSCRIPTS),
     )
 
 
@@ -97,18 +98,6 @@ def _read_evaluations(path: Path) -> list[Evaluation]:
         for between in with_transcripts[1:-1]:
             found[between].transcripts = []
     return [found[step] for step in sorted(found)]
-
-
-def _read_groups(path: Path) -> list[dict[str, Any]]:
-    """Transcripts of the first and the last step in the file."""
-    first: list[dict[str, Any]] = []
-    last: list[dict[str, Any]] = []
-    for record in read_records(path):
-        if not first or record["step"] == first[0]["step"]:
-            first.append(record)
-        else:
-            last = [kept for kept in last if kept["step"] == record["step"]] + [record]
-    return first + last
 
 
 def summary(folder: Path) -> dict[str, Any]:

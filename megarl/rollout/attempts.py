@@ -9,6 +9,7 @@ Model tokens are handed on as sampled; they are never tokenised again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -17,8 +18,23 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.rollout.requests import EnginePool, Route
+from megarl.errors import SessionLost
+from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.types import Prompt, Segment, Verdict
+
+
+class PromptSource(Protocol):
+    """Interface of a prompt sequence: `at` depends only on the seed and the ordinal, so a position
+    in the data is a single number.
+    """
+
+    def __len__(self) -> int: ...
+
+    def at(self, ordinal: int) -> Prompt:
+        """The prompt at position `ordinal` of training, over all epochs; each epoch is shuffled
+        anew.
+        """
+        ...
 
 
 class EnvironmentHandle(Protocol):
@@ -94,7 +110,14 @@ class Attempts:
         """
         key = "/".join(map(str, place))
         try:
-            return await self._attempt(key, prompt, place, temperature)
+            for _ in range(MOST_LOSSES):
+                # With the same seeds: where the environment answers alike, so does the model.
+                with contextlib.suppress(SessionLost):
+                    return await self._attempt(key, prompt, place, temperature)
+            raise RuntimeError(
+                f"the environment was lost {MOST_LOSSES} times during the rollout {key} of prompt"
+                f" {prompt.index}; look at run.log for what it printed last"
+            )
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 end = asyncio.ensure_future(self.environment.cut_off(key, 0))

@@ -7,7 +7,7 @@ arrays. A rank fetches the arrays of its own samples and assembles its `StepBatc
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,6 +115,7 @@ def shares(
     warning: str = "",
     with_greedy: bool = False,
     stale: int | None = None,
+    carried: Collection[int] = (),
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
@@ -124,7 +125,8 @@ def shares(
     send its tokens to the ranks, whose reward models are to score it.
 
     `stale`: groups that the dispatch policy has rejected for their age when the batch was complete;
-    None for a policy that rejects none.
+    None for a policy that rejects none. `carried`: ordinals of groups that were generated before
+    the run was resumed, whose tokens do not count for the rate of generation.
 
     With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
     accepted groups trains on nothing.
@@ -168,7 +170,7 @@ def shares(
             dtype=np.int64,
         ),
         mini_batch_of=mini_batch_of,
-        metrics=describe(step, drawn, accepted, seconds)
+        metrics=describe(step, drawn, accepted, seconds, carried)
         | ({"groups/stale": stale} if stale is not None else {}),
         warning=warning,
     )
@@ -203,10 +205,14 @@ def _plans(groups: list[Group]) -> list[SamplePlan]:
 
 
 def describe(
-    step: int, drawn: list[Group], accepted: list[Group], seconds: float
+    step: int,
+    drawn: list[Group],
+    accepted: list[Group],
+    seconds: float,
+    carried: Collection[int] = (),
 ) -> dict[str, float]:
     """Metrics over all drawn groups, also those that dynamic sampling rejected: the accepted groups
-    alone would give biased averages.
+    alone would give biased averages. `carried`: see `shares`.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts]
@@ -223,6 +229,8 @@ def describe(
         else {}
     )
     generated = sum(lengths) + sum(one.num_tokens for one in greedy)
+    before = [one for group in drawn if group.ordinal in carried for one in _members(group)]
+    generated_now = generated - sum(one.num_tokens for one in before)
     return (
         {
             "reward/mean": statistics.fmean(rewards),
@@ -240,7 +248,7 @@ def describe(
             "verifier/timeouts": failures.count("timeout"),
             "verifier/nans": failures.count("nan"),
             "tokens/generated": generated,
-            "tokens/generated_per_s": generated / max(seconds, 1e-9),
+            "tokens/generated_per_s": generated_now / max(seconds, 1e-9),
             "time/rollout_s": seconds,
         }
         | of_greedy

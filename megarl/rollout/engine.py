@@ -24,6 +24,7 @@ from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
 from megarl.rollout.engine_core import fork_core, import_core_ahead
 from megarl.types import Segment, TokenArrays
+from megarl.weight_sync.receipts import receipt_of_adapter, receipt_of_weights
 
 BACKEND = "megarl"
 """Name under which megarl's weight transfer is registered in vLLM."""
@@ -85,6 +86,9 @@ class Engine:
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version, self.sampling = -1, sampling
+        self._receipts: dict[int, str] = {}
+        """{version: receipt} of the weights that the engine's ranks have received."""
+        self._adapts = bool(adapter_rank)
         self._requests, self._asleep = 0, False
         self._open = 0
         """Requests that are not yet answered."""
@@ -173,6 +177,7 @@ class Engine:
         # An engine that was never published to reports a version that is no number.
         known = [span for span in output.weight_versions or () if span.version.isdecimal()]
         spans = [(int(span.version), span.end - span.start) for span in known]
+        spans = spans or [(self.version, len(output.token_ids))]
         return Segment(
             kind="model",
             num_tokens=len(output.token_ids),
@@ -180,9 +185,16 @@ class Engine:
                 token_ids=np.asarray(output.token_ids, dtype=np.int32),
                 logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
             ),
-            versions=spans or [(self.version, len(output.token_ids))],
+            versions=spans,
+            receipts=[self._receipt(version) for version, _ in spans],
             finish="stop" if output.finish_reason == "stop" else "length",
         )
+
+    def _receipt(self, version: int) -> str:
+        """Receipt of the weights that a request of `version` is computed with; "" without any."""
+        if self._adapts and self._lora is None:
+            return ""
+        return self._receipts.get(version, "")
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
@@ -251,6 +263,7 @@ class Engine:
         await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
         self._refuse_problem(owned)
         self.version = version
+        self._receipts[version] = receipt_of_weights([rank["digests"] for rank in owned])
         if self._asleep:
             await self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -261,7 +274,8 @@ class Engine:
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
         """Load the LoRA adapters in `files` (name: content, in PEFT's format) as weights of
         `version`, in the place of earlier ones, while requests are running; they continue as
-        after `update`. Returns {"version": version}.
+        after `update`. Returns {"version", "receipt"} of what is loaded. Raises `RuntimeError` if
+        vLLM's ranks do not list the adapters.
         """
         from vllm.lora.request import LoRARequest
 
@@ -272,11 +286,14 @@ class Engine:
                 (Path(folder) / name).write_bytes(content)
             await self._llm.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
             self._lora = LoRARequest(ADAPTER, 1, folder)  # of later requests: it is loaded
+        if self._lora.lora_int_id not in await self._llm.list_loras():
+            raise RuntimeError(f"vLLM has dropped the adapters of version {version}")
+        self._receipts[version] = receipt_of_adapter(files)
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
         self._is_paused = False
-        return {"version": version}
+        return {"version": version, "receipt": self._receipts[version]}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
         """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems

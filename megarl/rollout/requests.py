@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
+from megarl.rollout.receipts import Receipts
 from megarl.types import Prompt, Segment
 
 MOST_LOSSES = 5
@@ -70,6 +71,7 @@ class EnginePool:
         self._has_living.set()
         self.version: int | None = None
         """Weight version that every engine has received, or a newer one; None if unknown."""
+        self.receipts = Receipts(config.max_staleness)
 
     def replace(self, number: int, engine: EngineHandle) -> None:
         """Replace engine `number` by a new one, which serves requests from now on."""
@@ -116,6 +118,8 @@ class EnginePool:
                             temperature=temperature,
                         )
                 refuse_older(answer, wanted, number)
+                asked = f"a response of engine {number} to prompt {prompt.index}"
+                self.receipts.check_answer(answer, asked)
                 return answer
             except EngineUnreachable:
                 await asyncio.sleep(UNREACHABLE_S)

@@ -13,39 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megarl.ledger.recorder import Recorder
-from megarl.rollout.attempts import Attempts, EnvironmentHandle
+from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
+from megarl.rollout.batch_times import BatchTimes
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.registry import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate
+from megarl.rollout.finished import FinishedGroups, by_version, refuse_used
 from megarl.rollout.requests import EngineHandle, EnginePool
-from megarl.rollout.transcripts import group_record
+from megarl.rollout.transcripts import group_records
 from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.waits import PublishAgain, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 GREEDY = -1
 """Number of a group's greedy response among its rollouts."""
-
-
-class PromptSource(Protocol):
-    """Interface of a prompt sequence: `at` depends only on the seed and the ordinal, so a position
-    in the data is a single number.
-    """
-
-    def __len__(self) -> int: ...
-
-    def at(self, ordinal: int) -> Prompt:
-        """The prompt at position `ordinal` of training, over all epochs; each epoch is shuffled
-        anew.
-        """
-        ...
 
 
 class RolloutService:
@@ -68,6 +55,7 @@ class RolloutService:
         transcripts_per_step: int,
         cursor: Cursor = START,
         first_step: int = 0,
+        carried: Sequence[Group] = (),
         compares_groups: bool = True,
         greedy_baseline: Literal["", "reward", "tokens"] = "",
         max_turns: int = 0,
@@ -79,10 +67,13 @@ class RolloutService:
         response to compare with, of which the trainer gets the reward or, for its reward models,
         the tokens too. `max_turns`: limit of model segments in a rollout, 0 for none.
         `max_failure_share`: the service fails if at least this share of the
-        verdicts of a step or evaluation has failed. `ledger`: records what becomes of every
+        verdicts of a step or evaluation has failed. `carried`: finished groups of the checkpoint
+        that the run goes on from, ascending. `ledger`: records what becomes of every
         group; None records nothing. For the others see
-        `megarl.cluster.service_process.build_service`.
+        `megarl.cluster.service_process.build_service`. Raises `ValueError` if a carried group is
+        one that `cursor` says is used.
         """
+        refuse_used(carried, cursor)
         self._greedy_baseline = greedy_baseline
         self.config, self.prompts, self.environment = config, prompts, environment
         self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
@@ -101,15 +92,12 @@ class RolloutService:
         self._waits = Waits()
         self._engine_steps = 0
         self._ledger = ledger or Recorder()
-        self._groups: dict[int, Group] = {}
-        """Finished groups that are not yet part of a complete batch, by ordinal."""
+        self._finished = FinishedGroups()
+        self._carried = list(carried)
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, Cursor] = {first_step: cursor}
-        self._closed_at = time.monotonic()
-        self._released_at: dict[int, float] = {first_step: self._closed_at}
-        """Time at which each weight version was on the engines; used to time batches. Versions that
-        no later batch needs are removed."""
+        self._times = BatchTimes(self.limits.staleness, first_step)
         self._taken = first_step - 1
         """Newest step whose batch some rank has taken."""
         self.is_early_stop = False
@@ -145,9 +133,11 @@ class RolloutService:
         self._engine_steps += engine_steps
         return self._engine_steps + self._attempts.progress
 
-    async def start(self) -> None:
-        """Start to generate. Call it once weight version `first_step` is on the engines."""
-        self._closed_at = time.monotonic()
+    async def start(self, receipts: Sequence[str] = ()) -> None:
+        """Start to generate. Call it once weight version `first_step` is on the engines.
+        `receipts`: of that version, if they are known.
+        """
+        self._times.start()
         self.engines.version = self.window.version
         self._ledger.start(
             step=self.window.step,
@@ -158,6 +148,15 @@ class RolloutService:
             dispatch=self.config.dispatch,
             max_open=self.limits.max_open,
         )
+        if self.engines.receipts.publish(self.window.version, receipts):
+            self._ledger.publish(self.window.version, receipts)
+        for version, group in by_version(self._carried):
+            if self.window.adopt(group.ordinal, version, self._accepts(group)):
+                seed = self._attempts.seed(group.ordinal, 0)
+                self._ledger.carry(group.ordinal, group.prompt.index, version, seed)
+                self.engines.receipts.carried.add(group.ordinal)
+                await self._add(group)
+        self._carried = []
         await self._dispatch()
 
     async def interrupt(self, *, is_early_stop: bool = False) -> None:
@@ -186,6 +185,8 @@ class RolloutService:
         if self._waits.is_interrupted and step > self._taken:
             return None
         self._waits.raise_failure()
+        if step > self._taken:
+            self.engines.receipts.check_groups(self._finished.closed.get(step, ()))
         self._taken = max(self._taken, step)
         plan = self._ready[step].plans[data_rank]
         if data_rank == 0:
@@ -193,23 +194,23 @@ class RolloutService:
             plan = replace(plan, batch=replace(plan.batch, transcripts=transcripts))
         return plan
 
-    async def release(self, version: int) -> None:
-        """Tell the service that weights `version` are on the engines. It discards the batches of
-        earlier steps, and starts the groups that the staleness limit now allows.
+    async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
+        """Tell the service that weights `version` are on the engines, with their `receipts` if they
+        are known. It discards the batches of earlier steps, and starts the groups that the
+        staleness limit now allows.
         """
         self._ledger.release(version)
+        if self.engines.receipts.publish(version, receipts):
+            self._ledger.publish(version, receipts)
         self.window.release(version)
+        self._finished.release(version)
         self.engines.version = self.window.version
-        self._released_at.setdefault(version, time.monotonic())
+        self._times.release(version, min(self.window.step, version))
         for step in [step for step in self._ready if step < version]:
             del self._ready[step]
             self._transcripts.pop(step).cancel()
         for step in [step for step in self._cursors if step < version]:
             del self._cursors[step]
-        # The open batch and later ones are timed by the release of `step - staleness`.
-        oldest = min(self.window.step, version) - self.config.max_staleness
-        for known in [known for known in self._released_at if known < oldest]:
-            del self._released_at[known]
         for key in [key for key in self._evaluations if key[1] < version]:
             self._evaluations.pop(key).cancel()
             self._given.discard(key)
@@ -222,6 +223,15 @@ class RolloutService:
         """
         await self._ledger.durable()
         return self._cursors[step]
+
+    async def unused(self, step: int, data_rank: int) -> list[Group]:
+        """The finished groups that the first `step` steps have not used, as far as `data_rank` is
+        to write them into a checkpoint.
+        """
+        groups = self._finished.after(step)
+        self.engines.receipts.check_groups(groups)
+        await self._ledger.durable()
+        return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
     async def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, name: str, publications: int = 0
@@ -301,20 +311,26 @@ class RolloutService:
                 running.append(self._rollout(prompt, ordinal, GREEDY, version))
             rollouts = await asyncio.gather(*running)
             greedy = rollouts.pop() if self._greedy_baseline else None
-            self._groups[ordinal] = group = Group(ordinal, prompt, rollouts, greedy)
-            self._ledger.finish(group)
+            group = Group(ordinal, prompt, rollouts, greedy)
             self.window.finish(ordinal, self._accepts(group))
-            while (closing := self._close()) is not None:
-                # In a thread: thousands of samples are dealt out in a tenth of a second.
-                closed = await asyncio.to_thread(closing)
-                self._ready[closed.step] = closed
-                self._transcripts[closed.step] = asyncio.create_task(self._written(closed))
-            await self._waits.notify()
+            await self._add(group)
             await self._dispatch()
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             await self._waits.fail(error)
+
+    async def _add(self, group: Group) -> None:
+        """Keep a finished group, and complete every batch that has its groups."""
+        self._finished.open[group.ordinal] = group
+        self._ledger.finish(group)
+        while (closing := self._close()) is not None:
+            # In a thread: thousands of samples are dealt out in a tenth of a second.
+            closed = await asyncio.to_thread(closing)
+            self._ready[closed.step] = closed
+            written = group_records(closed.step, closed.shown, self.environment.texts)
+            self._transcripts[closed.step] = asyncio.create_task(written)
+        await self._waits.notify()
 
     def _accepts(self, group: Group) -> bool:
         """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not
@@ -334,8 +350,7 @@ class RolloutService:
         step, batch = self.window.step, self.window.close()
         if batch is None:
             return None
-        now = time.monotonic()
-        drawn = [self._groups.pop(ordinal) for ordinal in batch.drawn]
+        drawn = self._finished.close(step, batch.drawn)
         chosen = set(batch.accepted)
         self._ledger.close(step, batch.drawn, chosen, batch.swept)
         for ordinal in batch.swept:
@@ -345,18 +360,13 @@ class RolloutService:
         ]
         limit = self._attempts.max_failure_share
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
-        # A batch's time begins when its groups might first start, or when the batch before it was
-        # complete.
-        allowed = min(self._released_at.get(step - self.limits.staleness, self._closed_at), now)
-        started_at = max(self._closed_at, allowed)
-        self._closed_at = now
         self._cursors[step + 1] = self.window.cursor()
         return functools.partial(
             shares,
             step=step,
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
-            seconds=now - started_at,
+            seconds=self._times.close(step),
             num_data_ranks=self.num_data_ranks,
             num_mini_batches=self.num_mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -364,22 +374,8 @@ class RolloutService:
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
+            carried=self.engines.receipts.carried,
         )
-
-    async def _written(self, closed: StepGroups) -> list[dict[str, Any]]:
-        """Transcripts of the groups in `closed.shown`; the environment decodes their tokens."""
-        segments = [
-            part for group in closed.shown for one in group.rollouts for part in one.segments
-        ]
-        texts = iter(await self.environment.texts(segments) if segments else [])
-        return [
-            group_record(
-                closed.step,
-                group,
-                [next(texts) for one in group.rollouts for _ in one.segments],
-            )
-            for group in closed.shown
-        ]
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
         """Generate and score one rollout of a group; the greedy one if `sample` is `GREEDY`."""

@@ -5,7 +5,7 @@ segments, verdict, one text for each segment --record_of--> {response, reward, c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megarl.types import Group, Prompt, Segment, Verdict, total_reward
@@ -68,3 +68,19 @@ def group_record(step: int, group: Group, texts: Sequence[str]) -> dict[str, Any
         **about(group.prompt),
         "rollouts": rollouts,
     }
+
+
+async def group_records(
+    step: int,
+    groups: Sequence[Group],
+    decode: Callable[[Sequence[Segment]], Awaitable[Sequence[str]]],
+) -> list[dict[str, Any]]:
+    """The records of several groups. `decode`: the environment's, which returns the text of each
+    segment.
+    """
+    segments = [part for group in groups for one in group.rollouts for part in one.segments]
+    texts = iter(await decode(segments) if segments else [])
+    return [
+        group_record(step, group, [next(texts) for one in group.rollouts for _ in one.segments])
+        for group in groups
+    ]

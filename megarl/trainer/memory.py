@@ -13,8 +13,8 @@ the last column on (arXiv:1910.02054):
     optimizer: AdamW's two moments  8         8          1
 
 Gradients are added up in float32. In float32 there are master weights under ZeRO 1 to 3 only,
-where DeepSpeed copies the weights. Not counted: activations, key-value caches, temporary buffers,
-and what CUDA and NCCL need.
+where DeepSpeed copies the weights. What a step needs beside is in `working_memory.py`. Not counted:
+key-value caches.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from megarl.weight_sync.parameters import VOCAB_PADDING, ParameterSpec
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight by dtype."""
 GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES = 4, 4, 8
+SUB_GROUP_ELEMENTS = 1_000_000_000
+"""Elements at which ZeRO 3 begins a new part of the optimizer state (`sub_group_size`)."""
 OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
 
 
@@ -79,7 +81,7 @@ def role_memory(
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains else LoraConfig()
-    weights = [_on_rank(one, layout.tensor) for one in table]
+    weights = [on_rank(one, layout.tensor) for one in table]
     adapters = [size for one in table for size in _adapter(one, layout.tensor, lora)]
     trained = list[int]()
     if trains:
@@ -100,16 +102,47 @@ def role_memory(
     if not (trains and training.offload_optimizer):
         return found
     # DeepSpeed's offload moves each rank's part of the gradients, also under ZeRO 1.
-    gradients = bytes_of(trained, GRADIENT_BYTES, 1)
-    return Memory(found.weights, host=gradients + found.optimizer)
+    return Memory(found.weights, host=host_memory(trained, layout, training))
+
+
+def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig) -> int:
+    """Bytes on the host for a rank with `training.offload_optimizer`. `trained`: elements of each
+    trained parameter on a tensor-parallel rank.
+
+    Master weights and moments take what they have. Gradients are there twice, since they are added
+    up in one buffer and handed to the optimizer in another; both are pinned, which torch rounds up
+    to a power of two.
+    """
+    parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
+    found = sum(parts) * (MASTER_BYTES + MOMENT_BYTES)
+    found += power_of_two(sum(parts) * GRADIENT_BYTES)
+    groups = sub_groups(parts) if training.zero_stage == 3 else [sum(parts)]
+    return found + sum(power_of_two(size * GRADIENT_BYTES) for size in groups)
+
+
+def sub_groups(parts: Sequence[int]) -> list[int]:
+    """Elements of each part of ZeRO 3's optimizer state: parameters in their order, a new part once
+    one has `SUB_GROUP_ELEMENTS`.
+    """
+    groups = [0]
+    for size in parts:
+        if groups[-1] >= SUB_GROUP_ELEMENTS:
+            groups.append(0)
+        groups[-1] += size
+    return groups
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> int:
     """Bytes of weights on each of an inference engine's `tensor` GPUs."""
-    return BYTES[dtype] * sum(_on_rank(one, tensor, is_engine=True) for one in table)
+    return BYTES[dtype] * sum(on_rank(one, tensor, is_engine=True) for one in table)
 
 
-def _on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
+def on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
     """Most elements of a parameter that one of `tensor` tensor-parallel ranks holds."""
     whole = num_elements(one.shape)
     if tensor == 1 or one.cut == "whole":

@@ -17,7 +17,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_local_grad
 
@@ -29,20 +28,12 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
+from megarl.trainer.handover import Handover, free_cache
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-
-OFFLOADED = (
-    OffloadStateTypeEnum.optim_states,
-    OffloadStateTypeEnum.hp_params,
-    OffloadStateTypeEnum.lp_grads,
-    OffloadStateTypeEnum.contiguous_grad_buffer,
-)
-"""What is moved to the CPU while colocated engines use the GPU: all states except the weights."""
 
 
 def deepspeed_config(
@@ -122,7 +113,7 @@ class TrainEngine:
         """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
         self.trains, self._module, self._files = trains, model, StateFiles()
-        self._view = DeepSpeedView(mesh)
+        self._view, self._handover = DeepSpeedView(mesh), Handover(device)
         self._engine: Any = None
         model.train(trains)
         if trains and config.gradient_checkpointing:
@@ -331,26 +322,19 @@ class TrainEngine:
         )
 
     def offload(self) -> None:
-        """Move optimizer state, master weights and gradients to CPU memory. The weights stay on the
-        GPU, since they are published next.
+        """Move master weights and optimizer state to the host, and free gradients and buffers. The
+        weights stay, since they are published next. A frozen model has nothing to move.
 
-        Does nothing on the CPU, without ZeRO, or if the optimizer state is in CPU memory anyway.
+        With `training.offload_optimizer` the optimizer state is on the host anyway.
         """
-        if self._can_offload():
-            self._engine.offload_states(include=OFFLOADED)
+        if self.trains:
+            on_host = self.config.offload_optimizer
+            self._handover.offload(self._engine.optimizer, self.module, on_host=on_host)
+        free_cache(self.device)
 
     def reload(self) -> None:
-        """Move back to the GPU what `offload` moved."""
-        if self._can_offload():
-            self._engine.reload_states()
-
-    def _can_offload(self) -> bool:
-        return (
-            self.device.type == "cuda"
-            and self.trains
-            and self.config.zero_stage > 0
-            and not self.config.offload_optimizer
-        )
+        """Move back what `offload` moved."""
+        self._handover.reload()
 
     def save(self, folder: str) -> list[Path]:
         """Write this rank's part of model and optimizer state in DeepSpeed's format; returns the
@@ -389,5 +373,6 @@ class TrainEngine:
 
     def destroy(self) -> None:
         """Release DeepSpeed's hooks and memory."""
+        self._handover.release()
         if self._engine is not None:
             self._engine.destroy()

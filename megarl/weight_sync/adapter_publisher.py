@@ -16,6 +16,7 @@ from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publication import Publication
+from megarl.weight_sync.receipts import receipt_of_adapter
 from megarl.weight_sync.transports.base import Aborted
 
 
@@ -73,7 +74,12 @@ class AdapterPublisher(Publication):
             loaded = update.result(timeout_s=max(0.0, deadline - time.monotonic()))
         except Aborted as error:
             raise RuntimeError(str(error)) from None
-        wrong = [number for number, found in enumerate(loaded) if found["version"] != version]
-        if wrong:
-            raise RuntimeError(f"engine {wrong[0]} has another version than {version}")
+        receipt = receipt_of_adapter(files)
+        self.receipts, wanted = [receipt], {"version": version, "receipt": receipt}
+        for number, found in enumerate(loaded):
+            if found != wanted:
+                raise RuntimeError(
+                    f"engine {number} has adapters of version {found['version']} and receipt"
+                    f" {found['receipt']} instead of version {version} and {receipt}"
+                )
         return {"publish/bytes": float(sum(map(len, files.values()))) * len(loaded)}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megarl.parallel.reshard.buckets import Bucket
-from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports.base import Receiver, Watch
@@ -43,14 +42,11 @@ class UpdateInfo:
 class BucketReceiver:
     """Receives one engine rank's buckets through a transport and digests what was stored."""
 
-    def __init__(self, route: Route, receiver: Receiver, destination: int) -> None:
-        """`destination`: number of this engine rank in the route's plan."""
-        self.route, self.receiver, self.owned = route, receiver, route.owned(destination)
+    def __init__(self, route: Route, receiver: Receiver) -> None:
+        """`route`: this engine rank's."""
+        self.route, self.receiver = route, receiver
         self._tensor_index = {name: index for index, name in enumerate(route.tensors)}
-        self._copies: list[list[Copy]] = [
-            [copy for copy in copies if copy.destination == destination] for copies in route.copies
-        ]
-        self._padding = [route.padding(bucket, destination) for bucket in route.buckets]
+        self._padding = [route.padding(bucket) for bucket in route.buckets]
 
     def buckets(
         self, version: int, watch: Watch, seconds: dict[str, float]
@@ -84,7 +80,7 @@ class BucketReceiver:
         `stored`: the bucket's flat buffers as the engine stored them. Adds to `seconds["digest"]`.
         """
         started_at = time.perf_counter()
-        for copy in self._copies[bucket.number]:
+        for copy in self.route.copies[bucket.number]:
             digests[self._tensor_index[copy.tensor]] += digest(
                 copy.put.view(stored[copy.put.buffer]), copy.put.box
             )

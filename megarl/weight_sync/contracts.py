@@ -42,17 +42,24 @@ class Update(Protocol):
     """One weight update that the engines are working on."""
 
     def poll(self) -> None:
-        """Raise `EngineLost` or `RuntimeError` if an engine has failed so far; never waits."""
+        """Raise `EngineLost` if an engine has died so far, or `RuntimeError` if one has answered
+        with an error. Returns at once.
+        """
         ...
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """What every engine answers, by engine; of `Engines.update` the status of its ranks, see
-        `WeightSyncWorker` in receiver.py.
+        """Wait until every engine has answered; returns [answer of engine 0, of engine 1, ...].
+
+        Of an update begun by `Engines.update` an answer is a list with the status of each rank
+        (`WeightSyncWorker` in receiver.py), of `Engines.load_adapter` it is {"version",
+        "receipt"}. Raises `EngineLost` for engines that have died or are late.
         """
         ...
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """Wait for engines to abandon the update; returns those that failed or have not."""
+        """After an abort, wait at most `timeout_s` seconds until the engines have given the update
+        up. Returns the numbers of those that have failed or have not answered.
+        """
         ...
 
 
@@ -61,6 +68,10 @@ class Engines(Protocol):
 
     Calls end within `timeout_s` seconds and raise `EngineLost` where an engine has died.
     """
+
+    def is_one_host(self) -> bool:
+        """Whether all engines are, and stay, on the caller's host."""
+        ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         """Send each engine `info(engine number)`, the fields of `bucket_receiver.InitInfo`."""
@@ -72,7 +83,7 @@ class Engines(Protocol):
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
         """Have every engine load the adapters in `files` as `version`; returns at once. The result
-        is a list of {"version": version}, by engine.
+        is a list of {"version", "receipt"} of what is loaded, by engine.
         """
         ...
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, matrix
+from megarl.parallel.reshard.part import Kinds
 from megarl.parallel.tensor import Shard
 
 Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab"]
@@ -64,18 +65,41 @@ def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
 
     Raises `ValueError` where a tensor cannot be split over `tensor` ranks.
     """
-    ranks = []
-    for rank in range(tensor):
-        owned = Owned()
-        for parameter in table:
-            if parameter.cut == "vocab":
-                real, padding = _vocab_part(parameter, rank, tensor)
-                owned.add(parameter.name, real, parameter.engine)
-                owned.add(ZEROS, padding, parameter.engine)
-            else:
-                owned.add(parameter.name, _part(parameter, rank, tensor), parameter.engine)
-        ranks.append(owned)
-    return ranks
+    return [engine_rank_owned(table, rank, tensor) for rank in range(tensor)]
+
+
+def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) -> Owned:
+    """What rank `rank` of an engine's `tensor` ranks owns; see `engine_owned`."""
+    owned = Owned()
+    for parameter in table:
+        if parameter.cut == "vocab":
+            real, padding = _vocab_part(parameter, rank, tensor)
+            owned.add(parameter.name, real, parameter.engine)
+            owned.add(ZEROS, padding, parameter.engine)
+        else:
+            owned.add(parameter.name, _part(parameter, rank, tensor), parameter.engine)
+    return owned
+
+
+def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kinds:
+    """Which tensors of `table` lie alike: on the ranks of every engine, and on training ranks that
+    split them by `shards`.
+
+    Two tensors are alike if their engine parameters are stacked from tensors of equal shapes, cuts
+    and shards, and they have the same place in it.
+    """
+    stacked: dict[str, list[ParameterSpec]] = {}
+    for parameter in table:
+        stacked.setdefault(parameter.engine, []).append(parameter)
+    first: dict[tuple[object, ...], list[ParameterSpec]] = {}
+    like: dict[str, str] = {}
+    for members in stacked.values():
+        kind = tuple((one.shape, one.cut, one.heads, shards.get(one.name)) for one in members)
+        for one, other in zip(members, first.setdefault(kind, members), strict=True):
+            like[one.name] = other.name
+    return Kinds(
+        {one.name: like[one.name] for one in table}, {one.name: one.engine for one in table}
+    )
 
 
 def _vocab_part(parameter: ParameterSpec, rank: int, tensor: int) -> tuple[Box, Box]:

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from megarl.activity.spans import activity
 from megarl.console import say
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import broadcast_object, on_first
@@ -36,6 +37,9 @@ class Publication(ABC):
         """`layouts`: those of trainer and engines, for messages."""
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         self._probe, self._layouts = probe, layouts
+        self.receipts: list[str] = []
+        """Receipts of the newest version, on every rank; see `megarl.weight_sync.receipts`. More
+        than one where engines receive the same weights in other pieces."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Send weight version `version` to every engine. All trainer ranks call it together;
@@ -65,7 +69,8 @@ class Publication(ABC):
             if self.engines is not None:
                 self.engines.let_go()
         metrics["time/publish_s"] = time.monotonic() - started_at
-        return broadcast_object(metrics, self.mesh.world)
+        metrics, self.receipts = broadcast_object((metrics, self.receipts), self.mesh.world)
+        return metrics
 
     def _send_until_whole(self, version: int) -> tuple[str, dict[str, float]]:
         """Send a version until no engine is lost on the way: (error message or "", metrics)."""
@@ -100,7 +105,7 @@ class Publication(ABC):
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
         """Send a version once: (error message or "", engines lost, metrics).
 
-        Message and engines are the same on all ranks; only rank 0 has metrics.
+        Message and engines are the same on all ranks; only rank 0 has metrics, and sets `receipts`.
         """
 
     def _forget(self) -> None:  # noqa: B027 - there may be nothing to forget
@@ -138,7 +143,8 @@ class Publication(ABC):
                 own, scores, version=version, layouts=self._layouts
             )
 
-        failure = self._on_main(f"the probe of version {version}", score)
+        with activity(f"probe of weights {version}", kind="publish", of="engines"):
+            failure = self._on_main(f"the probe of version {version}", score)
         return failure, broadcast_object(lost, self.mesh.world) if failure else []
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to close

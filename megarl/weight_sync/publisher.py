@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megarl.errors import EngineLost
-from megarl.parallel.collectives import all_reduce, gather_objects
+from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.weight_sync.checksums import carry
 from megarl.weight_sync.config import WeightSyncConfig
@@ -23,8 +23,9 @@ from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publication import Publication
+from megarl.weight_sync.receipts import receipt_of_weights
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
-from megarl.weight_sync.transports.base import Aborted, Watch
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weight_sync.transports.registry import SENDERS
 
 POLL_S = 0.05
@@ -88,6 +89,9 @@ class Publisher(Publication):
             bucket_bytes=config.bucket_bytes,
             table=table_fingerprint(table),
             local=transport.LOCAL,
+            one_host=broadcast_object(
+                engines.is_one_host() if engines is not None else False, mesh.world
+            ),
         )
         probe = Probe.random(
             dtypes=(dtype, precision),
@@ -99,7 +103,7 @@ class Publisher(Publication):
         super().__init__(
             config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=str(spec)
         )
-        self.route = Route.of(spec, table)
+        self.route = Route.of_source(spec, table, mesh.world.rank)
         self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
         self._sender = transport(self.route, mesh.world, config.folder)
         self._connected = False
@@ -113,11 +117,15 @@ class Publisher(Publication):
         """
         world, route, metrics = self.mesh.world, self.route, {}
         digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
-        problem, lost, answers = "", [], []
+        problem, given_up, lost, answers = "", "", [], []
         try:
             answers = self._send(version, digests)
-        except Aborted:
-            pass  # the rank that aborted reports the reason
+        except Aborted as error:  # the rank that aborted reports the reason, unless an engine did
+            given_up = str(error)
+            engine = self._sender.lost() if world.rank == 0 else None
+            if engine is not None:
+                lost = sorted({engine, *self._unsettled})
+                problem = self._describe(EngineLost("its connections ended", (engine,)), version)
         except EngineLost as error:
             problem, lost = (
                 self._describe(error, version),
@@ -125,16 +133,19 @@ class Publisher(Publication):
             )
         except Exception as error:  # gathered below, so that no rank waits for this one
             problem, lost = f"publishing version {version} failed on rank {world.rank}: {error}", []
-        reports = gather_objects((problem, lost), world)
+        reports = gather_objects((problem, lost, given_up), world)
         # A trainer rank's own error comes first: engines that aborted because of it are not lost.
-        for message, engines in sorted(reports, key=lambda report: bool(report[1])):
+        for message, engines, _ in sorted(reports, key=lambda report: bool(report[1])):
             if message:
                 return message, engines, {}
+        if any(reason for *_, reason in reports):
+            return f"publishing version {version} failed: {GIVEN_UP}, which did not say why", [], {}
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         sums = all_reduce(digests.to(device), world).cpu()
 
         def compare(engines: Engines) -> None:
             self._compare(version, sums, answers)
+            self.receipts = self._receipts_of(sums)
             seconds = [rank["seconds"] for engine in answers for rank in engine]
             metrics.update(
                 {
@@ -145,6 +156,14 @@ class Publisher(Publication):
             metrics["publish/bytes"] = float(route.written)
 
         return self._on_main(f"publishing version {version}", compare), [], metrics
+
+    def _receipts_of(self, sums: torch.Tensor) -> list[str]:
+        """The different receipts of the engines. `sums`: [destinations, tensors] int64 digests."""
+        spec, found = self.route.spec, dict[str, None]()
+        for engine in range(spec.engines):
+            rows = [sums[spec.destination(engine, rank)] for rank in range(spec.engine_tensor)]
+            found[receipt_of_weights([row.tolist() for row in rows])] = None
+        return list(found)
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
         """Send this rank's part of a weight version and digest it.
@@ -204,8 +223,10 @@ class Publisher(Publication):
                 reached = [
                     self._sender.progress(engine) for engine in range(self.route.spec.engines)
                 ]
+                slow = {engine for engine, number in enumerate(reached) if number == min(reached)}
+                # Not those that wait for a slow one to pass the weights on.
                 late = tuple(
-                    engine for engine, number in enumerate(reached) if number == min(reached)
+                    engine for engine in sorted(slow) if self._sender.relay(engine) not in slow
                 )
                 raise EngineLost(
                     f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"

@@ -90,14 +90,13 @@ class ReshardEngine(WeightTransferEngine):
         """Compute the route, check it against the running model, and connect; raises errors."""
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
-        route = Route.of(spec, parameter_table(self.model_config.hf_config.to_dict()))
-        self._compare(route.owned(spec.destination(init_info.engine, rank)).sizes)
+        table = parameter_table(self.model_config.hf_config.to_dict())
+        route = Route.of_destination(spec, table, spec.destination(init_info.engine, rank))
+        self._compare(route.owned.sizes)
         self._receiver = RECEIVERS[init_info.transport](
             route, init_info.engine, rank, init_info.init_info
         )
-        self._buckets = BucketReceiver(
-            route, self._receiver, spec.destination(init_info.engine, rank)
-        )
+        self._buckets = BucketReceiver(route, self._receiver)
         self._route = route
         self._plain = self._find_plain()
 
@@ -156,7 +155,7 @@ class ReshardEngine(WeightTransferEngine):
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
         digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
-        modules = Modules(self._buckets.owned.sizes)
+        modules = Modules(self._route.owned.sizes)
         for bucket, buffers in self._buckets.buckets(update_info.version, watch, seconds):
             started_at = time.perf_counter()
             for path, values in modules.complete(self._write(buffers, bucket), bucket):

@@ -7,14 +7,14 @@ its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from megarl.parallel.reshard.boxes import Owned, Piece
-from megarl.parallel.reshard.plan import Copy, Plan
+from megarl.parallel.reshard.plan import Copy
 
 ALIGN = 64
 """Bytes to which each buffer in a bucket's memory block is aligned."""
@@ -98,8 +98,8 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
     return [_bucket(number, parts, itemsize) for number, parts in enumerate(made) if parts]
 
 
-def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
-    """Assign a plan's copies to buckets; a copy into a buffer that spans buckets is split.
+def copies_of(copies: Sequence[Copy], buckets: list[Bucket]) -> list[list[Copy]]:
+    """Assign copies to buckets; a copy into a buffer that spans buckets is split.
 
     Returns by bucket the copies, whose targets are relative to the bucket's part of the buffer.
     """
@@ -108,7 +108,7 @@ def copies_of(plan: Plan, buckets: list[Bucket]) -> list[list[Copy]]:
         for name in bucket.sizes:
             where[name].append(bucket)
     made: list[list[Copy]] = [[] for _ in buckets]
-    for copy in plan.copies:
+    for copy in copies:
         for bucket in where[copy.put.buffer]:
             put = bucket.part(copy.put)
             if put is copy.put:

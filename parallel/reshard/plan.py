@@ -108,10 +108,11 @@ def make_plan(
     destination needs, or where sources own overlapping boxes of a tensor.
     """
     local = local or {}
-    holders, grain = _holders(sources), _grain(destinations)
+    elements = sum(sum(owned.sizes.values()) for owned in destinations)
+    holders, grain = holders_of(sources), grain_of(elements)
     needs: list[_Need] = []
     # Engines need the same boxes; the regions of each are computed once.
-    found: dict[tuple[str, Box, int | None], list[_Region]] = {}
+    found: dict[tuple[str, Box, int | None], list[Region]] = {}
     for rank, owned in enumerate(destinations):
         broken = fills(owned)
         if broken:
@@ -122,7 +123,7 @@ def make_plan(
             if piece.tensor != ZEROS:
                 key = piece.tensor, piece.box, local.get(rank)
                 if key not in found:
-                    found[key] = _regions(
+                    found[key] = regions_of(
                         rank, piece, holders.get(piece.tensor, {}), local.get(rank), grain
                     )
                 needs += [_Need(rank, piece, box, candidates) for box, candidates in found[key]]
@@ -130,7 +131,7 @@ def make_plan(
     return Plan(copies, sources, destinations, local)
 
 
-_Region = tuple[Box, list[tuple[int, Piece]]]
+Region = tuple[Box, list[tuple[int, Piece]]]
 """(region of a tensor, [(source rank, its piece)] that could send it)"""
 
 
@@ -143,7 +144,7 @@ class _Need(NamedTuple):
     candidates: list[tuple[int, Piece]]
 
 
-def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
+def holders_of(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
     """{tensor: {box: [(rank, piece)] that own exactly this box}}.
 
     Raises `ValueError` where different boxes of a tensor overlap or leave gaps.
@@ -167,19 +168,19 @@ def _holders(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Pi
     return {tensor: dict(sorted(boxes.items())) for tensor, boxes in found.items()}
 
 
-def _regions(
+def regions_of(
     rank: int,
     piece: Piece,
     boxes: Mapping[Box, list[tuple[int, Piece]]],
     here: int | None,
     grain: int,
-) -> list[_Region]:
+) -> list[Region]:
     """Split a piece that a rank needs into regions, each with the sources that have it.
 
     `here` is the source rank in the same memory. Raises `ValueError` where sources do not cover the
     piece.
     """
-    made: list[_Region] = []
+    made: list[Region] = []
     for box, candidates in boxes.items():
         region = piece.box.meet(box)
         if region is None:
@@ -196,41 +197,57 @@ def _regions(
     return made
 
 
-def _grain(destinations: Sequence[Owned]) -> int:
-    """Size, in elements, of the regions into which shared tensors are split. The size is small
-    compared with the total, so that the load of the sources is even.
+def grain_of(elements: int) -> int:
+    """Size, in elements, of the regions into which shared tensors are split, where all destinations
+    together need `elements`. It is small compared with the total, so that the load of the sources
+    is even.
     """
-    return max(GRAIN, sum(sum(owned.sizes.values()) for owned in destinations) // 1024)
+    return max(GRAIN, elements // 1024)
+
+
+def fixed_choice(candidates: Sequence[tuple[int, Piece]], here: int | None) -> int | None:
+    """Index of the only possible source of a region: the one in the same memory, `here`, or the
+    only one that there is. None where there is a choice.
+    """
+    for index, (source, _) in enumerate(candidates):
+        if source == here:
+            return index
+    return 0 if len(candidates) == 1 else None
+
+
+def deal(choices: Sequence[tuple[int, int, Sequence[int]]], load: list[int]) -> dict[int, int]:
+    """Choose the least loaded source for each region, large regions first.
+
+    `choices`: [(number of the region, its elements, source ranks that have it)]. `load`: elements
+    that each source sends so far, to which the regions are added. Returns {number: index among the
+    region's ranks}.
+    """
+    found = {}
+    for number, area, ranks in sorted(choices, key=lambda choice: (-choice[1], choice[0])):
+        rank = min(ranks, key=lambda rank: (load[rank], rank))
+        found[number] = ranks.index(rank)
+        load[rank] += area
+    return found
 
 
 def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) -> list[Copy]:
     """Choose a source for each need: the same memory, else the only one, else the least loaded."""
-    load = [0] * num_sources
-    chosen: list[tuple[int, Piece] | None] = [None] * len(needs)
-    open_needs = []
+    load, chosen, choices = [0] * num_sources, {}, []
     for number, need in enumerate(needs):
-        here = [
-            candidate
-            for candidate in need.candidates
-            if candidate[0] == local.get(need.destination, -1)
-        ]
-        if here or len(need.candidates) == 1:
-            chosen[number] = rank, piece = (here or need.candidates)[0]
-            load[rank] += 0 if here else need.box.area
+        here = local.get(need.destination)
+        index = fixed_choice(need.candidates, here)
+        if index is None:
+            ranks = [source for source, _ in need.candidates]
+            choices.append((number, need.box.area, ranks))
         else:
-            open_needs.append(number)
-    for number in sorted(open_needs, key=lambda number: (-needs[number].box.area, number)):
-        rank, piece = min(
-            needs[number].candidates, key=lambda candidate: (load[candidate[0]], candidate[0])
-        )
-        chosen[number] = (rank, piece)
-        load[rank] += needs[number].box.area
+            chosen[number] = index
+            source = need.candidates[index][0]
+            load[source] += need.box.area if source != here else 0
+    chosen |= deal(choices, load)
     made = []
-    for need, choice in zip(needs, chosen, strict=True):
-        assert choice is not None
-        made.append(
-            Copy(choice[0], choice[1].part(need.box), need.destination, need.piece.part(need.box))
-        )
+    for number, need in enumerate(needs):
+        source, piece = need.candidates[chosen[number]]
+        made.append(Copy(source, piece.part(need.box), need.destination, need.piece.part(need.box)))
     return made
 
 

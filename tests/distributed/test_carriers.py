@@ -33,6 +33,8 @@ DIE_AT, STOP_AT = 5, 4
 
 
 SHARDED, CUT, ALONE = Case(2, 1, 3, 2, 1), Case(1, 2, 1, 1, 2), Case(1, 1, 2, 2, 2)
+RELAYED = Case(2, 1, 1, 5, 1)
+"""Engine 0 passes weights on to 1 and 2, and 1 to 3 and 4."""
 TRANSPORTS = ("shared_memory", "point_to_point", "disk")
 
 
@@ -56,9 +58,10 @@ def attempt(
     from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
     from megarl.parallel.reshard.boxes import scatter
     from megarl.weight_sync.checksums import carry
+    from megarl.weight_sync.route import whole_plan
 
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
-    sources = scatter(route.plan.sources[axis.rank], weights(version))
+    sources = scatter(whole_plan(route.spec, table()).sources[axis.rank], weights(version))
     digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
     place = {name: number for number, name in enumerate(route.tensors)}
 
@@ -93,7 +96,8 @@ def attempt(
     except Exception as error:
         problem, seconds = f"{type(error).__name__}: {error}", time.monotonic() - started_at
         sender.abort()
-        progress = sender.progress(0) if axis.rank == 0 else 0
+        victim = engines.victim if engines is not None else 0
+        progress = sender.progress(victim) if axis.rank == 0 else 0
         if engines is not None:
             answers = answers or engines.answers(3.0)
         found = {"seconds": seconds, "progress": progress}
@@ -102,6 +106,7 @@ def attempt(
     problems = gather_objects(problem, axis)
     sent = Counter(getattr(sender, "sent", {}))
     found |= {
+        "lost": sender.lost(),
         "sent": sum(gather_objects(sent, axis), Counter()),
         "digests": all_reduce(digests, axis).tolist(),
     }
@@ -114,10 +119,10 @@ def through(
 ) -> dict[str, Any]:
     """What one transport did: the attempts by name, and what was planned."""
     from megarl.parallel.collectives import barrier
-    from megarl.weight_sync.route import Route
+    from megarl.weight_sync.route import Route, whole_plan
     from megarl.weight_sync.transports.registry import SENDERS
 
-    route = Route.of(spec_of(case, transport), table())
+    route = Route.of_source(spec_of(case, transport), table(), axis.rank)
     sender = SENDERS[transport](route, axis, folder)
     found: dict[str, Any] = {}
 
@@ -140,7 +145,8 @@ def through(
         for engine in range(case.engines)
         for rank in range(case.engine_tensor)
     ]
-    found |= {"links": route.plan.links(route.dtype.itemsize), "written": route.written}
+    plan = whole_plan(route.spec, table())
+    found |= {"links": plan.links(route.dtype.itemsize), "written": route.written}
     found |= {"buckets": len(route.buckets), "destinations": destinations}
     barrier(axis)
     sender.close()
@@ -266,6 +272,21 @@ def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(
     check_version(here["version 5"], here["destinations"])
 
 
+def test_a_killed_relay_is_named_by_those_beside_it(folder: str) -> None:
+    """Also with five engines the trainer sends one engine's weights; an engine that is killed in
+    the middle of the tree ends the version for all, and a fresh one takes its place.
+    """
+    here = outcome(RELAYED, ("point_to_point",), True, folder)["point_to_point"]
+    check_versions(here, "point_to_point")
+    killed = here["killed"]
+    assert killed["lost"] == 1 and killed["progress"] == DIE_AT, killed
+    assert killed["seconds"] < 5, killed
+    said = [answer["error"].split(":")[0] for answer in killed["answers"]]
+    assert said == ["Aborted", "died", "Aborted", "Aborted", "Aborted"]
+    assert here["stopped"]["lost"] is None and here["never"]["lost"] is None
+    check_version(here["version 5"], here["destinations"])
+
+
 @pytest.mark.gpu
 def test_memory_of_gpus(folder: str) -> None:
     check_versions(outcome(ALONE, ("cuda_ipc",), False, folder, gpu=True)["cuda_ipc"], "cuda_ipc")
@@ -281,7 +302,9 @@ def alone(transport: str, folder: str) -> Any:
     from megarl.weight_sync.transports.registry import SENDERS
 
     return SENDERS[transport](
-        Route.of(spec_of(ALONE, transport), table()), Axis("world", 1, 0, (0,), None), folder
+        Route.of_source(spec_of(ALONE, transport), table(), 0),
+        Axis("world", 1, 0, (0,), None),
+        folder,
     )
 
 

@@ -7,6 +7,7 @@ Engines are threads of rank 0 with the real receiving end; tests/system has the 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,26 @@ ROOT = Path(__file__).resolve().parents[2]
 from support.engine_ranks import table, weights
 from support.ranks import run_ranks
 
-DEADLINE_S = 20.0
+DEADLINE_S, HANG_S = 20.0, 5.0
 
 
 class Engine:
     """One engine of one rank, taking versions in."""
 
     def __init__(self) -> None:
-        self.dies_at = -1
+        self.dies_at, self.hangs = -1, False
 
     def connect(self, info: dict[str, Any]) -> None:
         from megarl.weight_sync.bucket_receiver import BucketReceiver
         from megarl.weight_sync.route import Route, RouteSpec
         from megarl.weight_sync.transports.registry import RECEIVERS
 
-        self.route = Route.of(RouteSpec(**info["spec"]), table())
+        spec = RouteSpec(**info["spec"])
+        self.route = Route.of_destination(spec, table(), spec.destination(info["engine"], 0))
         self.receiver = RECEIVERS[info["transport"]](
             self.route, info["engine"], 0, info["init_info"]
         )
-        self.intake = BucketReceiver(
-            self.route, self.receiver, self.route.spec.destination(info["engine"], 0)
-        )
+        self.intake = BucketReceiver(self.route, self.receiver)
 
     def take(self, version: int) -> list[dict[str, Any]]:
         from megarl.weight_sync.bucket_receiver import deadline_watch
@@ -50,8 +50,16 @@ class Engine:
             dict.fromkeys(("wait", "digest", "install"), 0.0),
         )
         watch = deadline_watch(DEADLINE_S)
+        if self.hangs and self.dies_at >= 0:  # those below it receive nothing either
+            meeting = self.receiver._meeting
+            meeting.attempt = meeting.get("attempt")
+            while not meeting.is_aborted():
+                time.sleep(0.05)
+            self.receiver.close()
+            raise OSError("the engine hung")
         for bucket, stored in self.intake.buckets(version, watch, seconds):
             if bucket.number == self.dies_at:
+                self.receiver.close()
                 raise OSError("the engine is gone")
             self.intake.digest(bucket, stored, digests, seconds)
         return [
@@ -106,6 +114,9 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
+
+    def is_one_host(self) -> bool:
+        return True
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         for number, engine in enumerate(self.engines):
@@ -165,7 +176,7 @@ class Policy:
 
 def publishes(case: str) -> list[str]:
     """What each of three publishes came to on this rank; the second is the one in which something
-    goes wrong.
+    goes wrong. With a relay there are five engines: 0 sends to 1 and 2, and 1 to 3 and 4.
     """
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
@@ -174,20 +185,24 @@ def publishes(case: str) -> list[str]:
     from megarl.weight_sync.config import WeightSyncConfig
 
     bucket_bytes = 2**20 if "one bucket" in case else 2**10
+    transport = "point_to_point" if "relay" in case else "shared_memory"
+    count, victim = (5, 1) if "relay" in case else (2, 0)
     mesh_module.initialise(timeout_s=60)
     found = []
     with (
         ProcessMesh(Layout(data=2), timeout_s=60) as mesh,
         patch.object(WeightSyncConfig, "bucket_bytes", bucket_bytes),
     ):
-        engines = Engines(2) if mesh.rank == 0 else None
+        engines = Engines(count) if mesh.rank == 0 else None
         policy = Policy(mesh.rank)
         publisher = wire.Publisher(
-            WeightSyncConfig(timeout_s=DEADLINE_S),
+            WeightSyncConfig(
+                timeout_s=HANG_S if "hangs" in case else DEADLINE_S, transport=transport
+            ),
             table=table(),
             policy=policy,
             engines=engines,
-            num_engines=2,
+            num_engines=count,
             engine_tensor=1,
             mesh=mesh,
             dtype="float32",
@@ -204,10 +219,14 @@ def publishes(case: str) -> list[str]:
                 wire.carry = lambda source, target, box: plain(source, target, box) + 1
             if engines is not None:
                 engines.admit_fails = wrong and "admit" in case
-                engines.engines[0].dies_at = (
-                    2 if wrong and ("engine dies" in case or "both" in case) else -1
+                engines.engines[victim].dies_at = (
+                    2
+                    if wrong and ("engine dies" in case or "relay" in case or "both" in case)
+                    else -1
                 )
-                engines.engines[1].dies_at = 3 if wrong and "both" in case else -1
+                engines.engines[victim].hangs = "hangs" in case
+                if "both" in case:
+                    engines.engines[1].dies_at = 3 if wrong else -1
             try:
                 metrics = publisher.publish(version)
                 found.append(f"replaced {metrics['publish/replaced']:.0f}")
@@ -225,6 +244,8 @@ CASES = {
     "a rank fails, one bucket": ("publishing version 1 failed on rank 1: out of memory, say", []),
     "an engine dies": ("replaced 1", [0]),
     "both engines die": ("replaced 1", [0, 1]),
+    "a relay dies": ("replaced 1", [1]),
+    "a relay hangs from the start": ("replaced 1", [1]),
     "damage": ("engine 0, rank 0 has received a wrong", []),
     "admit fails": ("admitting replaced engines failed: nobody home", []),
 }

@@ -21,3 +21,10 @@ def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
 def test_without_a_command_it_says_how_it_is_used() -> None:
     done = megarl("torchrun", "--nproc-per-node", "2", timeout_s=60)
     assert done.code == 2 and done.err.startswith("usage: megarl torchrun"), done.err
+
+
+def test_every_command_that_trains_runs_on_several_ranks() -> None:
+    from megarl.cli import COMMANDS
+    from megarl.parallel.torchrun import TRAINS
+
+    assert set(TRAINS) == {name for name, one in COMMANDS.items() if one.owns_folder}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,7 +36,8 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
             wait_for(lambda: list(run.glob("waits-*.txt")), 60)
             shown = status(run, "--stacks")
         finally:
-            os.kill(stopped, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # the run may have replaced it by now
+                os.kill(stopped, signal.SIGCONT)
         done = finish(process, mark, 240)
     finally:
         if process.poll() is None:

@@ -265,7 +265,7 @@ def test_vllm_takes_the_temperatures_of_the_range_and_no_others() -> None:
     """The recipe's range is vLLM's own: below it vLLM samples at another temperature in silence."""
     code = """
 from vllm import SamplingParams
-from megarl.config import EvaluationConfig
+from megarl.command_config import EvaluationConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.schema import ranges_of
 

@@ -4,6 +4,7 @@ lost.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.commands import finish, megarl, records, start, tiny_run, write_rec
 from support.tiny import write_model
 
 KILLER = """
-import os, sys
+import os, sys, time
 import psutil
 from megarl.weight_sync.transports import shared_memory
 from megarl.weight_sync.config import WeightSyncConfig
@@ -40,7 +41,9 @@ def begins(self, version):
 def commit(self, bucket, watch):
     if state["version"] == 2 and bucket.number == 3 and not state["killed"]:
         state["killed"] = True
-        victim = min(called(os.environ["VICTIM"]), key=lambda process: process.pid)
+        # On a busy machine a process may not tell its title at the first look.
+        looks = (list(called(os.environ["VICTIM"])) or time.sleep(0.1) for _ in range(100))
+        victim = min(next(filter(None, looks)), key=lambda process: process.pid)
         for process in [*victim.children(recursive=True), victim]:
             process.kill()
     plain(self, bucket, watch)
@@ -59,15 +62,20 @@ from megarl.console import say
 from megarl.weight_sync.publication import Publication
 from megarl.weight_sync.transports import shared_memory
 
+def called(title):
+    return next(
+        process for process in psutil.Process().children(recursive=True)
+        if process.cmdline() and process.cmdline()[0].startswith(title)
+    )
+
 def hit(kind, number):
     # Ray's processes are below this one. The engine's core has no title of its own; it is the
     # largest process below the actor.
-    actor = next(
-        process for process in psutil.Process().children(recursive=True)
-        if process.cmdline() and process.cmdline()[0].startswith("ray::Engine")
-    )
-    core = max(actor.children(recursive=True), key=lambda process: process.memory_info().rss)
-    (actor if kind == "actor" else core).send_signal(number)
+    victim = called("ray::Environment" if kind == "environment" else "ray::Engine")
+    if kind == "core":
+        below = victim.children(recursive=True)
+        victim = max(below, key=lambda process: process.memory_info().rss)
+    victim.send_signal(number)
     say(f"hit {kind} {number}")
 
 def before(owner, name, *faults):
@@ -81,7 +89,11 @@ def before(owner, name, *faults):
     setattr(owner, name, method)
 
 # The first call of each is the start of the run. After `release`, the trainer waits for rollouts.
-before(RolloutClient, "release", (1, "core", signal.SIGKILL), (3, "core", signal.SIGSTOP))
+before(
+    RolloutClient, "release",
+    (1, "core", signal.SIGKILL), (2, "environment", signal.SIGKILL),
+    (3, "core", signal.SIGSTOP), (4, "environment", signal.SIGSTOP),
+)
 before(RolloutClient, "evaluate", (2, "actor", signal.SIGKILL), (3, "actor", signal.SIGSTOP))
 before(Publication, "_check_probe", (3, "core", signal.SIGKILL))
 before(shared_memory.Sender, "begin", (7, "core", signal.SIGKILL))
@@ -92,18 +104,20 @@ sys.exit(main())
 
 def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     """One engine alone, so that everything waits for its replacement: while the trainer waits for
-    rollouts or an evaluation, in the probe, and before the first byte of a version.
+    rollouts or an evaluation, in the probe, and before the first byte of a version. The environment
+    dies and hangs too.
     """
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=5)
     tree["rollout"] |= {"engine": {"stall_timeout_s": 8}}
+    tree["environment"] |= {"time_limit_s": 2}
     tree["evaluation"] |= {"every": 2}
     command = [sys.executable, "-c", PHASES, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command)
     done = finish(process, mark, 400)
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
-    assert done.err.count("hit ") == 6
+    assert done.err.count("hit ") == 8
     steps = [
         row for row in records(tmp_path / "run" / "metrics.jsonl") if "publish/replaced" in row
     ]
@@ -112,9 +126,37 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     assert "has lost one of vLLM's processes; it is replaced" in done.err
     assert re.search(r"has made no step for \d+ s, with \d+ requests open", done.err)
     assert re.search(r"has not said for \d+ s that it lives", done.err)
+    lost = re.findall(
+        r"megarl: warning: .*the environment was lost \((.*?)\) and is repl", done.err
+    )
+    assert [why[:11] for why in lost] == ["its process", "it has not "], done.err[-3000:]
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4] * 5
     audit = megarl("ledger", str(tmp_path / "run"))
     assert audit.code == 0, audit.out + audit.err
+
+
+RAY = """
+import time
+import psutil, ray
+from megarl.cluster.ray_shutdown import shut_down, started_processes
+
+ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
+named = {one[1]: " ".join(psutil.Process(one[1]).cmdline()) for one in started_processes()}
+(raylet,) = [number for number, line in named.items() if "raylet --raylet" in line]
+psutil.Process(raylet).suspend()
+began = time.monotonic()
+shut_down(2.0)
+assert time.monotonic() - began < 20
+print(len(named), "processes")
+"""
+
+
+def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
+    process, mark = start([sys.executable, "-c", RAY])
+    done = finish(process, mark, 120)
+    assert done.code == 0 and int(done.out.split()[0]) >= 3, done.out + done.err[-3000:]
+    assert "megarl: Ray has not shut down within 2 s; its processes are killed" in done.err
+    assert done.survivors == []
 
 
 @pytest.mark.parametrize(("victim", "tensor"), [("ray::Engine", 1), ("VLLM::Worker_TP1", 2)])
@@ -124,6 +166,7 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     tree = tiny_run(tmp_path, model, steps=4)
     tree["rollout"] |= {"num_engines": 2, "max_staleness": 1, "engine": {"tensor": tensor}}
     tree["algorithm"] = {"correction": {"kind": "tis"}}
+    tree["observe"] = {"batches": True}
     command = [sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command, VICTIM=victim)
     done = finish(process, mark, 300)
@@ -146,3 +189,22 @@ def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path:
     # Groups are trained in order: a rollout that was lost with the engine would have stopped the
     # run.
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]
+    if tensor == 1:
+        replays_bit_by_bit(tmp_path / "run", steps=4)
+
+
+def replays_bit_by_bit(run: Path, steps: int) -> None:
+    """Training again on the batches of `run` gives its metrics and weights."""
+    replayed = megarl("replay", str(run))
+    assert replayed.code == 0, replayed.out + replayed.err[-3000:]
+    found = json.loads(replayed.out)
+    assert found["steps"] == steps
+    assert found["steps_that_differ"] == {} and found["checkpoints_that_differ"] == []
+    assert f"step_{steps:06d}" in found["checkpoints_compared"]
+    path = run / "batches" / "step_000002.rank_000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
+    torn = megarl("replay", str(run), "--folder", f"{run}_again")
+    assert torn.code == 2 and "step_000002.rank_000.safetensors cannot be read" in torn.err
+    path.unlink()
+    missing = megarl("replay", str(run), "--folder", f"{run}_again")
+    assert missing.code == 2 and "set replay.steps to 1" in missing.err

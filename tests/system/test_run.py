@@ -179,6 +179,8 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
             {k: v for k, v in row.items() if not k.startswith(TIMES)} for row in (one, other)
         )
         assert mine == theirs
+    one, other = (records(folder / "evaluations.jsonl") for folder in (place / "run", again))
+    assert one == other, "neither one more nor one less"
     from safetensors.torch import load_file
 
     files = [

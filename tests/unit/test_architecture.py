@@ -28,7 +28,14 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {"config", "config_checks", "presets", "serve_config", "supervised_config"}
+ANYWHERE = {
+    "config",
+    "config_checks",
+    "presets",
+    "serve_config",
+    "supervised_config",
+    "command_config",
+}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `schema`, `recipe_file` and each other."""
 MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}

@@ -95,6 +95,24 @@ def test_a_mistake_is_in_the_log_too(tmp_path: Path) -> None:
     assert "megarl: error: what to set\n" in (tmp_path / "run.log").read_text()
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """Where the log cannot be written either."""
+    (tmp_path / console.LOG).symlink_to("/dev/full")
+    code = """
+with console.diverted():
+    console.open_log(Path(sys.argv[1]))
+    console.say("a line of ours")
+    raise OSError(28, "No space left on device", "metrics.jsonl")
+"""
+    lines = run(code, tmp_path).stderr.splitlines()
+    assert lines[0] == "a line of ours"
+    assert lines[1] == (
+        "megarl: error: OSError: [Errno 28] No space left on device: 'metrics.jsonl'; free some"
+        " space where the run folder is, and go on with --resume auto (the traceback could not be"
+        f" written to {tmp_path / console.LOG})"
+    )
+
+
 def test_without_a_log_noise_is_dropped(tmp_path: Path) -> None:
     done = run(f"with console.diverted():\n{indented(NOISE)}", tmp_path)
     assert (done.stdout, done.stderr) == ("", "")

@@ -16,16 +16,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays, write_groups
 from megarl.checkpoints.progress import Progress, read_progress, write_progress
 from megarl.ledger.audit import audit
-from megarl.ledger.events import Dispatched, Rejected, from_record
+from megarl.ledger.events import Carried, Dispatched, Rejected, from_record
 from megarl.ledger.journal import FILE, Reader
 from megarl.ledger.recorder import Recorder
+from megarl.rollout.batch import SharePlan
 from megarl.rollout.config import DispatchName, DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
 from megarl.rollout.dispatch.registry import POLICIES, limits_of, refusal
+from megarl.rollout.finished import by_version
 from megarl.rollout.service import RolloutService
-from megarl.types import START, Cursor, Prompt, Segment, TokenArrays, Verdict
+from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 
 def test_the_names_in_recipes_are_the_policies() -> None:
@@ -73,6 +76,11 @@ class Run(RuleBasedStateMachine):
         """{step: groups trained on} of the closed batches."""
         self.cursors: dict[int, Cursor] = {0: START}
         """{steps: cursor after them}, as checkpoints have it."""
+        self.carried: dict[int, dict[int, tuple[int, bool]]] = {}
+        """{steps: {ordinal: (version at dispatch, accepted)} of the finished groups that the steps
+        have not used}, as checkpoints have it."""
+        self.outcomes: dict[int, bool] = {}
+        """{ordinal: accepted} of every finished group since the newest start of the run."""
 
     # ------------------------------------------------------------------------------------- rules
 
@@ -102,10 +110,18 @@ class Run(RuleBasedStateMachine):
     @rule(late=st.integers(0, 3))
     def train(self, late: int) -> None:
         """Every rank releases each version, and a slow rank comes late."""
+        self.save()
         version = self.policy.version + 1
         self.policy.release(version)
         self.policy.release(max(0, version - late))
         assert self.policy.version == version
+
+    @rule()
+    def save(self) -> None:
+        """A checkpoint of the present version; several ranks write the same one."""
+        done = self.policy.version
+        unused = {o for o in self.outcomes if self.used.get(o, done) >= done}
+        self.carried.setdefault(done, {o: (self.versions[o], self.outcomes[o]) for o in unused})
 
     @precondition(lambda self: self.flying and not self.held)
     @rule(data=st.data())
@@ -130,14 +146,26 @@ class Run(RuleBasedStateMachine):
         self.produced = set(self.used)
         self.num_accepted = {at: count for at, count in self.num_accepted.items() if at < step}
         assert (self.policy.step, self.policy.version) == (step, step)
+        self.carried = {done: groups for done, groups in self.carried.items() if done <= step}
+        self.outcomes = {}
+        carried = [(version, o, ok) for o, (version, ok) in self.carried.get(step, {}).items()]
+        for version, ordinal, accepted in sorted(carried):
+            assert ordinal not in self.used
+            if self.policy.adopt(ordinal, version, accepted):
+                self.versions[ordinal] = version
+                self.produced.add(ordinal)
+                self.end(ordinal, accepted, adopted=True)
 
     # --------------------------------------------------------------------------------- the model
 
-    def end(self, ordinal: int, accepted: bool) -> None:
-        """A group finishes, and the batches that are complete then are closed."""
-        self.flying.remove(ordinal)
-        self.finished[ordinal] = accepted
-        self.policy.finish(ordinal, accepted)
+    def end(self, ordinal: int, accepted: bool, adopted: bool = False) -> None:
+        """A group finishes, and the batches that are complete then are closed. `adopted`: it was
+        finished before the run was resumed.
+        """
+        self.finished[ordinal] = self.outcomes[ordinal] = accepted
+        if not adopted:
+            self.flying.remove(ordinal)
+            self.policy.finish(ordinal, accepted)
         step = self.policy.step
         while (batch := self.policy.close()) is not None:
             assert self.policy.step == step + 1
@@ -284,17 +312,20 @@ class Engine:
 
     def __init__(self, stuck: int) -> None:
         self.stuck, self.cancelled = stuck, 0
+        self.asked: set[int] = set()
+        """Ordinals of the groups that requests came for."""
         self.service: Any = None
 
     async def generate(self, prompt_ids: np.ndarray, *args: Any, **settings: Any) -> Segment:
         version = self.service.window.version
+        self.asked.add(int(prompt_ids[0]))
         if prompt_ids[0] == self.stuck:
             try:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled += 1
         arrays = TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32))
-        return Segment("model", 1, arrays, [(version, 1)], "stop")
+        return Segment("model", 1, arrays, [(version, 1)], finish="stop")
 
 
 class Prompts:
@@ -357,7 +388,7 @@ def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) ->
             cursors[step + 1] = await made.cursor(step + 1)
         assert engine.cancelled > 2 * bool(first_step), "swept, and not only ended by stop"
         await made.stop()
-        assert not made._tasks and (until < 6 or not made._groups)
+        assert not made._tasks and (until < 6 or not made._finished.open)
         return cursors
 
     cursors = asyncio.run(run(0, START, 1))
@@ -387,6 +418,79 @@ def test_the_ordered_policy_waits_for_the_group(tmp_path: Path) -> None:
         await made.stop()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("dispatch", ["ordered", "windowed"])
+def test_a_resumed_run_trains_on_the_finished_groups(dispatch: str, tmp_path: Path) -> None:
+    """Six groups are started and one of them does not end; the other five come with the checkpoint,
+    and are not generated again.
+    """
+    path = tmp_path / FILE
+
+    async def first() -> list[Group]:
+        made = service(path, dispatch, Engine(stuck=1))
+        await made.start()
+        async with asyncio.timeout(20):
+            while len(made._tasks) > 1 or made.window.may_start():
+                await asyncio.sleep(0.01)
+        groups = await made.unused(0, 0)
+        await made.stop()
+        return groups
+
+    written = asyncio.run(first())
+    assert [group.ordinal for group in written] == [0, 2, 3, 4, 5]
+    write_groups(tmp_path / "groups" / "rank_00000.safetensors", written, "settings")
+    assert read_groups(tmp_path, "other settings", Prompts().at) == ([], 5)
+    groups, left_out = read_groups(tmp_path, "settings", Prompts().at)
+    assert left_out == 0 and [group.ordinal for group in groups] == [0, 2, 3, 4, 5]
+    for one, other in zip(segments_of(written), segments_of(groups), strict=True):
+        assert replace(one, arrays=None) == replace(other, arrays=None)
+        assert all(map(np.array_equal, one.arrays, other.arrays))
+    for part in segments_of(written):
+        part.receipts.append("9f31c0")
+    write_groups(tmp_path / "groups" / "rank_00000.safetensors", written, "settings")
+    marked, _ = read_groups(tmp_path, "settings", Prompts().at)
+    assert [part.receipts for part in segments_of(marked)] == [["9f31c0"]] * 10
+    assert with_arrays(groups, [0] * 10)[4].rollouts[1].segments[0].arrays == 0
+
+    async def again() -> set[int]:
+        engine = Engine(stuck=-1)
+        made = service(path, dispatch, engine, carried=groups)
+        await made.start()
+        generated_now = 0.0
+        for step in range(6):
+            plan = await asyncio.wait_for(made.take(step, 0), 20)
+            assert isinstance(plan, SharePlan)
+            found = plan.batch.metrics
+            assert found["tokens/generated"] == 6
+            generated_now += found["tokens/generated_per_s"] * found["time/rollout_s"]
+            await made.release(step + 1)
+        await made.stop()
+        assert round(generated_now) == 26, "those of the checkpoint do not count for the rate"
+        return engine.asked
+
+    assert asyncio.run(again()) == {1, *range(6, 18)}
+    told = [from_record(record) for record in Reader(path)]
+    found = audit(told)
+    assert found.contradictions == [] and (found.trained, found.cursor) == (18, Cursor(18))
+    assert [one.ordinal for one in told if isinstance(one, Carried)] == [0, 2, 3, 4, 5]
+    assert max(found.ages) <= 1
+    with pytest.raises(ValueError, match="group 0, which its steps have used"):
+        service(path, dispatch, Engine(stuck=-1), carried=groups, cursor=Cursor(1))
+
+
+def test_groups_are_adopted_in_the_order_in_which_they_are_due() -> None:
+    """After a second resume the lower ordinals may be the newer groups."""
+    limits = Limits(per_step=2, max_draws=2, staleness=1, last_step=30, max_open=8)
+    groups = [
+        Group(o, Prompts().at(o), [Rollout(0, 0, [], Verdict(0.0, False), dispatched_at=version)])
+        for o, version in ((20, 11), (21, 11), (24, 10), (25, 10))
+    ]
+    policy = POLICIES["windowed"].restore(limits, Cursor(20, (22, 23)), 11)
+    for version, group in by_version(groups):
+        assert policy.adopt(group.ordinal, version, accepted=True)
+        policy.close()
+    assert policy.step == 13 and policy.cursor() == Cursor(26)
 
 
 # ----------------------------------------------------------------------------- settings and files

@@ -315,6 +315,7 @@ def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) 
     first, second = run(EnvironmentConfig(verifier=f"{own}:judge"), use)
     assert first.correct, "nothing had been judged yet, so the request is given to the replacement"
     assert second.correct
+    assert "was ended from outside, and is replaced" in first.warning and not second.warning
 
 
 def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -> None:

@@ -11,17 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 
 from megarl.activity.process import start_of
-from megarl.cluster.launch import end, started_processes
+from megarl.cluster.launch_plan import Command
+from megarl.cluster.launch_processes import Addresses, Process
+from megarl.cluster.launch_run import Launch, Launcher, Running
+from megarl.cluster.node_process import started_processes
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -57,6 +59,7 @@ Kind = (
 )
 KINDS: dict[str, Kind] = {
     "quickstart_sft": SftConfig,
+    "sft_7b": SftConfig,
     "calculator_sft": SftConfig,
     "guessing_sft": SftConfig,
     "programs_sft": SftConfig,
@@ -397,11 +400,21 @@ def test_a_node_elsewhere_is_reached_by_srun() -> None:
     assert step.endswith(f"-m megarl launch {recipe} --dry-run -- --steps 3")
 
 
-def test_two_nodes_are_refused() -> None:
+def test_two_nodes_of_slurm(tmp_path: Path) -> None:
+    """Ray, ranks and engines on both nodes, each process through srun on its node."""
     two = ONE_NODE | {"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
-    said = refused(launch("--dry-run", **two, SLURM_JOB_NODELIST="gpu[017-018]"))
-    assert "has 2 nodes (gpu[017-018])" in said
-    assert "--nodes=1" in said
+    two |= {"SLURM_JOB_NODELIST": "gpu[017-018]", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    overrides = ("--training.layout.data", "8", "--rollout.num_engines", "4")
+    said = refused(launch("--dry-run", "--", *overrides, **two))
+    assert "set it to 'point_to_point'" in said
+    overrides += ("--weight_sync.transport", "point_to_point")
+    result = launch("--dry-run", "--", *overrides, **two)
+    assert result.returncode == 0, result.stderr
+    assert places(result.stdout)["policy"] == "0-7 0: 0-7"
+    assert places(result.stdout)["engine 3"] == "- 1: 6-7"
+    lines = re.findall(r"^  srun .*--nodelist=(\S+) .*-m (\S+) ", result.stdout, re.MULTILINE)
+    assert [host for host, _ in lines] == ["gpu017", "gpu018", "gpu017", "gpu017"]
+    assert "host      gpu017 gpu018\n" in result.stdout
 
 
 def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Path) -> None:
@@ -475,37 +488,113 @@ def test_only_marked_processes_are_ended() -> None:
             process.communicate()
 
 
-def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    """A process that ignores SIGTERM, and may take ten minutes, is killed."""
-    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code + "signal.pause()"],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, Running]:
+    """A Python program below a launcher that runs it as ranks or as Ray; its first line is read."""
+    process = Process(kind, 0, Command({}, [sys.executable, "-c", code]))
+    at = Addresses(state=f"/tmp/megarl-test-{os.getpid()}")
+    launcher = Launcher(Launch([process], ["here"], at, Path()), dict(os.environ))
+    words = [sys.executable, "-m", "megarl.cluster.node_process", kind, *process.command.words]
+    popen = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    assert process.stdout is not None and process.stdout.readline() == b"\n"
-    hurry = threading.Event()
-    hurry.set()
-    end([(process, 600.0)], "no such mark", hurry)
-    assert process.wait(60) == -signal.SIGKILL
+    assert popen.stdout is not None
+    launcher.running.append(Running(process, popen, None))
+    return launcher, launcher.running[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_the_launcher_starts_ends_with_a_killed_launcher(number: signal.Signals) -> None:
-    code = f"""import os, sys, time
-from megarl.cluster import launch
-from megarl.cluster.launch_plan import Command
-words = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
-launch.start(Command({{}}, words), dict(os.environ), launch.signal.Signals({int(number)}))
-time.sleep(60)"""
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    started = int(launcher.stdout.readline())
-    assert start_of(started)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while start_of(started):
+IGNORES = """import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+time.sleep(600)"""
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    """Ranks that ignore SIGTERM, and may take 45 s, are killed."""
+    launcher, started = running(IGNORES)
+    assert started.popen.stdout is not None
+    number = int(started.popen.stdout.readline())
+    launcher.hurry.set()
+    began = time.monotonic()
+    launcher.end()
+    assert started.poll() == 137 and time.monotonic() - began < 20
+    assert not start_of(number)
+
+
+SIGNALLED = """import signal, sys, time
+def hear(number, frame):
+    print("heard", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, hear)
+print("up", flush=True)
+time.sleep(%s)"""
+
+
+@pytest.mark.parametrize(("kind", "heard"), [("ranks", b"heard\n"), ("ray", b"")])
+def test_a_signal_to_the_whole_job_reaches_ranks_and_not_ray(
+    kind: Literal["ray", "ranks"], heard: bytes
+) -> None:
+    """Slurm's scancel signals every process. The launcher's own order then comes second."""
+    launcher, started = running(SIGNALLED % (600 if kind == "ranks" else 1), kind)
+    out = started.popen.stdout
+    assert out is not None and out.readline() == b"up\n"
+    os.killpg(started.popen.pid, signal.SIGTERM)
+    if kind == "ranks":
+        launcher._end([started], b"end\n", 30)
+    started.popen.wait(30)
+    assert out.read() == heard and started.poll() == 0
+
+
+ORPHAN = """import os, subprocess, sys, time
+orphan = "import os, time; print(os.getpid(), flush=True); os.setsid(); time.sleep(600)"
+middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}])"
+subprocess.run([sys.executable, "-c", middle], env={})
+time.sleep(600)"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "closed"])
+def test_what_the_launcher_starts_ends_with_a_killed_launcher(ends: str) -> None:
+    """Also a process whose parent has ended, in a session of its own, without a mark."""
+    if ends == "closed":
+        _, started = running(ORPHAN)
+        popen = started.popen
+        assert popen.stdout is not None and popen.stdin is not None
+        orphan = int(popen.stdout.readline())
+        popen.stdin.close()
+        assert popen.wait(60) == 137
+    else:
+        words = f"[sys.executable, '-m', 'megarl.cluster.node_process', 'ray', sys.executable, '-c', {ORPHAN!r}]"
+        code = "import os, sys, time; from megarl.cluster.launch_run import start\n"
+        code += f"start({words}, dict(os.environ)); time.sleep(600)"
+        popen = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert popen.stdout is not None
+        orphan = int(popen.stdout.readline())
+        popen.kill()
+        popen.wait()
+    deadline = time.monotonic() + 20
+    while start_of(orphan):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    launcher.stdout.close()
+    popen.stdout.close()
+
+
+LATE = """import os, sys
+path = %r
+count = len(open(path).read()) if os.path.exists(path) else 0
+open(path, "a").write("x")
+sys.exit(1 if count < %d else 0)"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "failures", "starts", "code"),
+    [("ray", 2, 3, 0), ("ray", 9, 3, 1), ("ranks", 9, 1, 1)],
+)
+def test_ray_that_does_not_start_is_started_again(
+    kind: Literal["ray", "ranks"], failures: int, starts: int, code: int, tmp_path: Path
+) -> None:
+    """Ray gives its processes 30 s to start, which a busy machine exceeds. Ranks start once."""
+    _, started = running(LATE % (str(tmp_path / "starts"), failures), kind)
+    assert started.popen.wait(60) == code
+    assert len((tmp_path / "starts").read_text()) == starts
+    assert started.popen.stdout is not None
+    said = started.popen.stdout.read().decode()
+    assert said.count("Ray did not start; starting it again") == starts - 1

@@ -29,10 +29,12 @@ from megarl.ledger.events import (
     KINDS,
     STALE,
     Accepted,
+    Carried,
     Dispatched,
     Ended,
     Event,
     Finished,
+    Published,
     Rejected,
     Restored,
     RolloutRecord,
@@ -383,7 +385,7 @@ def counted(told: list[Event]) -> list[int]:
                 step = min(step, one.step)
             case Trained() as one if one.step <= step:
                 places.append(place)
-            case Dispatched() | Finished() | Accepted() | Rejected() as one:
+            case Carried() | Dispatched() | Finished() | Accepted() | Rejected() as one:
                 places += [place] if counts(one.ordinal) else []
     return places
 
@@ -610,11 +612,13 @@ def test_events_are_read_as_they_were_written() -> None:
         Started(0, 0, 1, 2, 4),
         Started(0, 3, 1, 2, 4, dispatch="windowed", used=[5, 7], max_open=6),
         Restored(2, 9, 1, 2, 4, 17),
+        Carried(3, 1, 0, 2**60),
         Dispatched(4, 2, 0, 2**61),
         Finished(4, [RolloutRecord(-1, 3, [(0, 1), (1, 2)], "nan")]),
         Accepted(4, 0),
         Rejected(5, 0, "why"),
         Trained(0, 1),
+        Published(1, ["9f"]),
         Ended(1, "x"),
     ]
     assert {type(one) for one in told} == set(KINDS.values())
@@ -703,3 +707,45 @@ def test_a_damaged_ledger_is_refused_before_a_run_goes_on(
     path.mkdir()
     with pytest.raises(ValueError, match="cannot be read"):
         check_ledger(str(tmp_path))
+
+
+CARRIED = [
+    Started(0, 0, 1, 1, 1),
+    *(Dispatched(ordinal, ordinal, 0, 7) for ordinal in (0, 1)),
+    *(Finished(ordinal, [RolloutRecord(0, 3, [(0, 3)], "")]) for ordinal in (1, 0)),
+    Accepted(0, 1),
+    Trained(1, 1),
+    Restored(1, 1, 1, 1, 1),
+    Carried(1, 1, 0, 7),
+    Finished(1, [RolloutRecord(0, 3, [(0, 3)], "")]),
+    Accepted(1, 2),
+    Dispatched(2, 2, 1, 7),
+    Trained(2, 2),
+]
+"""A run that is resumed after step 1 with a finished group of its checkpoint."""
+
+
+def test_groups_of_a_checkpoint_are_audited() -> None:
+    found = audit(CARRIED)
+    assert found.contradictions == []
+    assert (found.trained, found.void, found.dispatched, found.ages) == (2, 1, 4, {0: 1, 1: 1})
+    place, dispatched = CARRIED.index(Carried(1, 1, 0, 7)), Dispatched(2, 2, 1, 7)
+    for wrong, message in (
+        ([*CARRIED[:place], *CARRIED[place + 1 :]], "group 1 is finished, but is not in flight"),
+        ([*CARRIED[:place], dispatched, *CARRIED[place:]], "not at the start of a resumed run"),
+        ([*CARRIED[: place - 1], *CARRIED[place:]], "not at the start of a resumed run"),
+        ([*CARRIED[: place + 1], *CARRIED[place:]], "is used already, or taken twice"),
+        ([*CARRIED[:place], Carried(0, 0, 0, 7)], "is used already, or taken twice"),
+        ([*CARRIED[:place], Carried(1, 1, 2, 7)], "is of version 2, and 1 steps are trained"),
+        ([*CARRIED[:-2], replace(dispatched, ordinal=1), CARRIED[-1]], "group 1 is dispatched"),
+        (
+            [
+                replace(CARRIED[0], max_staleness=0),
+                *CARRIED[1:7],
+                replace(CARRIED[7], max_staleness=0),
+                *CARRIED[8:],
+            ],
+            "at an age of 1 versions",
+        ),
+    ):
+        assert any(message in one for one in audit(wrong).contradictions), message

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.cluster import remote_environment
 from megarl.cluster.mailbox import MAX_BATCH, Inbox, Mailbox, Pace, StoredArrays
-from megarl.cluster.remote import RemoteEnvironment
-from megarl.errors import EngineLost
-from megarl.types import Segment, TokenArrays
+from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.session_pool import GRACE_S
+from megarl.errors import EngineLost, SessionLost
+from megarl.types import Segment, TokenArrays, Verdict
 
 
 class Echo(Inbox):
@@ -53,6 +56,9 @@ class Method:
 
 class Handle:
     """Ray's part: what the second return value is becomes a reference to it."""
+
+    start: Any = None
+    process: Any = None
 
     def __init__(self) -> None:
         self.inbox, self.calls, self.dead = Echo(), 0, False
@@ -161,18 +167,118 @@ def test_the_death_of_the_actor_reaches_every_request() -> None:
     asyncio.run(asyncio.wait_for(go(), 30))
 
 
-def test_the_death_of_the_environment_is_named() -> None:
+async def nothing() -> Any:
+    return None
+
+
+class Place:
+    """Ray's part for an environment: hands out actors, one after another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Handle] = []
+        monkeypatch.setattr(remote_environment, "ray", self)
+        monkeypatch.setattr(remote_environment, "BEAT_S", 0.005)
+
+    def remote(self, actor: Any) -> Any:
+        return self
+
+    def options(self, **_: Any) -> Any:
+        made = type("Made", (), {})()
+        made.remote = self._make
+        return made
+
+    def _make(self, *_: Any) -> Handle:
+        handle = Handle()
+
+        handle.start = handle.process = Method(nothing)
+        handle.inbox.serve = self.serve  # pyright: ignore[reportAttributeAccessIssue]
+        self.made.append(handle)
+        return handle
+
+    async def serve(self, request: tuple[str, dict[str, Any]], arrays: Any) -> Any:
+        """The first environment gives no answer."""
+        if len(self.made) == 1:
+            await asyncio.sleep(60)
+        return Verdict(reward=len(self.made), correct=True, metrics={})
+
+    async def never(self) -> None:
+        await asyncio.sleep(60)
+
+    def kill(self, handle: Handle) -> None:
+        from ray.exceptions import RayActorError
+
+        async def dies() -> Any:
+            raise RayActorError
+
+        # The call that waits for answers fails as Ray has it fail.
+        handle.inbox._serving.clear()
+        handle.inbox._ready.set()
+        handle.inbox._answers = []
+        handle.inbox.collect = lambda *_: dies()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "is_stopped", "why"),
+    [
+        (False, False, "has given no verdict for"),
+        (False, True, "has not said for 0.05 s that it lives"),
+        (True, True, ""),
+    ],
+)
+def test_an_environment_that_gives_no_answer_is_replaced(
+    sessions: bool, is_stopped: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        place = Place(monkeypatch)
+        config = EnvironmentConfig()
+        environment = RemoteEnvironment(config, None, Pace())  # pyright: ignore[reportArgumentType]
+        assert environment.limit_s == config.time_limit_s + GRACE_S
+        environment.limit_s, environment.has_start = 0.1, sessions
+        if is_stopped:
+            monkeypatch.setattr(remote_environment, "ALIVE_S", 0.05)
+            place.made[0].process = Method(place.never)
+        else:
+            environment.silence_s = 0.2
+        asked_process, place.made[0].process = place.made[0].process, Method(nothing)
+        await environment.start()
+        place.made[0].process = asked_process
+        await asyncio.sleep(0.3)
+        assert len(place.made) == 1, "nothing was asked: there is no silence"
+        asked = [environment.cut_off(str(number), 3) for number in range(4)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert len(place.made) == 2, "one environment takes the place, whoever asks"
+        if sessions:
+            assert all(isinstance(one, SessionLost) for one in found), found
+            return
+        assert [one.reward for one in found if isinstance(one, Verdict)] == [2] * 4
+        told = [one.warning for one in found if isinstance(one, Verdict) and one.warning]
+        assert len(told) == 1 and why in told[0], "told once"
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_environments_that_die_over_the_same_request_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from ray.exceptions import RayActorError
 
     async def dies(linger_s: float) -> Any:
         raise RayActorError
 
     async def go() -> None:
-        handle, environment = Handle(), RemoteEnvironment.__new__(RemoteEnvironment)
-        environment._mailbox = Mailbox(handle, Pace())
-        environment._mailbox._collect_from = Method(lambda linger_s, _: (dies(linger_s), ""))
-        with pytest.raises(RuntimeError, match="the environment was lost: its process died"):
-            await environment.cut_off("key", 3)
+        place = Place(monkeypatch)
+        plain = place._make
+
+        def make(*_: Any) -> Handle:
+            handle = plain()
+            handle.collect._call = lambda linger_s, _: (dies(linger_s), "")
+            return handle
+
+        place._make = make
+        environment = RemoteEnvironment(EnvironmentConfig(), None, Pace())  # pyright: ignore[reportArgumentType]
+        with pytest.raises(RuntimeError, match=r"lost 5 times while .* its process died"):
+            await environment.texts([Segment("model", 1, None)])  # pyright: ignore[reportArgumentType]
+        assert len(place.made) == 5
 
     asyncio.run(asyncio.wait_for(go(), 30))
 

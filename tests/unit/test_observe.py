@@ -144,6 +144,10 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
     assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert steps("evaluations.jsonl") == [0, 1, 2, 3, 4, 5, 6]
     assert steps("transcripts.jsonl") == sorted([1, 2, 3, 4, 5, 6] * 2)
+    with Observer(QUIET, tmp_path, total_steps=6, first_step=4) as observer:
+        assert observer.evaluated(4, "eval") == {"eval/accuracy": 0.3}
+        assert observer.evaluated(4, "eval_sampled") is None
+        assert observer.evaluated(5, "eval") is None, "of a step that is trained again"
     go(0, 1)  # died before its first checkpoint: all anew
     assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([1], [0, 1])
 

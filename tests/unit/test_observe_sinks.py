@@ -48,7 +48,9 @@ def test_metrics_file_round_trip(tmp_path: Path) -> None:
     }
 
 
-def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+def test_resume_drops_later_lines_and_a_torn_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     for step in range(6):
@@ -65,6 +67,7 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     )  # what stays is the same to the byte
     assert [record["step"] for record in read_records(path)] == [0, 1, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert f"megarl: {path}: cutting off a torn line of 15 bytes" in capsys.readouterr().err
 
 
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
@@ -120,9 +123,12 @@ def test_wandb_missing_says_what_to_do_and_touches_nothing(
     assert len(list(read_records(tmp_path / "metrics.jsonl"))) == 1
 
 
-def test_wandb_is_given_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_given_finite_numbers_and_a_resumed_run_its_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls: list[Any] = []
     run = types.SimpleNamespace(
+        id="4k2p",
         log=lambda metrics, step: calls.append((step, metrics)),
         finish=lambda: calls.append("finish"),
     )
@@ -137,3 +143,9 @@ def test_wandb_is_given_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"loss": 1.0}),
         "finish",
     ]
+    calls.clear()
+    config = ObserveConfig(wandb_project="mine", tensorboard=False)
+    for first_step in (0, 0, 4):
+        Observer(config, tmp_path, total_steps=9, first_step=first_step).close()
+    ids = [how.get("id") for how in calls if isinstance(how, dict)]
+    assert ids == [None, None, "4k2p"] and calls[4]["resume"] == "allow"

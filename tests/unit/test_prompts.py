@@ -29,7 +29,7 @@ from megarl.data.fingerprint import fingerprint
 from megarl.data.order import Order
 from megarl.data.rows import READERS
 from megarl.data.source import load_prompts
-from megarl.rollout.service import PromptSource
+from megarl.rollout.attempts import PromptSource
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"

@@ -246,7 +246,7 @@ def test_what_travels_in_buckets_is_what_the_plan_copies(found: list[Side], limi
     for rank, owned in enumerate(destination.owned):
         buckets = make_buckets(owned, 8, limit)
         mine = replace(plan, copies=[copy for copy in plan.copies if copy.destination == rank])
-        for bucket, copies in zip(buckets, copies_of(mine, buckets), strict=True):
+        for bucket, copies in zip(buckets, copies_of(mine.copies, buckets), strict=True):
             parts = bucket.buffers(torch.zeros(bucket.num_bytes, dtype=torch.uint8), torch.int64)
             for copy in copies:
                 assert copy.taken.box == copy.put.box

@@ -140,15 +140,15 @@ def model_segment(tokens: list[int], finish: Any = "stop", version: int = 0) -> 
 class Service(RolloutService):
     """The service, with engines that have each version before it is released."""
 
-    async def start(self) -> None:
+    async def start(self, receipts: Any = ()) -> None:
         for engine in self.engines.engines:
             engine.version = self.window.version
-        await super().start()
+        await super().start(receipts)
 
-    async def release(self, version: int) -> None:
+    async def release(self, version: int, receipts: Any = ()) -> None:
         for engine in self.engines.engines:
             engine.version = version
-        await super().release(version)
+        await super().release(version, receipts)
 
 
 class Prompts:
@@ -541,11 +541,11 @@ def test_the_service_does_not_grow() -> None:
                 _, transcripts = await made.evaluate(held_out, 1.0, name)
                 assert len(transcripts) == 3
             await made.release(step + 1)
-            kept = (made._ready, made._transcripts, made._cursors, made._groups)
+            kept = (made._ready, made._transcripts, made._cursors, made._finished.open)
             assert all(len(found) <= 2 * 12 for found in kept)
-            assert len(made._released_at) <= 4 and not made._evaluations
+            assert len(made._times._released_at) <= 4 and not made._evaluations
             assert len(made.window.known) <= 2 * 12
-        assert not made._ready and not made._groups and not made._transcripts
+        assert not made._ready and not made._finished.open and not made._transcripts
         await made.stop()
 
     asyncio.run(asyncio.wait_for(go(), 60))

@@ -6,10 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +23,7 @@ from hypothesis import strategies as st
 from megarl.cluster import engines as engines_module
 from megarl.cluster import ray_cluster
 from megarl.cluster.engines import ActorDied, EngineGroup
+from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
 from megarl.cluster.supervisor import Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import RolloutConfig
@@ -456,3 +463,22 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
         for call in (lambda: client.take(4, lambda: None), client.is_early_stop):
             with pytest.raises(ActorDied):
                 call()
+
+
+def test_a_killed_process_leaves_no_shared_memory() -> None:
+    """Python's resource tracker, a process below it, removes it once the others are gone."""
+    code = "from multiprocessing.shared_memory import SharedMemory as S; import time\n"
+    code += "made = S(create=True, size=16); print(made.name, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        segment = Path("/dev/shm") / one.stdout.readline().strip()  # noqa: S108
+        assert segment.exists()
+        born = psutil.Process(one.pid).create_time()
+        processes = with_descendants((socket.gethostname(), one.pid, born))
+        assert len(processes) == 2
+        deadline = time.monotonic() + 20
+        while not any(map(is_tracker, processes)):  # forked, but not yet another program
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        end(processes, patience_s=0.0)
+        assert not any(map(is_alive, processes)) and not segment.exists()

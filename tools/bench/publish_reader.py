@@ -67,11 +67,12 @@ class Reader:
         if mib not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
             spec = RouteSpec(**info["spec"])
-            route, image = Route.of(spec, self.case.table), spec.destination(self.engine, self.part)
+            place = spec.destination(self.engine, self.part)
+            route = Route.of_destination(spec, self.case.table, place)
             receiver = RECEIVERS[info["transport"]](
                 route, self.engine, self.part, info["init_info"]
             )
-            self.ends[mib] = receiver, receive.BucketReceiver(route, receiver, image)
+            self.ends[mib] = receiver, receive.BucketReceiver(route, receiver)
         _, intake = self.ends[mib]
         digests, seconds = (
             [0] * len(intake.route.tensors),

@@ -29,6 +29,9 @@ class Readers:
             case.task["engine_tensor"],
         )
 
+    def is_one_host(self) -> bool:
+        return True
+
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         broadcast_object([info(number) for number in range(self.engines)], self.axis)
 
@@ -144,7 +147,13 @@ class Trainer:
     def _gather(
         self, name: str, shape: tuple[int, ...], last: Any, slices: Any, parts: Any
     ) -> torch.Tensor:
-        """A parameter from all ranks' shares, flat; in `last`, if anything was to be gathered."""
+        """Gather parameter `name` of `shape` from the shares of all ranks; returns it flat.
+
+        `last`, `slices` and `parts` are buffers for gathered shares, each as long as the largest
+        parameter: the result is in `last`, unless nothing had to be gathered, then it is the
+        rank's own weight; `slices` is for ZeRO slices, `parts` for tensor-parallel parts that
+        still have to be put in order.
+        """
         case, owned, shard = self.case, self.weights[name], self.case.shards.get(name)
         if case.is_sliced:
             length = max(case.owned[rank].sizes[name] for rank in case.replicas.ranks)

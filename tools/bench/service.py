@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -32,7 +33,8 @@ import ray
 from megarl.cluster.mailbox import Inbox, Pace
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, RolloutClient
-from megarl.cluster.remote import GenerateRequest, RemoteEngine, RemoteEnvironment
+from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
@@ -89,6 +91,10 @@ class SimulatedPrompts:
         return Prompt(ordinal, "text " * self._num_tokens, token_ids, "an answer", {"row": ordinal})
 
 
+def _again() -> None:
+    raise AssertionError("no engine is replaced here")
+
+
 class Rank:
     """A trainer rank that takes its share of the step and drops it."""
 
@@ -97,7 +103,9 @@ class Rank:
 
     def take(self) -> int:
         """Number of tokens received."""
-        return sum(len(part.token_ids) for part in self._client.take(0).samples)
+        batch = self._client.take(0, _again)
+        assert batch is not None
+        return sum(len(part.token_ids) for part in batch.samples)
 
 
 def tokenizer() -> Any:
@@ -166,8 +174,9 @@ class PeakMemory(threading.Thread):
         self.base = self.peak = process.memory_info().rss
 
     def run(self) -> None:
-        while not self._stopped.wait(0.02):
-            self.peak = max(self.peak, self._process.memory_info().rss)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not self._stopped.wait(0.02):
+                self.peak = max(self.peak, self._process.memory_info().rss)
 
     def stop(self) -> float:
         """MiB above the memory at the start."""

@@ -69,7 +69,15 @@ class DispatchPolicy(Protocol):
 
     def start(self) -> int:
         """Mark the next group as started; returns its ordinal. Ordinals ascend, and skip those that
-        the cursor of `restore` names as used.
+        the cursor of `restore` names as used, and those that were adopted.
+        """
+        ...
+
+    def adopt(self, ordinal: int, version: int, accepted: bool) -> bool:
+        """Record that group `ordinal` was started at `version` and finished before the run was
+        resumed. Called after `restore`, ascending by version and then by ordinal, before any group
+        is started, with `close` after each. Returns False, and records nothing, if a step might
+        find the group too old: it is then started as if it were new.
         """
         ...
 

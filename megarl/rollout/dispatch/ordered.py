@@ -43,6 +43,13 @@ class Ordered:
         assert not cursor.beyond
         return cls(limits, cursor.first, step, version=step, next=cursor.first)
 
+    def adopt(self, ordinal: int, version: int, accepted: bool) -> bool:
+        if self._latest_step(ordinal) > version + self.limits.staleness:
+            return False
+        self.known[ordinal] = accepted
+        self._pass_known()
+        return True
+
     def may_start(self) -> bool:
         limits = self.limits
         return self._latest_step(self.next) <= min(
@@ -51,11 +58,12 @@ class Ordered:
 
     def start(self) -> int:
         assert self.may_start()
-        self.next += 1
-        return self.next - 1
+        ordinal, self.next = self.next, self.next + 1
+        self._pass_known()
+        return ordinal
 
     def finish(self, ordinal: int, accepted: bool) -> None:
-        assert self.first <= ordinal < self.next and ordinal not in self.known
+        assert self.first <= ordinal and ordinal not in self.known
         self.known[ordinal] = accepted
 
     def close(self) -> Batch | None:
@@ -67,6 +75,7 @@ class Ordered:
             del self.known[ordinal]
         self.first, self.step = end, self.step + 1
         self.next = max(self.next, end)
+        self._pass_known()
         return Batch(drawn, accepted)
 
     def release(self, version: int) -> None:
@@ -74,6 +83,11 @@ class Ordered:
 
     def cursor(self) -> Cursor:
         return Cursor(self.first)
+
+    def _pass_known(self) -> None:
+        """Let `next` pass groups that are finished already."""
+        while self.next in self.known:
+            self.next += 1
 
     def _end(self, first: int, *, assume: bool) -> tuple[int | None, list[int]]:
         """(ordinal after the batch that begins at `first`, ordinals of its accepted groups).
@@ -99,6 +113,8 @@ class Ordered:
         later groups to earlier steps, never to later ones.
         """
         first, step = self.first, self.step
+        if False not in self.known.values():  # then no batch needs more groups than it trains on
+            return step + (ordinal - first) // min(self.limits.per_step, self.limits.max_draws)
         while True:
             end, _ = self._end(first, assume=True)
             assert end is not None

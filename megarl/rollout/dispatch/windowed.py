@@ -48,6 +48,8 @@ class Windowed:
     """{ordinal: version at its start} of the groups in flight."""
     finished: dict[int, bool] = field(default_factory=dict)
     """{ordinal: accepted} of the finished groups of the open batch."""
+    adopted: set[int] = field(default_factory=set)
+    """Ordinals of the groups that were finished before the run was resumed."""
     untrained: dict[int, int] = field(default_factory=dict)
     """{step: accepted groups} of the closed batches that are not trained yet."""
     takes_gaps: ClassVar[bool] = True
@@ -73,11 +75,20 @@ class Windowed:
         assert self.may_start()
         # `used` forgets what is below `first`, which may have passed `next` in a resumed run.
         self.next = max(self.next, self.first)
-        while self.next in self.used:
+        while self.next in self.used or self.next in self.adopted:
             self.next += 1
         self.flying[self.next] = self.version
         self.next += 1
         return self.next - 1
+
+    def adopt(self, ordinal: int, version: int, accepted: bool) -> bool:
+        # The open batch has the group. Before, it may have been in an earlier one: there, batches
+        # were made in the order in which groups finished.
+        if version < self.step - self.limits.staleness:
+            return False
+        self.adopted.add(ordinal)
+        self.finished[ordinal] = accepted
+        return True
 
     def finish(self, ordinal: int, accepted: bool) -> None:
         del self.flying[ordinal]

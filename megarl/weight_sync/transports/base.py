@@ -41,8 +41,8 @@ class Sender(Protocol):
     """
 
     SHARED: bool
-    """True if all engines read the same memory, so that each bucket is sent once for all
-    engines."""
+    """True if each bucket is sent once for all engines: they read the same memory, or pass it on to
+    each other."""
     LOCAL: bool
     """True if engine rank n is in the memory of trainer rank n."""
 
@@ -79,9 +79,31 @@ class Sender(Protocol):
         received."""
         ...
 
+    def lost(self) -> int | None:
+        """An engine that another engine has lost while it received this version from it, or sent it
+        to it; or None.
+        """
+        ...
+
+    def relay(self, engine: int) -> int | None:
+        """The engine that passes weights on to `engine`; None if trainer ranks send to it."""
+        ...
+
     def close(self) -> None:
         """Release memory, files and connections."""
         ...
+
+
+class Direct:
+    """Base class of a `Sender` whose engines receive from trainer ranks alone."""
+
+    def lost(self) -> int | None:
+        """See `Sender.lost`."""
+        return None
+
+    def relay(self, engine: int) -> int | None:
+        """See `Sender.relay`."""
+        return None
 
 
 class Receiver(Protocol):

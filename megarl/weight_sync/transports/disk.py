@@ -3,8 +3,11 @@
     <weight_sync.folder>/weights-<run>/version-<v>.<attempt>/from-<trainer rank>
 
 Each trainer rank writes one file with its messages, bucket after bucket: two hosts that write one
-page of a network file overwrite each other. A version is written under another name and renamed
-once all of it is on disk. It is removed when the next one begins; `Sender.close` removes the last.
+page of a network file overwrite each other. `index-<trainer rank>-<engine rank>` in the run folder
+says where an engine rank's messages begin in it, which is the same in all versions.
+
+A version is written under another name and renamed once all of it is on disk. It is removed when
+the next one begins; `Sender.close` removes the last.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import Watch
+from megarl.weight_sync.transports.base import Direct, Watch
 from megarl.weight_sync.transports.messages import (
+    Message,
+    incoming,
     length,
     longest,
-    messages,
     outgoing,
     parts,
     unpack,
@@ -67,6 +71,11 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _index(root: Path, source: int, destination: int) -> Path:
+    """File that says where the messages for engine rank `destination` begin in a rank's file."""
+    return root / f"index-{source}-{destination}"
+
+
 class _Attempt:
     """Paths of one attempt to send a weight version; sending it again is a new attempt."""
 
@@ -83,7 +92,7 @@ class _Attempt:
         wait_until(ready, self.stop.exists, watch, longest_pause_s=LONGEST_PAUSE_S)
 
 
-class Sender:
+class Sender(Direct):
     """Trainer rank's half of the transport `disk`; rank 0 makes and removes folders."""
 
     SHARED = True
@@ -110,7 +119,7 @@ class Sender:
         if problem:
             raise ValueError(problem)
         self._attempt = _Attempt(root, -1, 0)
-        self._messages = outgoing(route, axis.rank)
+        self._messages, self._is_indexed = outgoing(route), False
         self._memory = torch.empty(longest(self._messages), dtype=route.dtype)
         self._file: BinaryIO | None = None
 
@@ -167,12 +176,24 @@ class Sender:
         except OSError as error:
             raise self._write_error(error) from error
 
+    def _write_index(self) -> None:
+        """Write where in this rank's file each engine rank's messages begin, [byte], by bucket."""
+        self._is_indexed, filled, found = True, 0, {}
+        for messages in self._messages:
+            for destination, message in messages.items():
+                found.setdefault(destination, []).append(filled)
+                filled += length(message) * self._route.dtype.itemsize
+        for destination, starts in found.items():
+            _write(_index(self._attempt.root, self._axis.rank, destination), json.dumps(starts))
+
     def _publish(self, file: BinaryIO, watch: Watch) -> None:
         """Flush this rank's file to disk.
 
         Rank 0 waits for all files, then renames the version's folder.
         """
         attempt = self._attempt
+        if not self._is_indexed:
+            self._write_index()
         file.flush()
         os.fsync(file.fileno())
         self._close_file()
@@ -248,7 +269,7 @@ class Receiver:
                 " one that trainer ranks and engines see under the same name"
             )
         self._read = self._root / f"read-{engine}-{rank}"
-        self._messages = self._find_messages(route)
+        self._messages: list[list[tuple[int, int, Message]]] = []
         self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8)
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
@@ -257,6 +278,7 @@ class Receiver:
         """
         attempt = self._find_attempt(version, watch)
         attempt.until(attempt.folder.exists, watch)
+        self._messages = self._messages or self._find_messages(self._route)
         for bucket in self._route.buckets:
             block = self._bytes[: bucket.num_bytes]
             buffers = bucket.buffers(block, self._route.dtype)
@@ -277,17 +299,17 @@ class Receiver:
     def close(self) -> None:
         """Does nothing: no file is open between weight versions."""
 
-    def _find_messages(self, route: Route) -> list[list[tuple[int, int, list[Copy]]]]:
+    def _find_messages(self, route: Route) -> list[list[tuple[int, int, Message]]]:
         """By bucket, this rank's messages: (source rank, first byte in its file, message)."""
-        filled, found = [0] * len(route.plan.sources), []
-        for copies in route.copies:
-            own = []
-            for (source, destination), message in messages(copies).items():
-                if destination == self._destination:
-                    own.append((source, filled[source], message))
-                filled[source] += length(message) * route.dtype.itemsize
-            found.append(own)
-        return found
+        by_bucket, starts = incoming(route), {}
+        for source in sorted({source for messages in by_bucket for source in messages}):
+            found = _read(_index(self._root, source, self._destination))
+            assert found is not None, "an index is written before the first version"
+            starts[source] = iter(found)
+        return [
+            [(source, next(starts[source]), message) for source, message in messages.items()]
+            for messages in by_bucket
+        ]
 
     def _find_attempt(self, version: int, watch: Watch) -> _Attempt:
         """Wait until the sender has begun `version`; returns its newest attempt."""

@@ -1,12 +1,12 @@
 """Messages: what one trainer rank sends to one engine rank in one bucket, in one flat buffer.
 
-Sender and receiver derive the same messages from the route, so that a message has no header. Pairs
-of ranks with nothing to send exchange no message.
+Sender and receiver derive the same messages from their routes, so that a message has no header.
+Pairs of ranks with nothing to send exchange no message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,28 +17,22 @@ Message = list[Copy]
 """The tensor regions of a message, in the order of their elements in its flat buffer."""
 
 
-def messages(copies: Sequence[Copy]) -> dict[tuple[int, int], Message]:
-    """{(source rank, destination rank): message} for the copies of one bucket, sorted."""
-    found: dict[tuple[int, int], Message] = {}
+def outgoing(route: Route) -> list[dict[int, Message]]:
+    """By bucket, {destination: message} of all messages that a trainer rank sends, sorted."""
+    return [_by(copies, lambda copy: copy.destination) for copies in route.copies]
+
+
+def incoming(route: Route) -> list[dict[int, Message]]:
+    """By bucket, {source: message} of all messages that an engine rank receives, sorted."""
+    return [_by(copies, lambda copy: copy.source) for copies in route.copies]
+
+
+def _by(copies: Sequence[Copy], peer: Callable[[Copy], int]) -> dict[int, Message]:
+    """{rank of the peer: message} for the copies of one bucket, sorted."""
+    found: dict[int, Message] = {}
     for copy in copies:
-        found.setdefault((copy.source, copy.destination), []).append(copy)
+        found.setdefault(peer(copy), []).append(copy)
     return dict(sorted(found.items()))
-
-
-def outgoing(route: Route, source: int) -> list[dict[int, Message]]:
-    """By bucket, {destination: message} of all messages that trainer rank `source` sends."""
-    return [
-        {pair[1]: found for pair, found in messages(copies).items() if pair[0] == source}
-        for copies in route.copies
-    ]
-
-
-def incoming(route: Route, destination: int) -> list[dict[int, Message]]:
-    """By bucket, {source: message} of all messages that engine rank `destination` receives."""
-    return [
-        {pair[0]: found for pair, found in messages(copies).items() if pair[1] == destination}
-        for copies in route.copies
-    ]
 
 
 def length(message: Message) -> int:

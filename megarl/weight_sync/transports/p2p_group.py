@@ -1,7 +1,7 @@
-"""A process group of trainer ranks and engine ranks, in which every wait can be ended.
+"""A process group of some trainer ranks and engine ranks, in which every wait can be ended.
 
-The ranks meet at a TCP store that trainer rank 0 hosts, and make a new group after an engine was
-replaced or a weight version aborted.
+The ranks meet at the store of `rendezvous.py`, and make new groups after an engine was replaced or
+a weight version aborted.
 
 Three facts about gloo (torch 2.13) shape this file. A message counts as completed only once it was
 waited for. A wait that times out cancels every message of its group for good. A peer that dies ends
@@ -13,9 +13,7 @@ still does not return; it is abandoned, and owns nothing but a closed connection
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,18 +22,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
-from megarl.weight_sync.transports.shared_counters import wait_until
+from megarl.weight_sync.transports.base import Watch
+from megarl.weight_sync.transports.nccl_group import nccl_group
+from megarl.weight_sync.transports.rendezvous import (
+    CONNECT_TIMEOUT_S,
+    Rendezvous,
+    address_toward,
+    short,
+)
+from megarl.weight_sync.transports.secret_store import SecretStore
 
-CONNECT_TIMEOUT_S, NO_TIMEOUT_S, CANCEL_TIMEOUT_S = 20.0, 86400.0, 0.2
-"""Time-outs in seconds: for the store and for connecting; for a message, which `watch` limits
-instead; for a cancelled thread."""
+NO_TIMEOUT_S, CANCEL_TIMEOUT_S = 86400.0, 0.2
+"""Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread."""
 
-ABORT_POLL_S = 0.05
-"""Seconds between two checks of the store for an abort."""
+
+class PeerGone(RuntimeError):
+    """The connection to another rank of the group has ended, though nobody aborted the attempt."""
+
+    def __init__(self, reason: str, peer: int) -> None:
+        """`peer`: the other rank's number in the group."""
+        super().__init__(reason)
+        self.peer = peer
 
 
 class Task:
@@ -73,11 +82,6 @@ class Task:
         self._thread.join(CANCEL_TIMEOUT_S)
 
 
-def _short(error: RuntimeError) -> str:
-    """gloo's error message without its source position and general advice."""
-    return str(error).split("] ", 1)[-1].split(". This is ")[0].splitlines()[0]
-
-
 class InFlight(Task):
     """Messages that are being sent or received: {rank in the group: work}.
 
@@ -92,7 +96,7 @@ class InFlight(Task):
         super().__init__(self._wait)
 
     def _wait(self) -> None:
-        """Wait for all messages; raises `RuntimeError` naming the peer that is gone."""
+        """Wait for all messages; raises `PeerGone`."""
         for peer, work in self.works.items():
             try:
                 while self._on_gpu and not self._cancelled and not work.is_completed():
@@ -100,7 +104,7 @@ class InFlight(Task):
                 if not self._on_gpu:
                     work.wait(timedelta(seconds=NO_TIMEOUT_S))
             except RuntimeError as error:
-                raise RuntimeError(f"{self._name(peer)} is gone: {_short(error)}") from error
+                raise PeerGone(f"{self._name(peer)} is gone: {short(error)}", peer) from error
 
     def check(self) -> None:
         """Raise the error of a failed message; on a GPU, order later work after the messages."""
@@ -121,171 +125,91 @@ class InFlight(Task):
 
 
 class P2PGroup:
-    """This process's membership in the group: trainer ranks come first, then destinations."""
+    """This process's membership in one group of ranks."""
 
     def __init__(
-        self, route: Route, senders: int, rank: int, host: str, port: int, device: torch.device
+        self,
+        meeting: Rendezvous,
+        key: str,
+        size: int,
+        rank: int,
+        name: Callable[[int], str],
+        device: torch.device,
     ) -> None:
-        """Connect to the store.
+        """Nothing is connected before `join`.
 
         Args:
-            route: gives the number of destinations.
-            senders: number of trainer ranks.
+            meeting: this process's connection to the store.
+            key: name of the group in the store.
+            size: number of ranks in the group.
             rank: this process's rank in the group.
-            host, port: address of the store; port 0 hosts the store here, on a free port.
+            name: what a rank of the group is called in error messages.
             device: CPU for gloo, a GPU for NCCL.
-
-        Raises:
-            RuntimeError: the store cannot be reached.
         """
-        spec = route.spec
-        self.size, self.rank, self._senders, self._tensor = (
-            senders + spec.num_destinations,
-            rank,
-            senders,
-            spec.engine_tensor,
-        )
-        self.host, self.port, self.device = host, port, device
-        self._store = self._open()
-        self.port = self._store.port
-        self.attempt = 0
-        """Number of the current `Sender.begin`; entries of the store about earlier attempts are
-        ignored."""
-        self._group_number, self._group = 0, None
+        self._meeting, self._key, self.size, self.rank = meeting, key, size, rank
+        self._name, self._device = name, device
+        self._number, self._group, self._store = 0, None, None
         self._in_flight: list[InFlight] = []
-        self._next_poll = 0.0
 
-    def _open(self) -> TCPStore:
-        """Host the store, or open a connection to it.
-
-        A thread that waits needs a connection of its own.
+    def join(self, number: int, watch: Watch) -> None:
+        """Join group number `number` of this name; the call waits for all its ranks. Does nothing
+        in the group that was joined last.
         """
-        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-        try:
-            return TCPStore(
-                self.host,
-                self.port,
-                is_master=self.port == 0,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
-        except RuntimeError as error:
-            where = f"{self.host}:{self.port}"
-            raise RuntimeError(
-                f"{socket.gethostname()} cannot reach trainer rank 0's store at {where}:"
-                f" {_short(error)}"
-            ) from error
-
-    def set(self, key: str, value: int) -> None:
-        """Store an integer for all ranks to read."""
-        self._store.set(key, str(value))
-
-    def get(self, key: str) -> int | None:
-        """The integer stored under `key`, or None; never waits."""
-        return int(self._store.get(key)) if self._has([key]) else None
-
-    def join(self, watch: Watch) -> None:
-        """Join the process group of this attempt. If the group is a new one, the call waits for all
-        its ranks.
-        """
-        key = f"group/{self.attempt}"
-        self.until(lambda: self._has([key]), watch, ABORT_POLL_S / 2)
-        number = self.get(key)
-        assert number
-        if number == self._group_number:
+        if number == self._number:
             return
         self.leave()
-        joined = f"{number}/joined"
-        self.set(f"{joined}/{self.rank}", 1)
-        self.until(
-            lambda: self._has([f"{joined}/{rank}" for rank in range(self.size)]),
-            watch,
-            ABORT_POLL_S / 2,
-        )
-        creating = Task(
-            lambda: _group(self._open(), number, self.rank, self.size, self.host, self.device)
-        )
-        self.until(creating.done, watch)
-        self._group, self._group_number = creating.result(), number
+        meeting, joined = self._meeting, f"{number}/{self._key}/joined"
+        meeting.set(f"{joined}/{self.rank}", 1)
+        everybody = [f"{joined}/{rank}" for rank in range(self.size)]
+        meeting.until(lambda: meeting.has(everybody), watch, meeting.pause_s)
+        creating = Task(lambda: self._connect(f"{number}/{self._key}/group"))
+        meeting.until(creating.done, watch)
+        self._group, self._store = creating.result()
+        self._number = number
 
     def send(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Start sending {destination: flat tensor} to engine ranks; the tensors are parts of
-        `memory`."""
+        """Start sending {rank in the group: flat tensor}; the tensors are parts of `memory`."""
         assert self._group is not None
-        return self._start(
-            self._group.send,
-            {self._senders + to: flat for to, flat in messages.items()},
-            memory,
-            tag,
-        )
+        return self._start(self._group.send, messages, memory, tag)
 
     def receive(
         self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> InFlight:
-        """Start receiving {trainer rank: flat tensor}; the tensors are parts of `memory`."""
+        """Start receiving {rank in the group: flat tensor}; the tensors are parts of `memory`."""
         assert self._group is not None
         return self._start(self._group.recv, messages, memory, tag)
 
     def wait(self, transfer: InFlight, watch: Watch) -> None:
-        """Wait for a transfer. Raises `RuntimeError` naming a peer that is gone, or `Aborted`."""
-        self.until(transfer.done, watch)
+        """Wait for a transfer. Raises `PeerGone`, or `Aborted`."""
+        self._meeting.until(transfer.done, watch)
         try:
             transfer.check()
         except RuntimeError as error:
-            self._refuse_aborted(error)
+            self._meeting.refuse_aborted(error)
             raise
         self._in_flight.remove(transfer)
-
-    def abort(self) -> None:
-        """Make every rank that waits in this attempt raise `Aborted`, and leave the group."""
-        # Without trainer rank 0, which has the store, the others notice by themselves.
-        with contextlib.suppress(RuntimeError):
-            self.set(f"aborted/{self.attempt}", 1)
-        self.leave()
 
     def leave(self) -> None:
         """Leave the group; messages in flight end, here and at the other ranks."""
         transfers, self._in_flight = self._in_flight, []
-        if self._group is not None and self.device.type == "cuda":
+        if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         for transfer in transfers:
             transfer.cancel()
-        self._group_number, self._group = 0, None
+        self._number, self._group, store, self._store = 0, None, self._store, None
+        if store is not None:
+            store.close()
 
-    def until(self, ready: Callable[[], bool], watch: Watch, longest_pause_s: float = 2e-3) -> None:
-        """Poll until `ready()` is true. Raises `Aborted` if the attempt was aborted, or what
-        `watch` raises.
+    def _connect(self, prefix: str) -> tuple[Any, SecretStore]:
+        """Make the process group, with a connection to the store of its own, which torch must not
+        outlive.
         """
-
-        def aborted() -> bool:
-            now = time.monotonic()
-            if now < self._next_poll:
-                return False
-            self._next_poll = now + ABORT_POLL_S
-            return self._aborted()
-
-        wait_until(ready, aborted, watch, longest_pause_s=longest_pause_s)
-
-    def _aborted(self) -> bool:
-        """Whether some rank has aborted this attempt."""
-        return self._has([f"aborted/{self.attempt}"])
-
-    def _has(self, keys: list[str]) -> bool:
-        """Whether all keys are in the store; raises `RuntimeError` if trainer rank 0 is gone."""
-        try:
-            return self._store.check(keys)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"trainer rank 0 is gone: its store at {self.host}:{self.port} does not answer"
-            ) from error
-
-    def _refuse_aborted(self, error: RuntimeError) -> None:
-        """Raise `Aborted` instead of `error` if the attempt was aborted, which ends all
-        messages."""
-        if self._aborted():
-            raise Aborted(GIVEN_UP) from error
+        store = self._meeting.open()
+        of_group = PrefixStore(prefix, store)
+        made = _group(of_group, self.rank, self.size, self._meeting.host, self._device)
+        return made, store
 
     def _start(
         self, operation: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
@@ -297,58 +221,24 @@ class P2PGroup:
                 works[peer] = operation([flat], peer, tag)
             except RuntimeError as error:  # the connection was already lost
                 self._in_flight.append(InFlight(works, memory, self._name))
-                self._refuse_aborted(error)
-                raise RuntimeError(f"{self._name(peer)} is gone: {_short(error)}") from error
+                self._meeting.refuse_aborted(error)
+                raise PeerGone(f"{self._name(peer)} is gone: {short(error)}", peer) from error
         self._in_flight.append(InFlight(works, memory, self._name))
         return self._in_flight[-1]
 
-    def _name(self, rank: int) -> str:
-        """Name of a rank of the group for error messages, for example "rank 0 of engine 1"."""
-        if rank < self._senders:
-            return f"trainer rank {rank}"
-        engine, rank = divmod(rank - self._senders, self._tensor)
-        return f"rank {rank} of engine {engine}"
 
-
-def _group(store: Store, number: int, rank: int, size: int, host: str, device: torch.device) -> Any:
-    """Make process group number `number`; blocks until all `size` ranks take part."""
-    store = PrefixStore(f"{number}/group", store)
+def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
+    """Make a process group at `store`, which no other has used; blocks until all `size` ranks take
+    part.
+    """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # the current device is per thread
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=NO_TIMEOUT_S)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return nccl_group(store, rank, size, device, timeout_s=NO_TIMEOUT_S)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    device_options = {"interface": name} if name else {"hostname": _address_toward(host)}
+    device_options = {"interface": name} if name else {"hostname": address_toward(host)}
     options._devices = [dist.ProcessGroupGloo.create_device(**device_options)]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def own_address() -> str:
-    """This host's address as other hosts reach it; the launcher's, unless it is a loopback."""
-    launcher = os.environ.get("MASTER_ADDR", "")
-    try:
-        if (
-            launcher
-            and not ipaddress.ip_address(socket.getaddrinfo(launcher, None)[0][4][0]).is_loopback
-        ):
-            return launcher
-    except OSError:
-        pass  # the name does not resolve
-    return _address_toward("192.0.2.1")  # reserved address (RFC 5737); UDP connect sends nothing
-
-
-def _address_toward(host: str) -> str:
-    """The address of the network interface through which this host reaches `host`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"  # no network
 
 
 def local_device() -> torch.device:

@@ -1,27 +1,32 @@
 """Transport `point_to_point`: messages between hosts, gloo on CPU or NCCL on GPUs.
 
-    trainer rank: its regions -> one message for each (bucket, engine rank) -> engine rank
+    trainer rank: its regions -> one message for each (bucket, rank of engine 0) -> engine 0
+    engine: whole buckets -> two other engines (`megarl.weight_sync.transports.relay`)
 
-Only bytes of the plan are sent. Trainer ranks and engine ranks form a process group apart from all
-others (`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
+Trainer ranks and the ranks of engine 0 form one process group, each relay and its receiver another
+(`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
 gloo transfers a message only once it is asked for, so nothing piles up. NCCL has not been run yet.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from megarl.parallel.collectives import barrier, broadcast_object
+from megarl.errors import EngineLost
+from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Piece
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
-from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import Watch
+from megarl.weight_sync.route import Route, RouteSpec
+from megarl.weight_sync.transports import relay
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weight_sync.transports.messages import (
     Message,
     incoming,
@@ -31,10 +36,34 @@ from megarl.weight_sync.transports.messages import (
     parts,
     unpack,
 )
-from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, local_device, own_address
+from megarl.weight_sync.transports.p2p_group import (
+    InFlight,
+    P2PGroup,
+    PeerGone,
+    local_device,
+)
+from megarl.weight_sync.transports.relay import Relay, slowest
+from megarl.weight_sync.transports.rendezvous import Rendezvous, network_place, own_address
 
 SLOTS = 2
 """Number of weight buckets that are in flight at the same time."""
+
+RELAY_BLOCKS = SLOTS + 1
+"""Blocks of an engine rank that passes buckets on: one is received, one installed, one sent."""
+
+
+def _name(rank: int, engine: int) -> str:
+    return f"rank {rank} of engine {engine}"
+
+
+def _first_group(meeting: Rendezvous, spec: RouteSpec, rank: int, device: torch.device) -> P2PGroup:
+    """The group of the trainer ranks, which come first, and the ranks of engine 0."""
+    senders = spec.layout.size
+
+    def name(rank: int) -> str:
+        return f"trainer rank {rank}" if rank < senders else _name(rank - senders, 0)
+
+    return P2PGroup(meeting, "trainer", senders + spec.engine_tensor, rank, name, device)
 
 
 class Sender:
@@ -42,8 +71,7 @@ class Sender:
     through which the ranks connect.
     """
 
-    SHARED = False
-    LOCAL = False
+    SHARED, LOCAL = True, False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """Connect to the key-value store, which rank 0 creates and hosts. All ranks of `axis`, the
@@ -52,11 +80,19 @@ class Sender:
         `folder` is unused.
         """
         self._route, self._axis, device = route, axis, local_device()
-        host = own_address() if axis.rank == 0 else ""
-        own = P2PGroup(route, axis.size, 0, host, 0, device) if axis.rank == 0 else None
-        host, port = broadcast_object((own.host, own.port) if own else ("", 0), axis)
-        self._group = own or P2PGroup(route, axis.size, axis.rank, host, port, device)
-        self._layouts = [_layout(found) for found in outgoing(route, axis.rank)]
+        places, found = gather_objects(network_place(), axis), None
+        members = axis.size + route.spec.engines * route.spec.engine_tensor
+        if axis.rank == 0:
+            is_one_host = route.spec.one_host and len(set(places)) == 1
+            host = "127.0.0.1" if is_one_host else own_address()
+            self._meeting = Rendezvous(host, 0, secrets.token_hex(32), members)
+            found = self._meeting.host, self._meeting.port, self._meeting.secret
+        found = broadcast_object(found, axis)
+        assert found is not None
+        if axis.rank > 0:
+            self._meeting = Rendezvous(*found, members)
+        self._group = _first_group(self._meeting, route.spec, axis.rank, device)
+        self._layouts = [_layout(found) for found in outgoing(route)]
         self._memory = torch.empty(
             SLOTS, max(size for _, size in self._layouts), dtype=route.dtype, device=device
         )
@@ -66,16 +102,16 @@ class Sender:
         """Bytes of this version sent so far, by (source, destination)."""
 
     def init_info(self) -> dict[str, Any]:
-        """Address of rank 0's store, for receivers.
+        """Address and secret of rank 0's store, for receivers.
 
         All ranks will connect anew for the next version.
         """
         self._stale = True
         return {
-            "host": self._group.host,
-            "port": self._group.port,
-            "senders": self._axis.size,
-            "device": self._group.device.type,
+            "host": self._meeting.host,
+            "port": self._meeting.port,
+            "secret": self._meeting.secret,
+            "device": self._memory.device.type,
         }
 
     def begin(self, version: int) -> None:
@@ -84,10 +120,10 @@ class Sender:
         """
         barrier(self._axis)
         if self._axis.rank == 0:
-            self._stale = self._stale or bool(self._group.get(f"aborted/{self._group.attempt}"))
-        self._group.attempt += 1
+            self._stale = self._stale or self._meeting.is_aborted()
+        self._meeting.attempt += 1
         if self._axis.rank == 0:
-            self._group.set("attempt", self._group.attempt)
+            self._meeting.set("attempt", self._meeting.attempt)
         self._in_flight.clear()
         self.sent.clear()
 
@@ -107,25 +143,40 @@ class Sender:
         messages = {message[0].destination: flat for message, flat in self._messages(bucket)}
         for destination, flat in messages.items():
             self.sent[self._axis.rank, destination] += flat.nbytes
-        self._in_flight[bucket.number] = self._group.send(messages, self._memory, bucket.number)
+        first, flats = self._axis.size, messages.items()
+        try:
+            self._in_flight[bucket.number] = self._group.send(
+                {first + to: flat for to, flat in flats}, self._memory, bucket.number
+            )
+        except PeerGone as error:
+            raise self._lost(error) from error
         if self._route.is_last(bucket):
             for number in sorted(self._in_flight):
                 self._wait(number, watch)
 
     def abort(self) -> None:
         """Mark this attempt as aborted in the store and cancel this rank's messages."""
-        self._group.abort()
+        self._meeting.abort()
+        self._group.leave()
         self._in_flight.clear()
 
     def progress(self, engine: int) -> int:
         """Number of buckets of this version that all ranks of an engine have received."""
-        spec, attempt = self._route.spec, self._group.attempt
-        numbers = [spec.destination(engine, rank) for rank in range(spec.engine_tensor)]
-        return min(self._group.get(f"received/{attempt}/{number}") or 0 for number in numbers)
+        attempt, ranks = self._meeting.attempt, range(self._route.spec.engine_tensor)
+        return min(self._meeting.get(f"received/{attempt}/{engine}/{rank}") or 0 for rank in ranks)
+
+    def lost(self) -> int | None:
+        """The engine that another engine has lost while this version was sent, or None."""
+        return self._meeting.lost()
+
+    def relay(self, engine: int) -> int | None:
+        """The engine that passes weights on to `engine`, or None."""
+        return relay.parent(engine)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group and the store."""
         self._group.leave()
+        self._meeting.close()
 
     def _join(self, watch: Watch) -> None:
         """Join the process group of the current attempt to send a version; later calls in the same
@@ -134,14 +185,15 @@ class Sender:
         Rank 0 writes the group's number to the store: the previous group, or a new one at the first
         attempt, after an abort or when an engine was replaced.
         """
-        if self._joined == self._group.attempt:
+        attempt = self._meeting.attempt
+        if self._joined == attempt:
             return
         if self._axis.rank == 0:
             self._num_groups += int(self._stale)
             self._stale = False
-            self._group.set(f"group/{self._group.attempt}", self._num_groups)
-        self._group.join(watch)
-        self._joined = self._group.attempt
+            self._meeting.set(f"group/{attempt}", self._num_groups)
+        self._group.join(_group_number(self._meeting, watch), watch)
+        self._joined = attempt
 
     def _messages(self, bucket: Bucket) -> list[tuple[Message, torch.Tensor]]:
         """This rank's messages of a bucket, each with its flat send buffer."""
@@ -154,8 +206,25 @@ class Sender:
     def _wait(self, number: int, watch: Watch) -> None:
         """Wait until the messages of bucket `number`, if any are in flight, have been sent."""
         if number in self._in_flight:
-            self._group.wait(self._in_flight[number], watch)
+            try:
+                self._group.wait(self._in_flight[number], watch)
+            except PeerGone as error:
+                raise self._lost(error) from error
             del self._in_flight[number]
+
+    def _lost(self, error: PeerGone) -> RuntimeError:
+        """The error to raise where a peer is gone; trainer ranks exchange no messages here."""
+        assert error.peer >= self._axis.size
+        return EngineLost(str(error), (0,))
+
+
+def _group_number(meeting: Rendezvous, watch: Watch) -> int:
+    """Number of the groups of this attempt, once trainer rank 0 has set it."""
+    key = f"group/{meeting.attempt}"
+    meeting.until(lambda: meeting.has([key]), watch, meeting.pause_s)
+    number = meeting.get(key)
+    assert number
+    return number
 
 
 def _layout(messages: Mapping[int, Message]) -> tuple[list[tuple[Message, int]], int]:
@@ -175,7 +244,9 @@ def _layout(messages: Mapping[int, Message]) -> tuple[list[tuple[Message, int]],
 
 
 class Receiver:
-    """Engine rank's half of the transport `point_to_point`."""
+    """Engine rank's half of the transport `point_to_point`: receives buckets from the trainer or
+    from another engine, and passes them on.
+    """
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
         """Connect to the trainer's store.
@@ -189,46 +260,123 @@ class Receiver:
                 "the trainer is on GPUs and this engine is not: weight_sync.transport"
                 " point_to_point needs both or neither"
             )
-        self._route, self._destination = route, route.spec.destination(engine, rank)
-        group_rank = init_info["senders"] + self._destination
-        self._group = P2PGroup(
-            route, init_info["senders"], group_rank, init_info["host"], init_info["port"], device
+        spec, self._route, self._engine, self._rank = route.spec, route, engine, rank
+        members = spec.layout.size + spec.engines * spec.engine_tensor
+        self._meeting = Rendezvous(
+            init_info["host"], init_info["port"], init_info["secret"], members
         )
-        self._messages = incoming(route, self._destination)
+        self._parent, self._children = relay.parent(engine), relay.children(engine, spec.engines)
+        if self._parent is None:
+            self._from = _first_group(self._meeting, spec, spec.layout.size + rank, device)
+        else:
+            self._from = self._pair(self._parent, engine, 1, device)
+        self._to = [self._pair(engine, child, 0, device) for child in self._children]
+        self._relays: list[Relay] = []
+        # Buckets of another engine arrive as they are installed; those of trainer ranks in parts.
+        self._messages = incoming(route) if self._parent is None else []
         self._memory = torch.empty(longest(self._messages), dtype=route.dtype, device=device)
-        self._bytes = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
+        self._blocks = torch.empty(
+            RELAY_BLOCKS if self._to else SLOTS,
+            route.largest_bytes,
+            dtype=torch.uint8,
+            device=device,
+        )
+        self._reported_at = 0.0
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Iterate over the buckets of a version with their memory blocks. While a bucket is used,
-        the next one is received.
+        the next one is received and those before are passed on.
         """
-        attempt = self._group.get("attempt")
+        meeting, buckets = self._meeting, self._route.buckets
+        attempt = meeting.get("attempt")
         assert attempt, "senders begin first"
-        self._group.attempt = attempt
-        self._group.join(watch)
-        pending: InFlight | None = None
-        for bucket in self._route.buckets:
-            try:
-                pending = pending or self._start(bucket.number)
-                self._group.wait(pending, watch)
-            except BaseException:
-                self.close()
+        meeting.attempt = attempt
+        try:
+            number = _group_number(meeting, watch)
+            self._relays = [
+                Relay(group, number, len(buckets), watch, lambda child=child: meeting.lose(child))
+                for group, child in zip(self._to, self._children, strict=True)
+            ]
+            self._from.join(number, watch)
+            pending = self._start(buckets[0], watch)
+            for bucket in buckets:
+                block = self._finish(pending, bucket, watch)
+                for one in self._relays:
+                    one.offer(block)
+                if not self._route.is_last(bucket):
+                    pending = self._start(buckets[bucket.number + 1], watch)
+                yield bucket, block
+                self._report(bucket)
+            self._until_passed_on(len(buckets), watch)
+        except PeerGone as error:
+            self._leave()
+            if self._parent is None:
                 raise
-            block = self._bytes[: bucket.num_bytes]
+            meeting.lose(self._parent)
+            raise Aborted(GIVEN_UP) from error
+        except BaseException:
+            self._leave()
+            raise
+
+    def close(self) -> None:
+        """Leave the process groups and the store."""
+        self._leave()
+        self._meeting.close()
+
+    def _leave(self) -> None:
+        """Leave the process groups; messages in flight are cancelled."""
+        relays, self._relays = self._relays, []
+        for one in relays:
+            one.close()
+        for group in (self._from, *self._to):
+            group.leave()
+
+    def _pair(self, sender: int, receiver: int, place: int, device: torch.device) -> P2PGroup:
+        """The group of this rank of two engines; `place` is this process's rank in it."""
+        names = _name(self._rank, sender), _name(self._rank, receiver)
+        key = f"engine/{receiver}/{self._rank}"
+        return P2PGroup(self._meeting, key, 2, place, lambda rank: names[rank], device)
+
+    def _block(self, bucket: Bucket) -> torch.Tensor:
+        """Memory of a bucket, uint8 [bucket.num_bytes]."""
+        return self._blocks[bucket.number % len(self._blocks)][: bucket.num_bytes]
+
+    def _start(self, bucket: Bucket, watch: Watch) -> InFlight:
+        """Start receiving a bucket, once its memory is free."""
+        self._until_passed_on(bucket.number + 1 - len(self._blocks), watch)
+        if self._parent is None:
+            flats = self._flats(bucket.number)
+            return self._from.receive(flats, self._memory, bucket.number)
+        block = self._block(bucket)
+        return self._from.receive({0: block}, block, bucket.number)
+
+    def _finish(self, pending: InFlight, bucket: Bucket, watch: Watch) -> torch.Tensor:
+        """Wait for a bucket; returns its block."""
+        self._from.wait(pending, watch)
+        block = self._block(bucket)
+        if self._parent is None:
             buffers = bucket.buffers(block, self._route.dtype)
             for source, flat in self._flats(bucket.number).items():
                 unpack(self._messages[bucket.number][source], flat, buffers)
-            pending = None if self._route.is_last(bucket) else self._start(bucket.number + 1)
-            yield bucket, block
-            self._group.set(f"received/{attempt}/{self._destination}", bucket.number + 1)
+        return block
 
-    def close(self) -> None:
-        """Leave the process group; messages in flight are cancelled."""
-        self._group.leave()
+    def _until_passed_on(self, count: int, watch: Watch) -> None:
+        """Wait until the first `count` buckets are passed on to all engines that get them here."""
 
-    def _start(self, number: int) -> InFlight:
-        """Start receiving the messages of bucket `number`."""
-        return self._group.receive(self._flats(number), self._memory, number)
+        def ready() -> bool:
+            for one in self._relays:
+                one.check()
+            return slowest(self._relays) >= count
+
+        self._meeting.until(ready, watch)
+
+    def _report(self, bucket: Bucket) -> None:
+        """Tell the trainer how many buckets have arrived: of many engines not each one."""
+        now = time.monotonic()
+        if self._route.is_last(bucket) or now >= self._reported_at + self._meeting.progress_s:
+            self._reported_at = now
+            key = f"received/{self._meeting.attempt}/{self._engine}/{self._rank}"
+            self._meeting.set(key, bucket.number + 1)
 
     def _flats(self, number: int) -> dict[int, torch.Tensor]:
         """{source rank: flat receive buffer of its message} of bucket `number`."""

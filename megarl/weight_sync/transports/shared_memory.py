@@ -19,7 +19,7 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import Watch
+from megarl.weight_sync.transports.base import Direct, Watch
 from megarl.weight_sync.transports.shared_counters import SharedCounters
 
 SLOTS = 2
@@ -45,7 +45,7 @@ def open_counters(route: Route, senders: int, num_bytes: int, path: str = "") ->
     return SharedCounters(senders, route.spec.engines * route.spec.engine_tensor, num_bytes, path)
 
 
-class Sender:
+class Sender(Direct):
     """Trainer rank's half of the transport `shared_memory`; rank 0 makes the memory."""
 
     SHARED = True
@@ -83,8 +83,10 @@ class Sender:
             bucket.buffers(block_of(memory, self._route, bucket), self._route.dtype)
             for memory in self._memories
         ]
-        own = [copy for copy in self._route.copies[bucket.number] if copy.source == self._axis.rank]
-        return [(copy, copy.put.view(buffers[copy.destination][copy.put.buffer])) for copy in own]
+        return [
+            (copy, copy.put.view(buffers[copy.destination][copy.put.buffer]))
+            for copy in self._route.copies[bucket.number]
+        ]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
         """Count a bucket as written by this rank; engine ranks read it once all ranks wrote it."""

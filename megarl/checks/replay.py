@@ -1,0 +1,90 @@
+"""Checks of `megarl replay`, and its command line: a run folder in the place of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import RunConfig, written_tree
+from megarl.observe.observer import METRICS
+from megarl.observe.sinks import read_records
+from megarl.schema import require
+
+if TYPE_CHECKING:
+    from megarl.trainer.context import RunInputs
+
+
+def arguments(words: list[str]) -> tuple[str, list[str]]:
+    """(class in `megarl.config`, command line with a recipe first) for the command line `words` of
+    `megarl replay`, which has a run folder first. Raises `ValueError` where that is no run folder.
+    """
+    run, rest = Path(words[0]), words[1:]
+    recipe = run / "recipe.yaml"
+    require(
+        recipe.is_file(),
+        f"{run} has no recipe.yaml; name the folder of a run, as in megarl replay runs/my-run",
+    )
+    kind = "DistillConfig" if "teacher" in written_tree(recipe) else "RunConfig"
+    settings = {"folder": str(run / "replay"), "resume": "false", "epochs": "null"}
+    given = {word.removeprefix("--").partition("=")[0] for word in rest if word.startswith("--")}
+    filled = [f"--{key}={value}" for key, value in settings.items() if key not in given]
+    return kind, [str(recipe), f"--replay.run={run}", *filled, *rest]
+
+
+def steps_to_replay(config: RunConfig) -> int:
+    """Number of steps of `replay.run` that are trained again: those it has finished, at most
+    `replay.steps`. Raises `ValueError` if there are none.
+    """
+    metrics = Path(config.replay.run) / METRICS
+    done = max((record["step"] for record in read_records(metrics)), default=0)
+    require(done > 0, f"{metrics} has no finished step; replay a run that has trained")
+    wanted = config.replay.steps or done
+    require(
+        wanted <= done,
+        f"replay.steps is {wanted}, but {config.replay.run} has finished {done} steps; set it to at"
+        f" most {done}",
+    )
+    return min(done, wanted)
+
+
+def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl replay` for this run's ranks, or for `ranks` ranks. Prompts,
+    verifiers and engines are not looked at: a replay does not need them. Raises `ValueError`.
+    """
+    from megarl.checks.folder_checks import check_folder, check_observe
+    from megarl.checks.layout_checks import check_cut, check_layout
+    from megarl.checks.model_checks import check_model, stop_tokens
+    from megarl.checks.preflight import find_checkpoint, ranks_to_check
+    from megarl.checks.roles import check_role
+    from megarl.rollout.batch_files import refuse_gaps
+    from megarl.trainer.context import RunInputs, trained_roles
+    from megarl.trainer.loading import check_weights
+    from megarl.trainer.places import RolePlace, policy_ranks
+
+    run = Path(config.replay.run)
+    require(
+        Path(config.folder).absolute() != run.absolute(),
+        f"folder is {config.folder}, the run that is replayed; set another one, or none",
+    )
+    num_ranks = ranks_to_check(ranks)
+    members = policy_ranks(config, num_ranks)
+    layout = check_layout(config.training, len(members))
+    data_ranks = refuse_gaps(run, steps_to_replay(config))
+    require(
+        layout.data == data_ranks,
+        f"the batches of {run} are those of {data_ranks} data ranks, and this is {layout}; start"
+        f" the replay with as many ranks as the run, as in megarl torchrun --nproc-per-node"
+        f" {data_ranks * layout.size // layout.data} replay {run}",
+    )
+    check_folder(config.folder, resume=bool(config.resume))
+    check_observe(config.observe)
+    tokenizer, hf = check_model(config.model)
+    check_cut(config.training, config.model, hf)
+    policy = RolePlace(members, layout)
+    roles = {name: check_role(name, config, hf, policy, num_ranks) for name in config.other_roles}
+    check_weights(config.model)
+    found = find_checkpoint(config, layout, "", trained_roles(config, roles))
+    stops = stop_tokens(tokenizer, config.model, hf)
+    return RunInputs(
+        layout, tokenizer, hf, stops, "", resume_from=found, ranks=members, roles=roles
+    )

@@ -1,0 +1,62 @@
+"""The receipts of the weight versions that a run has published, and the samples that must have
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.types import Group, Segment
+from megarl.weight_sync.receipts import Span, refuse_unknown
+
+
+@dataclass
+class Receipts:
+    """What the trainer has said of its weight versions."""
+
+    staleness: int
+    """Versions that a sample may be old."""
+    known: dict[int, Sequence[str]] = field(default_factory=dict)
+    """{version: receipts}; empty for a command that publishes nothing."""
+    carried: set[int] = field(default_factory=set)
+    """Ordinals of the groups that came with a checkpoint. They were checked when it was written,
+    and the receipts of their versions depend on layouts that may be others by now."""
+
+    def publish(self, version: int, receipts: Sequence[str]) -> bool:
+        """Keep the receipts that engines may have of a version. Returns False if the version was
+        known, or there is none.
+        """
+        if not receipts or version in self.known:
+            return False
+        self.known[version] = receipts
+        self.known.pop(version - self.staleness - 2, None)  # no sample to come is as old
+        return True
+
+    def check_answer(self, answer: Segment, where: str) -> None:
+        """Raise `RuntimeError` if a response has tokens of other weights than were published.
+        Versions that the trainer has not told yet pass; `check_groups` comes later.
+        """
+        refuse_unknown(spans_of([answer]), self.known, where, later=True)
+
+    def check_groups(self, groups: Sequence[Group]) -> None:
+        """Raise `RuntimeError` if a group has tokens of other weights than were published."""
+        for group in groups:
+            if group.ordinal in self.carried:
+                continue
+            greedy = [] if group.greedy is None else [group.greedy]
+            for one in [*group.rollouts, *greedy]:
+                where = f"rollout {one.sample} of group {group.ordinal}"
+                refuse_unknown(spans_of(one.segments), self.known, where)
+
+
+def spans_of(segments: Sequence[Segment]) -> list[Span]:
+    """What engines say about the weights that generated `segments`."""
+    return [
+        Span(version, receipt)
+        for part in segments
+        for (version, _), receipt in zip(
+            part.versions, itertools.chain(part.receipts, itertools.repeat("")), strict=False
+        )
+    ]

@@ -1,0 +1,249 @@
+"""A trained role's memory, lent to the colocated engines while they generate.
+
+    handover = Handover(device)
+    handover.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
+    handover.reload()                        # the same tensors, on the device again
+
+A tensor's memory is its storage. Here storages are set to 0 bytes and later back to their size, as
+FSDP does with parameters: every view that DeepSpeed keeps of a storage stays valid, and no tensor
+object changes. DeepSpeed's own `offload_states` works with ZeRO 2 only: its optimizer of bf16 ZeRO
+1 has no such method, and that of ZeRO 3 refuses every optimizer but DeepSpeed's `FusedAdam`.
+
+Gradients and reduction buffers are freed without a copy: between two optimizer steps they hold
+nothing. The weights stay where they are, since they are published.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megarl.errors import UserError
+
+ALIGNMENT = 512
+"""Bytes to which the parts of the host's memory are aligned."""
+
+SMALLEST_BYTES = 1024
+"""Storages below this stay on the device: AdamW's step counters."""
+
+
+class HostMemory:
+    """Memory of exactly the wanted size on the host, registered with CUDA so that copies are fast.
+
+    Torch's own pinned memory would be rounded up to a power of two.
+    """
+
+    def __init__(self, num_bytes: int, *, registered: bool) -> None:
+        """Raises `UserError` if the host has no such memory."""
+        try:
+            self._mapping = mmap.mmap(-1, num_bytes)
+        except (OSError, ValueError) as error:
+            raise UserError(_no_memory(num_bytes, str(error))) from None
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        """The memory as a flat uint8 tensor."""
+        self._is_registered = registered
+        if registered:
+            cuda: Any = torch.cuda.cudart()
+            problem = cuda.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
+            if problem != cuda.cudaError.success:
+                self._is_registered = False
+                raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {problem}"))
+
+    def release(self) -> None:
+        """Undo the registration; a second call does nothing. The memory is freed with the last
+        tensor that views it.
+        """
+        if self._is_registered:
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self.bytes.data_ptr())
+        self._is_registered = False
+
+
+class Handover:
+    """Moves what the optimizer of one role on this rank needs to the host and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: HostMemory | None = None
+        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """(optimizer's tensor, its data on the device, its data on the host)."""
+        self._copied: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """(storage that is empty now, its content on the host as bytes)."""
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []
+        """(storage that is empty now, its size in bytes)."""
+        self.is_away = False
+        """Whether the memory is lent."""
+
+    def offload(self, optimizer: Any, module: torch.nn.Module, *, on_host: bool = False) -> None:
+        """Copy master weights and moments of DeepSpeed's `optimizer` to the host, free their memory
+        on the device and that of gradients and buffers, and return it to the driver. Does nothing
+        if it was done already.
+
+        While they are away, the optimizer's own tensors are those on the host, so that a checkpoint
+        can be written. `module`: the model, whose weights stay. `on_host`: optimizer state and
+        gradients are on the host anyway. Call it between two optimizer steps.
+        """
+        if self.is_away:
+            return
+        self.is_away = True
+        if hasattr(optimizer, "empty_partition_cache"):
+            optimizer.empty_partition_cache()  # parameters that ZeRO 3 has gathered
+        weights = {_storage(one).data_ptr() for one in weights_of(module)}
+
+        def lent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+            return [
+                one
+                for one in tensors
+                if one.device.type == self._device.type
+                and _storage(one).nbytes() >= SMALLEST_BYTES
+                and _storage(one).data_ptr() not in weights
+            ]
+
+        empty = [] if on_host else lent(gradient_memory(optimizer))
+        if not on_host:
+            self._copy(lent(optimizer_state(optimizer)))
+        for parameter in module.parameters():
+            parameter.grad = None
+        for one in [*empty, *lent(buckets(optimizer))]:
+            storage = _storage(one)
+            if storage.nbytes():  # it may be a view of another one's
+                self._dropped.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        gc.collect()
+        free_cache(self._device)
+
+    def _copy(self, tensors: list[torch.Tensor]) -> None:
+        """Copy the storages of `tensors` to the host, and free them on the device."""
+        for one in tensors:
+            if not _storage(one).resizable():  # on the CPU: it maps a checkpoint's file
+                one.data = one.data.clone()
+        storages = {_storage(one).data_ptr(): _storage(one) for one in tensors}
+        begins, end = dict[int, int](), 0
+        for pointer, storage in storages.items():
+            begins[pointer] = end
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        if not end:
+            return
+        if self._host is None or len(self._host.bytes) != end:
+            self.release()
+            self._host = HostMemory(end, registered=self._device.type == "cuda")
+        memory = self._host.bytes
+        for pointer, storage in storages.items():
+            content = memory[begins[pointer] : begins[pointer] + storage.nbytes()]
+            content.copy_(_bytes_of(storage), non_blocking=True)
+            self._copied.append((storage, content))
+        for one in tensors:
+            begin = begins[_storage(one).data_ptr()] // one.itemsize + one.storage_offset()
+            on_host = memory.view(one.dtype).as_strided(one.shape, one.stride(), begin)
+            self._moved.append((one, one.data, on_host))
+        synchronize(self._device)
+        for one, _, on_host in self._moved:
+            one.data = on_host
+        for storage, _ in self._copied:
+            storage.resize_(0)
+
+    def reload(self) -> None:
+        """Allocate what `offload` has freed, and copy back what it has copied; gradients and
+        buffers are 0. Does nothing if nothing is away.
+        """
+        for storage, content in self._copied:
+            storage.resize_(content.numel())
+            _bytes_of(storage).copy_(content, non_blocking=True)
+        for storage, size in self._dropped:
+            storage.resize_(size)
+            _bytes_of(storage).zero_()
+        synchronize(self._device)
+        for one, on_device, _ in self._moved:
+            one.data = on_device
+        self._moved, self._copied, self._dropped = [], [], []
+        self.is_away = False
+
+    def release(self) -> None:
+        """Give the host's memory back."""
+        if self._host is not None:
+            self._host.release()
+        self._host = None
+
+
+def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Master weights and moments of one of DeepSpeed's optimizers, or of a torch optimizer. Without
+    master weights of their own, the parameters that are trained are among them.
+    """
+    seen: set[int] = set()
+    inner = _inner(optimizer)
+    found = [parameter for group in inner.param_groups for parameter in group["params"]]
+    # ZeRO 3 shows them to the inner optimizer only while it steps.
+    found += getattr(optimizer, "fp32_partitioned_groups_flat", [])
+    for parameter, state in inner.state.items():
+        found += [parameter, *(one for one in state.values() if isinstance(one, torch.Tensor))]
+    for one in found:
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+
+
+def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Accumulated gradients, which mean nothing between two optimizer steps."""
+    for one in optimizer_state(optimizer):
+        if one.grad is not None:
+            yield one.grad
+    yield from getattr(optimizer, "fp32_groups_gradients_flat", [])  # bf16 ZeRO 1
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)  # ZeRO 3
+    if flat is not None:
+        yield flat
+
+
+def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Buffers in which gradients are reduced."""
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+        yield from (one for one in buffers if one is not None)
+
+
+def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The memory of the model's weights on this rank: parameters, or their slices under ZeRO 3, and
+    buffers.
+    """
+    for parameter in module.parameters():
+        yield getattr(parameter, "ds_tensor", parameter)
+        yield parameter
+    yield from module.buffers()
+
+
+def free_cache(device: torch.device) -> None:
+    """Return what torch keeps for later to the driver, where other processes can have it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the copies that were started on `device`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The torch optimizer inside DeepSpeed's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else _inner(inner)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's memory as a flat uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _no_memory(num_bytes: int, why: str) -> str:
+    return (
+        f"the optimizer state of this rank, {num_bytes / 2**30:.1f} GiB, does not fit into the"
+        f" host's memory while colocated engines generate ({why}); free memory, raise the limit of"
+        " the job, or use more GPUs"
+    )

@@ -1,0 +1,90 @@
+"""Memory that a training step needs beside weights, gradients and optimizer state, term by term, as
+an upper bound computed before anything is started.
+
+    config.json, parameter table, layout, settings --working_memory--> {term: bytes on a rank's GPU}
+
+The formulas are in docs/layouts.md. T are the tokens of a packed sequence on a rank, b the bytes of
+an activation: 2 in bfloat16, 4 in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.kernels.logprobs import CHUNK_BYTES
+from megarl.parallel.layout import Layout
+from megarl.trainer.config import TrainingConfig
+from megarl.trainer.memory import BYTES, GRADIENT_BYTES, on_rank
+from megarl.weight_sync.parameters import ParameterSpec
+
+BUCKET_ELEMENTS = 500_000_000
+"""Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`)."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Elements of gathered parameters up to which ZeRO 3 fetches ahead (`max_live_parameters`)."""
+TOKEN_BYTES = 57
+"""Bytes of a token of the packed batch: five int64, a bool and two float32 in
+`megarl.types.MicroBatch`, its advantage and its log-prob."""
+RUNTIME_BYTES = 2 * 2**30
+"""Bytes of CUDA's context, the libraries' kernels, and NCCL's buffers."""
+
+
+def working_memory(
+    table: Sequence[ParameterSpec],
+    model: Mapping[str, Any],
+    layout: Layout,
+    training: TrainingConfig,
+    *,
+    longest: int,
+    samples: int,
+) -> dict[str, int]:
+    """{term: bytes} of a step of a trained role on the rank that needs most.
+
+    `model`: the content of config.json. `longest`: tokens of the longest sample, prompt included.
+    `samples`: samples of a step, over all ranks.
+    """
+    each, tensor = BYTES[training.precision], layout.tensor
+    tokens = max(training.micro_batch_tokens, -(-longest // layout.sequence))
+    layers, hidden = model["num_hidden_layers"], model["hidden_size"]
+    # A row that is kept whole, such as a norm's input, is on every tensor-parallel rank.
+    one_layer = tokens * each * (5 * hidden + _wide_rows(model, tensor))
+    kept = layers * tokens * hidden * each
+    sizes = [on_rank(one, tensor) for one in table]
+    head = max(sizes, default=0)
+    trained_head = 0 if training.lora.is_on else head
+    found = {
+        "inputs of layers": kept if training.gradient_checkpointing else layers * one_layer,
+        "one layer recomputed": one_layer if training.gradient_checkpointing else 0,
+        "gradient of the head": trained_head * (GRADIENT_BYTES + each),
+        "a chunk of logits": CHUNK_BYTES["cuda"],
+        "the packed batch": -(-samples // layout.data)
+        * -(-longest // layout.sequence)
+        * TOKEN_BYTES,
+        "reduce bucket": BUCKET_ELEMENTS * _reduced_bytes(training),
+        "gathered parameters": 0,
+        "CUDA and NCCL": RUNTIME_BYTES,
+    }
+    if training.zero_stage == 3:
+        # Fetching ahead stops at a limit, but not the fetch of what is needed at once.
+        found["gathered parameters"] = each * min(sum(sizes), LIVE_ELEMENTS + head)
+    return {name: size for name, size in found.items() if size}
+
+
+def _wide_rows(model: Mapping[str, Any], tensor: int) -> int:
+    """Elements of a token's rows in one layer that are as wide as heads or the MLP, on one
+    tensor-parallel rank, kept for the backward pass: queries, keys and values, those two rotated,
+    keys and values repeated for all heads, attention's output; gate, up, activation and product.
+    """
+    heads = model["num_attention_heads"]
+    width = model.get("head_dim") or model["hidden_size"] // heads
+    keys = model.get("num_key_value_heads") or heads
+    attention = 2 * (heads + keys) + keys + 2 * heads + heads
+    return (attention * width + 4 * model["intermediate_size"]) // tensor
+
+
+def _reduced_bytes(training: TrainingConfig) -> int:
+    """Bytes of an element in DeepSpeed's reduction buffer; 0 without ZeRO."""
+    if training.zero_stage == 0:
+        return 0
+    in_float32 = training.precision == "float32" or training.zero_stage == 1
+    return GRADIENT_BYTES if in_float32 else BYTES[training.precision]

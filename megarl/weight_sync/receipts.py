@@ -1,0 +1,63 @@
+"""Receipts of weight versions: what the trainer has sent, and what each engine says it computes
+with.
+
+    trainer: digests of what it sent      --receipt_of_weights--> "9f31c0..." --+
+    engine:  digests of what its ranks hold --receipt_of_weights--> "9f31c0..." +--> equal, or the
+    sample is not trained on
+
+An engine adds to each response the receipt of the weights that generated it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one weight version."""
+
+    version: int
+    receipt: str
+
+
+def receipt_of_weights(digests: Sequence[Sequence[int]]) -> str:
+    """Receipt of whole weights. `digests`: for each tensor-parallel rank of an engine, the digests
+    of its tensors, as signed 64-bit integers.
+    """
+    hasher = xxhash.xxh3_64()
+    for of_rank in digests:
+        hasher.update(struct.pack(f"<q{len(of_rank)}q", len(of_rank), *of_rank))
+    return hasher.hexdigest()
+
+
+def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
+    """Receipt of LoRA adapters, given their files {name: content}."""
+    hasher = xxhash.xxh3_64()
+    for name, content in sorted(files.items()):
+        hasher.update(struct.pack("<qq", len(name), len(content)) + name.encode() + content)
+    return hasher.hexdigest()
+
+
+def refuse_unknown(
+    spans: Sequence[Span], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
+) -> None:
+    """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
+    published as their version. `known`: {version: receipts that engines may have of it}; empty
+    where nothing is known. `where`: whose tokens, for the message. With `later`, versions that are
+    newer than all known ones pass: the trainer may not have said yet what they are.
+    """
+    for version, receipt in spans:
+        if not known or version < min(known) or (later and version > max(known)):
+            continue
+        published = known.get(version, ())
+        if receipt not in published:
+            raise RuntimeError(
+                f"{where} was generated with weights of version {version} and receipt"
+                f" {receipt or 'none'}, but the trainer published version {version} with receipt"
+                f" {' or '.join(published) or 'none'}; the sample is not trained on, resume the run"
+                " from its newest checkpoint"
+            )

@@ -1,0 +1,120 @@
+"""GPUs as the driver lists them and as torch sees them, and where the two disagree.
+
+Torch reports no GPU for many reasons: it is built for CPUs, the driver is too old for its CUDA, the
+GPUs are hidden. A run would then go on, a hundred times slower, on the CPU. Imports no torch, which
+`megarl doctor` must do without.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""{major version of CUDA: first driver, by its major version, that runs programs built for it}."""
+
+DRIVER_WITHIN_S = 20.0
+"""Seconds that nvidia-smi may take; it loads the driver where no process has."""
+
+
+@dataclass(frozen=True)
+class DriverGpu:
+    """A GPU in the list of nvidia-smi."""
+
+    name: str
+    driver: str
+    """Version of the driver, such as 580.65.06."""
+    is_cut: bool
+    """Whether MIG has cut it into slices."""
+
+
+def driver_gpus() -> list[DriverGpu]:
+    """The GPUs that nvidia-smi lists, visible or not; none where there is no nvidia-smi or it
+    fails.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = "--query-gpu=name,driver_version,mig.mode.current"
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=DRIVER_WITHIN_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.splitlines()]
+    return [DriverGpu(row[0], row[1], row[2] == "Enabled") for row in rows if len(row) == 3]
+
+
+def are_hidden() -> bool:
+    """Whether the user has asked for the CPU: with an empty CUDA_VISIBLE_DEVICES, or with
+    MEGARL_DEVICE=cpu, which launch/env.sh reads too.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return os.environ.get("MEGARL_DEVICE") == "cpu" or (
+        visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
+    )
+
+
+@functools.cache
+def why_unseen(cuda: str | None) -> str:
+    """Why torch sees none of the GPUs that nvidia-smi lists, with what to do; "" if there are none,
+    or none are wanted. Call it where torch sees no GPU. Asks the driver once in a process.
+
+    `cuda`: torch's version of CUDA, None if it is built for CPUs.
+    """
+    gpus = [] if are_hidden() else driver_gpus()
+    if not gpus:
+        return ""
+    found = f"nvidia-smi lists {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0].name})"
+    rather = "or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+    if cuda is None:
+        return (
+            f"{found}, but this torch is built for CPUs; make the environment for GPUs with"
+            f" MEGARL_DEVICE=cuda bash launch/env.sh, {rather}"
+        )
+    if problem := driver_problem(gpus[0].driver, cuda):
+        return f"{found}, but torch sees none: {problem}, {rather}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cut = (
+        " MIG is on: CUDA sees a slice only by its name (nvidia-smi -L)."
+        if any(gpu.is_cut for gpu in gpus)
+        else ""
+    )
+    shown = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible else "no variable hides them"
+    return (
+        f"{found}, but torch for CUDA {cuda} sees none; {shown}.{cut} See what"
+        f" python -c 'import torch; torch.cuda.init()' says, {rather}"
+    )
+
+
+def driver_problem(driver: str, cuda: str) -> str:
+    """Why a driver cannot run torch built for a version of CUDA, with what to do; "" if it can."""
+    major, needed = driver.split(".")[0], OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if needed is None or not major.isdecimal() or int(major) >= needed:
+        return ""
+    return (
+        f"the driver is {driver}, and torch is built for CUDA {cuda}, which needs driver {needed}"
+        " or newer; update the driver"
+    )
+
+
+def beyond(index: int, names: list[str]) -> str:
+    """Why a rank cannot have GPU number `index` of those that torch sees, by name; "" if it can."""
+    if index < len(names):
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible else ""
+    cut = ""
+    if any("MIG" in name for name in names):
+        cut = ": of GPUs cut by MIG a process sees one slice, so that a run has one rank"
+    return (
+        f"rank {index} of this host needs a GPU of its own, but torch sees {len(names)}"
+        f"{shown}{cut}; start as many ranks on a host as it has GPUs, or make more of them visible"
+    )

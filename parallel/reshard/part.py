@@ -1,0 +1,201 @@
+"""One rank's part of a reshard plan, without making the rest of it.
+
+A model repeats its layers, so most tensors lie alike on every rank. Regions are computed for one
+tensor of each kind, which stands for the others. What depends on all tensors, the even load of the
+sources, is decided by numbers; copies are made only for the rank that asks. The result equals that
+rank's copies of `make_plan` for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills
+from megarl.parallel.reshard.plan import (
+    Copy,
+    Region,
+    deal,
+    fixed_choice,
+    grain_of,
+    holders_of,
+    regions_of,
+)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which tensors of a model lie alike on all ranks of both sides."""
+
+    like: Mapping[str, str]
+    """{tensor: the tensor that stands for it}, all tensors of the model in their order."""
+    buffers: Mapping[str, str]
+    """{tensor: its buffer on the destinations}; on the sources a tensor's buffer has its name."""
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The regions of one tensor that one destination needs, for all tensors of a kind."""
+
+    regions: list[tuple[Piece, Box, list[tuple[int, Piece]]]]
+    """[(piece that the destination needs, region of it, [(source rank, its piece)])]"""
+    fixed: list[int | None]
+    """By region, the index of the only possible source; None where there is a choice."""
+    local: int | None
+    """Source rank in the destination's memory."""
+
+    @cached_property
+    def open(self) -> list[tuple[int, int, list[int]]]:
+        """[(region, elements, source ranks)] of the regions with a choice."""
+        return [
+            (number, box.area, [source for source, _ in candidates])
+            for number, (_, box, candidates) in enumerate(self.regions)
+            if self.fixed[number] is None
+        ]
+
+    @cached_property
+    def by_source(self) -> dict[int, list[tuple[int, int]]]:
+        """{source rank: [(region, index of the source)]} of the regions without a choice."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, index in enumerate(self.fixed):
+            if index is not None:
+                source = self.regions[number][2][index][0]
+                found.setdefault(source, []).append((number, index))
+        return found
+
+    @cached_property
+    def load(self) -> dict[int, int]:
+        """{source rank: elements} that are sent from other memory without a choice."""
+        return {
+            source: sum(self.regions[number][1].area for number, _ in found)
+            for source, found in self.by_source.items()
+            if source != self.local
+        }
+
+
+class PlanPart:
+    """The copies of one rank, out of the plan for a whole model."""
+
+    def __init__(
+        self,
+        sources: Sequence[Owned],
+        destinations: Sequence[Owned],
+        kinds: Kinds,
+        local: Mapping[int, int] | None = None,
+    ) -> None:
+        """Compute who sends what, without copies.
+
+        Args:
+            sources: what each source rank owns of the tensors that stand for a kind.
+            destinations: what each destination rank needs of them.
+            kinds: which tensors they stand for.
+            local: {destination rank: source rank in the same memory}.
+
+        Raises:
+            ValueError: as `make_plan`.
+        """
+        self._kinds, self._destinations, local = kinds, len(destinations), local or {}
+        count: dict[str, int] = dict.fromkeys(kinds.like.values(), 0)
+        for tensor in kinds.like.values():
+            count[tensor] += 1
+        self._templates = _templates(sources, destinations, count, kinds.buffers, local)
+        load, choices, number = [0] * len(sources), [], 0
+        self.moved = 0
+        """Elements copied between different memories, of all ranks."""
+        for rank in range(len(destinations)):
+            for tensor, times in count.items():
+                template = self._templates[rank, tensor]
+                for source, area in template.load.items():
+                    load[source] += times * area
+                self.moved += times * sum(template.load.values())
+            for tensor in kinds.like.values():
+                template = self._templates[rank, tensor]
+                choices += [(number + place, area, of) for place, area, of in template.open]
+                number += len(template.regions)
+        self.moved += sum(area for _, area, _ in choices)
+        self._dealt = deal(choices, load)
+
+    def of_source(self, source: int) -> list[Copy]:
+        """The copies that source rank `source` sends, in the order of the destinations."""
+        return [
+            copy for rank in range(self._destinations) for copy in self._copies(rank, source=source)
+        ]
+
+    def of_destination(self, rank: int) -> list[Copy]:
+        """The copies that destination rank `rank` receives."""
+        return list(self._copies(rank))
+
+    def _copies(self, rank: int, source: int | None = None) -> Iterator[Copy]:
+        """The copies to a destination rank; only those of `source` where it is given."""
+        like = self._kinds.like
+        number = sum(
+            len(self._templates[before, tensor].regions)
+            for before in range(rank)
+            for tensor in like.values()
+        )
+        parts: dict[tuple[str, int, int], tuple[Piece, Piece]] = {}
+        for name, tensor in like.items():
+            template = self._templates[rank, tensor]
+            chosen = (
+                [pair for pairs in template.by_source.values() for pair in pairs]
+                if source is None
+                else list(template.by_source.get(source, ()))
+            )
+            for place, _, ranks in template.open:
+                index = self._dealt[number + place]
+                if source in (None, ranks[index]):
+                    chosen.append((place, index))
+            for place, index in sorted(chosen):
+                piece, box, candidates = template.regions[place]
+                key = tensor, place, index
+                if key not in parts:
+                    parts[key] = candidates[index][1].part(box), piece.part(box)
+                taken, put = parts[key]
+                yield Copy(
+                    candidates[index][0],
+                    taken._replace(tensor=name, buffer=name),
+                    rank,
+                    put._replace(tensor=name, buffer=self._kinds.buffers[name]),
+                )
+            number += len(template.regions)
+
+
+def _templates(
+    sources: Sequence[Owned],
+    destinations: Sequence[Owned],
+    count: Mapping[str, int],
+    buffers: Mapping[str, str],
+    local: Mapping[int, int],
+) -> dict[tuple[int, str], _Template]:
+    """{(destination rank, tensor): its regions} for the tensors that stand for a kind.
+
+    `count`: {tensor: how many it stands for}. Raises `ValueError` as `make_plan`.
+    """
+    holders = holders_of(sources)
+    # A buffer of several tensors is repeated as often as each of them.
+    times = {buffers[tensor]: number for tensor, number in count.items()}
+    grain = grain_of(
+        sum(times[name] * size for owned in destinations for name, size in owned.sizes.items())
+    )
+    found: dict[tuple[str, Box, int | None], list[Region]] = {}
+    made: dict[tuple[int, str], _Template] = {}
+    for rank, owned in enumerate(destinations):
+        broken, here = fills(owned), local.get(rank)
+        if broken:
+            raise ValueError(
+                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
+            )
+        for tensor in count:
+            made[rank, tensor] = _Template([], [], here)
+        for piece in owned.pieces:
+            if piece.tensor == ZEROS:
+                continue
+            key = piece.tensor, piece.box, here
+            if key not in found:
+                found[key] = regions_of(rank, piece, holders.get(piece.tensor, {}), here, grain)
+            template = made[rank, piece.tensor]
+            for box, candidates in found[key]:
+                template.regions.append((piece, box, candidates))
+                template.fixed.append(fixed_choice(candidates, here))
+    return made

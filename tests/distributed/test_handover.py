@@ -1,0 +1,146 @@
+"""What a trained role hands over to colocated engines, counted on real DeepSpeed engines: nothing but
+the weights stays, and a run with hand-overs learns exactly what a run without learns.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.ranks import run_ranks
+from support.tiny import write_model
+
+from megarl.trainer.config import LoraConfig, TrainingConfig
+
+CASES: list[dict[str, Any]] = [
+    {"zero_stage": 0},
+    {"zero_stage": 2},
+    {"zero_stage": 1, "precision": "bfloat16"},
+    {"zero_stage": 2, "precision": "bfloat16"},
+    {"zero_stage": 3, "precision": "bfloat16"},
+    {"zero_stage": 3, "precision": "bfloat16", "lora": LoraConfig(rank=4)},
+    {"zero_stage": 3, "precision": "bfloat16", "offload_optimizer": True},
+]
+"""Settings of `training` on two data-parallel ranks."""
+STEPS = 3
+
+
+def measure(model: str, folder: str) -> list[dict[str, Any]]:
+    """For each of `CASES`: the weights after `STEPS` steps without and with hand-overs, and after
+    a checkpoint that was written while the optimizer was away; the bytes that stay.
+    """
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    torch.set_num_threads(1)
+    device = mesh_module.initialise(timeout_s=120)
+    found = []
+    with ProcessMesh(Layout(2, 1, 1), timeout_s=120) as mesh:
+        for number, settings in enumerate(CASES):
+            common = (model, settings, mesh, device)
+            plain = trained(*common, hands_over=False, save="")
+            lent = trained(*common, hands_over=True, save=f"{folder}/{number}")
+            resumed = trained(*common, hands_over=True, load=f"{folder}/{number}")
+            found.append(
+                {
+                    "same": equal(plain["weights"], lent["weights"]),
+                    "resumed": equal(lent["weights"], resumed["weights"]),
+                    "stays": lent["stays"],
+                    "weights": lent["bytes"],
+                    "moved": lent["moved"],
+                }
+            )
+    mesh_module.finalise()
+    return found
+
+
+def trained(
+    model: str,
+    settings: dict[str, Any],
+    mesh: Any,
+    device: Any,
+    *,
+    hands_over: bool,
+    save: str = "",
+    load: str = "",
+) -> dict[str, Any]:
+    """Train a role; a checkpoint is written before, or read in place of, the last step but one."""
+    from megarl.trainer.config import ModelConfig
+    from megarl.trainer.role import Role
+    from megarl.types import Samples
+
+    before = sum(alive().values()) if save else 0
+    role = Role(
+        "policy",
+        model=ModelConfig(path=model),
+        training=TrainingConfig(**settings),
+        mesh=mesh,
+        device=device,
+        seed=1,
+        optimizer_steps=STEPS,
+    )
+    found: dict[str, Any] = {"stays": []}
+    if load:
+        role.engine.load(load)
+    for step in range(STEPS - 1 if load else 0, STEPS):
+        if hands_over:
+            role.engine.offload()
+            role.engine.offload()  # a second one changes nothing
+            moved = role.engine._handover
+            on_host = len(moved._host.bytes) if moved._host else 0
+            if save and step in (0, STEPS - 1):  # without moments, and with them
+                found["stays"].append(sum(alive().values()) - before - on_host)
+            found["moved"] = on_host
+            if save and step == STEPS - 1:
+                role.engine.save(save)
+            role.engine.reload()
+        for last in (False, True):
+            ids = np.arange(1, 10) + step + mesh.data.rank
+            sample = Samples.one(0, ids, mask=np.arange(9) > 1)
+            (micro,) = role.pack(sample, [[0]])
+            role.engine.backward(-role.engine(micro, 1.0)[0].sum(), last=last)
+        role.engine.step()
+    weights = role.engine.module.model.parameters()
+    found["bytes"] = sum(getattr(one, "ds_tensor", one.data).nbytes for one in weights)
+    found["weights"] = {name: one.float().numpy().copy() for name, one in role.engine.weights()}
+    role.destroy()
+    del role
+    gc.collect()
+    return found
+
+
+def alive() -> dict[int, int]:
+    """{address: bytes} of all memory of tensors in this process."""
+    import torch
+
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for one in gc.get_objects():
+        if isinstance(one, torch.Tensor) and one.device.type != "meta":
+            storages = [one.untyped_storage()]
+            storages += [one.grad.untyped_storage()] if one.is_leaf and one.grad is not None else []
+            sizes |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sizes
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether all weights are the same, bit for bit, and there are some."""
+    return bool(one) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_only_the_weights_stay_and_nothing_changes(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    for rank in run_ranks(2, __file__, "measure", str(model), str(tmp_path), timeout_s=600):
+        for settings, found in zip(CASES, rank, strict=True):
+            assert found["same"], f"{settings}: a hand-over changes what is learned"
+            assert found["resumed"], f"{settings}: the checkpoint of a hand-over is another"
+            if not settings.get("offload_optimizer"):
+                # Norms, step counters, positions of the rotary embedding.
+                assert max(found["stays"]) == pytest.approx(found["weights"], rel=0.05), settings
+                assert found["moved"] > 0, settings

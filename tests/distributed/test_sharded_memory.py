@@ -1,0 +1,101 @@
+"""Under ZeRO 3 no rank ever has a whole model on its device: neither the policy nor the reference,
+counted while megarl and DeepSpeed build them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.ranks import run_ranks
+from support.tiny import write_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.trainer.working_memory import BUCKET_ELEMENTS
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 12,
+    "vocab_size": 64,
+}
+RANKS = 2
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make on the device, which stands for a GPU: what
+    is read from a file in place is not among them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak, self._known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(one, torch.Tensor) and one.device.type != "meta":
+                self._count(one.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        name, size = storage._cdata, storage.nbytes()
+        if name in self._known or size >= BUCKET_ELEMENTS:  # DeepSpeed's buffer of a fixed size
+            return
+        self._known.add(name)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, name, size)
+
+    def _free(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.now -= size
+
+
+def build(model: str) -> dict[str, int]:
+    """Peak bytes on this rank while a frozen and a trained role are built under ZeRO 3, and a frozen
+    one without; bytes in bfloat16 of the whole model and of its largest tensor.
+    """
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.trainer.role import Role
+
+    torch.set_num_threads(1)
+    device, found = mesh_module.initialise(timeout_s=60), {}
+    with ProcessMesh(Layout(RANKS, 1, 1), timeout_s=60) as mesh:
+        for name, steps, training in (
+            ("reference", None, TrainingConfig(zero_stage=3, precision="bfloat16")),
+            ("policy", 2, TrainingConfig(zero_stage=3, precision="bfloat16")),
+            ("whole", None, TrainingConfig(zero_stage=0)),
+        ):
+            with Allocations() as counted:
+                role = Role(
+                    name,
+                    model=ModelConfig(path=model),
+                    training=training,
+                    mesh=mesh,
+                    device=device,
+                    seed=1,
+                    optimizer_steps=steps,
+                )
+            sizes = [one.numel() for one in role.engine.module.parameters()]
+            found |= {name: counted.peak, "sum": 2 * sum(sizes), "largest": 2 * max(sizes)}
+            role.destroy()
+    mesh_module.finalise()
+    return found
+
+
+def test_no_rank_has_a_whole_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", **SHAPE)
+    for found in run_ranks(RANKS, __file__, "build", str(model)):
+        part, largest = found["sum"] / RANKS, found["largest"]
+        # Its own part, and a few tensors on the way to it.
+        assert part <= found["reference"] <= part + 4 * largest < found["sum"]
+        # Beside it master weights and gradients, of 4 bytes; the moments come with the first step.
+        assert found["policy"] <= part / 2 * (2 + 4 + 4) + 4 * largest
+        # The count sees a whole model, of float32, where there is one.
+        assert found["whole"] >= 2 * found["sum"]

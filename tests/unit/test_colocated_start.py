@@ -1,0 +1,73 @@
+"""Colocated engines start after the roles on their GPUs are built and have lent their memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config import RunConfig, read
+from megarl.loops import rl_setup
+
+RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
+
+
+class Started(Exception):
+    """Raised where the engines would start."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "before"),
+    [
+        ("disaggregated", []),
+        ("colocated", ["policy", "checkpoint", "offload policy", "offload critic"]),
+    ],
+)
+def test_what_has_happened_when_the_engines_start(
+    placement: str, before: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("--rollout.placement", placement, "--rollout.max_staleness", "0")
+    config = read(RunConfig, RECIPE, overrides)
+    happened: list[str] = []
+
+    def role(name: str) -> Any:
+        return SimpleNamespace(
+            engine=SimpleNamespace(offload=lambda: happened.append(f"offload {name}"))
+        )
+
+    def make_policy(*given: Any, **named: Any) -> Any:
+        happened.append("policy")
+        return role("policy")
+
+    def start(*given: Any, **named: Any) -> Any:
+        raise Started
+
+    context: Any = SimpleNamespace(
+        mesh=SimpleNamespace(is_member=True, ranks=(0,)),
+        stack=ExitStack(),
+        device=SimpleNamespace(type="cuda"),
+        role=make_policy,
+        resume=lambda checkpoints: happened.append("checkpoint"),
+        observe=lambda first_step: None,
+        folder=Path(),
+    )
+    learner = SimpleNamespace(empty_steps=SimpleNamespace())
+    critic = SimpleNamespace(role=role("critic"))
+    replaced: dict[str, Any] = {
+        "broadcast_object": lambda value, axis: value,
+        "all_ranks": lambda **named: SimpleNamespace(size=1),
+        "make_learner": lambda *given: learner,
+        "make_roles": lambda *given: (None, critic, None),
+        "make_checkpoints": lambda *given: None,
+        "make_teacher": lambda *given: None,
+        "start_generation": start,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(rl_setup, name, value)
+    inputs: Any = SimpleNamespace(held_out=None, roles={})
+    with pytest.raises(Started):
+        rl_setup.build(context, config, inputs)
+    assert happened == before

@@ -1,0 +1,171 @@
+"""Where the driver and torch disagree on GPUs, a run stops with the reason and does not take the
+CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checks import gpu_software, machine
+from megarl.checks.findings import Answer
+from megarl.errors import UserError
+from megarl.parallel import devices, mesh
+
+ROWS = "NVIDIA H100 80GB HBM3, {driver}, {mig}\n" * 2
+Smi = Callable[..., None]
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
+    """A function that puts an nvidia-smi on PATH, which lists two GPUs."""
+
+    def put(driver: str = "580.65.06", mig: str = "Disabled") -> None:
+        rows = ROWS.format(driver=driver, mig=mig)
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("MEGARL_DEVICE", raising=False)
+        devices.why_unseen.cache_clear()
+
+    yield put
+    devices.why_unseen.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "mig", "said"),
+    [
+        (None, "580.65.06", "[N/A]", ["2 GPUs", "built for CPUs", "MEGARL_DEVICE=cuda bash"]),
+        ("13.0", "570.133", "[N/A]", ["driver is 570.133", "CUDA 13.0, which needs driver 580"]),
+        ("12.8", "470.82", "[N/A]", ["driver is 470.82", "driver 525 or newer; update"]),
+        ("13.0", "580.65.06", "Disabled", ["torch for CUDA 13.0 sees none", "torch.cuda.init()"]),
+        ("13.0", "580.65.06", "Enabled", ["MIG is on", "nvidia-smi -L"]),
+    ],
+)
+def test_no_run_takes_the_cpu_beside_gpus(
+    cuda: str | None,
+    driver: str,
+    mig: str,
+    said: list[str],
+    smi: Smi,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    smi(driver, mig)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(UserError) as refused:
+        mesh.local_device()
+    for part in said:
+        assert part in str(refused.value)
+    # The doctor says the same.
+    told = Answer(0, json.dumps([cuda, []]), "")
+    monkeypatch.setattr(machine, "ask_python", lambda program: told)
+    (finding,) = machine.check_accelerators()
+    assert finding.status == "FAIL"
+    assert finding.fix
+
+
+@pytest.mark.parametrize(
+    "wish", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {"MEGARL_DEVICE": "cpu"}]
+)
+def test_the_cpu_can_be_wished_for(
+    wish: dict[str, str], smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi("470.82")
+    for name, value in wish.items():
+        monkeypatch.setenv(name, value)
+    assert mesh.local_device().type == "cpu"
+
+
+def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    devices.why_unseen.cache_clear()
+    assert mesh.local_device().type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["NVIDIA H100"], "torch sees 1 (CUDA_VISIBLE_DEVICES is '4'); start as many ranks"),
+        (["NVIDIA A100 MIG 1g.5gb"], "a process sees one slice, so that a run has one rank"),
+    ],
+)
+def test_fewer_gpus_than_ranks(
+    names: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(names),
+        "get_device_name": names.__getitem__,
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert mesh.local_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError) as refused:
+        mesh.local_device()
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "cuda", "status"),
+    [
+        ("13.0", "13.0", "ok"),
+        ("13.1", "13.0", "ok"),
+        ("12.4", "13.0", "warn"),
+        ("13.0", "12.8", "warn"),
+    ],
+)
+def test_a_toolkit_that_disagrees_is_told(toolkit: str, cuda: str, status: str) -> None:
+    finding = gpu_software.toolkit_finding(toolkit, cuda, "/usr/local/cuda/bin/nvcc")
+    assert (finding.status, bool(finding.fix)) == (status, status != "ok")
+
+
+def test_the_toolkit_is_read_from_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu_software, "ask_python", lambda program: Answer(0, "13.0", ""))
+    (finding,) = gpu_software.check_toolkit()
+    assert (finding.status, "12.4" in finding.found) == ("warn", True)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (finding,) = gpu_software.check_toolkit()
+    assert (finding.status, finding.found) == ("ok", "none, and none is needed")
+
+
+def test_no_python_header_is_told(
+    tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_software.check_headers()[0].status == "ok"
+    paths = {"include": str(tmp_path)}
+    monkeypatch.setattr(gpu_software.sysconfig, "get_paths", lambda: paths)
+    assert gpu_software.check_headers()[0].status == "warn"
+    smi()
+    (finding,) = gpu_software.check_headers()
+    assert (finding.status, "-dev (Debian)" in finding.fix) == ("FAIL", True)
+
+
+def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [["Tesla V100", 30, 32, False], ["NVIDIA A100", 80, 80, True]]
+    told = Answer(0, json.dumps(["12.8", gpus]), "")
+    monkeypatch.setattr(machine, "ask_python", lambda program: told)
+    assert [finding.status for finding in machine.check_accelerators()] == ["warn", "ok"]
+
+
+def test_the_driver_list_is_read_without_torch() -> None:
+    """`megarl doctor` must run where torch does not import."""
+    program = "import sys, megarl.checks.machine; sys.exit('torch' in sys.modules)"
+    subprocess.run(["python", "-c", program], check=True, env=os.environ, timeout=60)

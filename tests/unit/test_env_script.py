@@ -1,0 +1,84 @@
+"""What launch/env.sh refuses before it installs anything on a machine with GPUs, and the pinned
+packages that it installs there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+LOCKS = {
+    version: LAUNCH / f"requirements-cuda-py{version}.txt" for version in ("3.11", "3.12", "3.13")
+}
+
+
+def start(folder: Path, *, driver: str = "580.65.06", python: str = sys.executable) -> str:
+    """What a copy of the script says on a machine with a GPU, with pip and venv taken away."""
+    shutil.copytree(LAUNCH, folder / "launch", dirs_exist_ok=True)
+    (folder / "setup.py").touch()
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    smi = programs / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo {driver}\n')
+    smi.chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHON": python, "HOME": str(folder)}
+    script = ["bash", str(folder / "launch/env.sh")]
+    told = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 2, told.stderr
+    assert not (folder / ".venv").exists()
+    return told.stderr
+
+
+def interpreter(folder: Path, body: str) -> str:
+    """A Python that answers with `body`, a shell script of the words in `$*` and standard input."""
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\ninput=; [ "$1" = - ] && input=$(cat)\n{body}\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_an_old_driver_is_refused(tmp_path: Path) -> None:
+    said = start(tmp_path, driver="570.124.06")
+    assert "the driver is 570.124.06" in said
+    assert "driver 580 or newer; update the driver, or set MEGARL_DEVICE=cpu" in said
+
+
+def test_a_python_without_headers_is_refused(tmp_path: Path) -> None:
+    version = sysconfig.get_python_version()
+    answer = (
+        f'case "$*$input" in *get_python_version*) echo {version} ;; *Python.h*) exit 1 ;; esac'
+    )
+    said = start(tmp_path, python=interpreter(tmp_path, answer))
+    assert "has no Python.h, with which Triton builds the launcher" in said
+
+
+def test_a_python_without_pins_is_refused(tmp_path: Path) -> None:
+    said = start(tmp_path, python=interpreter(tmp_path, "echo 3.14"))
+    assert "no launch/requirements-cuda-py3.14.txt" in said
+    assert "set PYTHON to one of Python 3.11,Python 3.12,Python 3.13, or make it" in said
+
+
+@pytest.mark.parametrize("version", LOCKS)
+def test_the_locks_pin_what_is_asked_for(version: str) -> None:
+    """Every package once, by name and version alone, and all that the recipe files ask for."""
+    lines = [line for line in LOCKS[version].read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line) for line in lines), lines
+    pinned = dict(line.split("==") for line in lines)
+    assert len(pinned) == len(lines) > 200
+    for name in ("requirements-cuda.txt", "requirements-dev.txt"):
+        for line in (LAUNCH / name).read_text().splitlines():
+            asked = re.fullmatch(r"(?:# (?:torch|vllm): )?([a-z0-9-]+)==([0-9a-z.]+)", line)
+            if asked:
+                assert pinned[asked[1]] == asked[2]
+    # The driver that env.sh asks for is that of this CUDA.
+    assert pinned["nvidia-cuda-runtime"].startswith("13.")
+    assert "# driver: 580" in (LAUNCH / "requirements-cuda.txt").read_text().splitlines()

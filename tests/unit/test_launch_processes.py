@@ -1,0 +1,192 @@
+"""The plan of processes of a launch, line by line: on one node, on two, and with four roles apart
+on twelve; and what a Slurm allocation says of its nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.launch_plan import (
+    Options,
+    deal,
+    deal_cpu,
+    make_plan,
+    make_supervised_plan,
+)
+from megarl.cluster.launch_processes import Addresses, by_hand, processes
+from megarl.cluster.process_env import RAY_SETTINGS
+from megarl.cluster.slurm import allocated_hosts, expanded, srun
+from megarl.config import RunConfig, SftConfig, from_tree, read
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "launch" / "recipes"
+GPUS = [[str(gpu) for gpu in range(8)]] * 12
+AT = Addresses("node0", 6000, 6001, 6002, "/tmp/m", "python")
+RAY = (
+    "--disable-usage-stats --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0"
+)
+HEAD = f"--head --port=6000 {RAY} --include-dashboard=false --ray-client-server-port=6002"
+START = "python -m ray.scripts.scripts start --block"
+TORCHRUN = "python -m megarl.parallel.torchrun"
+
+
+def plan_of(recipe: str, num_nodes: int, command: str = "train", at: Addresses = AT) -> list[str]:
+    """The processes of a recipe on nodes of eight GPUs: "KIND NODE: COMMAND", without the settings
+    that all of Ray's processes have.
+    """
+    path = RECIPES / recipe
+    options = Options(str(path))
+    if command == "sft":
+        plan = make_supervised_plan(read(SftConfig, path), options)
+    else:
+        plan = make_plan(read(RunConfig, path), options)
+    gpus = deal(plan, GPUS[:num_nodes], "")
+    return [
+        f"{one.kind} {one.node}: {short(str(one.command))}"
+        for one in processes(plan, gpus, options, command, at)
+    ]
+
+
+def short(command: str) -> str:
+    for name, value in RAY_SETTINGS.items():
+        command = command.replace(f" {name}={value}", "")
+    return command.replace(str(RECIPES), "RECIPES")
+
+
+def test_one_node() -> None:
+    """Ray deals the engines' GPUs out, and the ranks have the others."""
+    assert plan_of("dapo_14b.yaml", 1) == [
+        f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
+        f" {HEAD} --temp-dir=/tmp/m/0",
+        "ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks RAY_ADDRESS=node0:6000"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3 OMP_NUM_THREADS=8 {TORCHRUN} --standalone"
+        " --local-addr 127.0.0.1 --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
+    ]
+
+
+def test_two_nodes() -> None:
+    """Ranks on the first node, all engines on the second. The ranks join Ray where they are."""
+    assert plan_of("long_context_64k.yaml", 2) == [
+        f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
+        " --temp-dir=/tmp/m/0",
+        "ray 1: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/1",
+        "ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks RAY_ADDRESS=node0:6000"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 1 --node-rank 0"
+        " --nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train"
+        " RECIPES/long_context_64k.yaml",
+    ]
+
+
+def test_four_roles_apart() -> None:
+    """The policy's four nodes join Ray; critic, reference and reward model have only ranks, and the
+    last two nodes only engines.
+    """
+    found = plan_of("ppo_70b_apart.yaml", 12)
+    rays = [
+        f"ray {node}: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
+        f" --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
+        for node in (1, 2, 3)
+    ]
+    engines = [
+        f"ray {node}: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
+        for node in (10, 11)
+    ]
+    ranks = [
+        f"ranks {node}: env MEGARL_LAUNCH=/tmp/m/ranks RAY_ADDRESS=node0:6000"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 10"
+        f" --node-rank {node} --nproc-per-node 8 --master-addr node0 --master-port 6001"
+        " -m megarl train RECIPES/ppo_70b_apart.yaml"
+        for node in range(10)
+    ]
+    head = f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
+    assert found == [f"{head} --temp-dir=/tmp/m/0", *rays, *engines, *ranks]
+
+
+def test_a_run_without_engines_has_no_ray() -> None:
+    assert plan_of("sft_7b.yaml", 1, "sft") == [
+        "ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f" OMP_NUM_THREADS=1 {TORCHRUN} --standalone --local-addr 127.0.0.1 --nproc-per-node 8"
+        " -m megarl sft RECIPES/sft_7b.yaml",
+    ]
+
+
+def test_by_hand_it_is_said_for_each_node() -> None:
+    """Without Slurm the programs on PATH are called, and nothing is marked."""
+    options = Options(str(RECIPES / "long_context_64k.yaml"))
+    plan = make_plan(read(RunConfig, options.recipe), options)
+    found = processes(plan, deal(plan, GPUS[:2], ""), options, "train", Addresses())
+    lines = [short(line) for line in by_hand(found, 2)]
+    assert lines[2:] == [
+        "",
+        "node 0:",
+        "  env CUDA_VISIBLE_DEVICES= ray start --num-gpus=0"
+        f" --head --port=6379 {RAY} --include-dashboard=false",
+        "  env RAY_ADDRESS=NODE0:6379 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1"
+        " megarl torchrun --nnodes 1 --node-rank 0 --nproc-per-node 8 --master-addr NODE0"
+        " --master-port 29500 train RECIPES/long_context_64k.yaml",
+        "",
+        "node 1:",
+        "  env CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 ray start --num-gpus=8"
+        f" --address=NODE0:6379 {RAY}",
+    ]
+
+
+def test_places_on_the_cpu() -> None:
+    """Ranks on as many nodes as divide them; engines from the last node on."""
+    tree = {
+        "folder": "run",
+        "model": {"path": "m"},
+        "prompts": {"source": "p.jsonl"},
+        "rollout": {"num_engines": 2, "engine": {"tensor": 2}},
+        "training": {"layout": {"data": 4}},
+    }
+    plan = make_plan(from_tree(RunConfig, tree, where="test"), Options("r.yaml"))
+    gpus = deal_cpu(plan, 3)
+    assert [gpu.node for gpu in gpus.ranks] == [0, 0, 1, 1]
+    assert [[gpu.node for gpu in one] for one in gpus.engines] == [[2, 2], [1, 1]]
+    started = processes(plan, gpus, Options("r.yaml"), "train", AT)
+    assert [(one.kind, one.node) for one in started] == [
+        ("ray", 0),
+        ("ray", 1),
+        ("ray", 2),
+        ("ranks", 0),
+        ("ranks", 1),
+    ]
+    dealt = [one.command.words for one in started if one.kind == "ray"]
+    assert [
+        f'--resources={{"megarl_engine_ranks": {n}}}' in words
+        for n, words in zip((0, 2, 2), dealt, strict=True)
+    ] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("gpu7", ["gpu7"]),
+        ("gpu[08-10],login", ["gpu08", "gpu09", "gpu10", "login"]),
+        ("a[1-2]b[3,5]", ["a1b3", "a1b5", "a2b3", "a2b5"]),
+    ],
+)
+def test_a_list_of_nodes(nodes: str, hosts: list[str]) -> None:
+    assert expanded(nodes) == hosts
+
+
+@pytest.mark.parametrize("nodes", ["", "gpu[1", "gpu[a-b]", "a b"])
+def test_a_list_of_nodes_that_is_none(nodes: str) -> None:
+    with pytest.raises(ValueError, match="not a list of nodes"):
+        expanded(nodes)
+
+
+def test_an_allocation() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+    assert allocated_hosts({}, "own") == ["own"]
+    assert allocated_hosts(job, "own") == ["n1", "n2"]
+    started_twice = job | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    with pytest.raises(ValueError, match="srun started this command 2 times"):
+        allocated_hosts(started_twice, "own")
+    words = srun("n2", ["python"])
+    assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"

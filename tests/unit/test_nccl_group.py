@@ -1,0 +1,85 @@
+"""The NCCL group of `point_to_point`, made with a stand-in for torch's class, which CPU builds do not
+have: how it is made, and that a rank that never comes does not outlast the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.weight_sync.transports import nccl_group
+from megarl.weight_sync.transports.p2p_group import P2PGroup
+from megarl.weight_sync.transports.rendezvous import Rendezvous
+
+MADE: list[Any] = []
+
+
+class Nccl:
+    """Notes what torch's class would be given."""
+
+    blocks = threading.Event()
+    Options = SimpleNamespace
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.environment = {name: os.environ.get(name) for name in nccl_group.WATCHDOG_OFF}
+        self.timeout_s, self.connected = options._timeout.total_seconds(), None
+        self.thread = threading.current_thread()
+        MADE.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+        self.blocks.wait(30)
+
+    def abort(self) -> None:
+        pass
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[P2PGroup]:
+    """The only rank of a group on a GPU, before it has joined."""
+    MADE.clear()
+    Nccl.blocks = threading.Event()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    meeting = Rendezvous("127.0.0.1", 0, "00" * 32, 1)
+    yield P2PGroup(meeting, "alone", 1, 0, str, torch.device("cuda", 0))
+    meeting.close()
+
+
+def test_one_communicator_is_made_and_no_watchdog(
+    group: P2PGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    Nccl.blocks.set()
+    group.join(1, lambda: None)
+    (made,) = MADE
+    assert made.environment == nccl_group.WATCHDOG_OFF
+    assert made.connected == torch.device("cuda", 0)
+    assert made.timeout_s > 3600  # `watch` limits a message
+    assert made.thread is not threading.current_thread()
+    # The trainer's own groups keep theirs.
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+    group.leave()
+
+
+def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup) -> None:
+    deadline = time.monotonic() + 0.3
+
+    def watch() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("engine 0 is late")
+
+    with pytest.raises(TimeoutError, match="engine 0 is late"):
+        group.join(1, watch)
+    assert time.monotonic() < deadline + 5
+    assert MADE[0].connected is not None
+    Nccl.blocks.set()

@@ -1,0 +1,119 @@
+"""The memory of a step and of the host that a dry run tells, against the calculation by hand in the
+docs, and the sizes that it takes from DeepSpeed against DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.cluster.launch import main
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import Axis
+from megarl.trainer import memory, working_memory
+from megarl.trainer.config import TrainingConfig
+from megarl.trainer.memory import power_of_two, sub_groups
+from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.zero import deepspeed_config
+from megarl.types import MicroBatch, Samples
+from megarl.weight_sync.families import parameter_table
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN_14B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+
+
+def by_hand() -> dict[str, float]:
+    """{term: GiB} of the table in docs/layouts.md, and `host` of the text below it."""
+    text = (ROOT / "docs/layouts.md").read_text()
+    text = text[text.index("| term, of a GPU |") :]
+    rows = re.findall(r"^\| ([^|]+) \|[^|]*\| ([0-9.]+) \|$", text, re.MULTILINE)
+    host = re.search(r"^Sum (\d+) GiB", text, re.MULTILINE)
+    assert host is not None and len(rows) == 10
+    return {name: float(size) for name, size in rows} | {"host": float(host[1])}
+
+
+def test_the_dry_run_of_14b_on_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
+    recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
+    nodes = ["--nodes", "1", "--gpus-per-node", "8"]
+    assert main([recipe, "--dry-run", *nodes, "--", "--model.path", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    wanted = by_hand()
+    whole = re.search(r"policy: a step needs at most ([0-9.]+) GiB a GPU", shown)
+    host = re.search(r"policy: gradients and .* memory, ([0-9.]+) GiB a rank", shown)
+    assert whole is not None and host is not None
+    assert float(whole[1]) == pytest.approx(wanted["sum"], rel=0.05)
+    assert 4 * float(host[1]) == pytest.approx(wanted["host"], rel=0.05)
+    terms = {name: size for name, size in wanted.items() if name not in ("sum", "host", "weights")}
+    for name, size in terms.items():
+        told = re.search(rf"{name} ([0-9.]+)", shown)
+        assert told is not None, name
+        assert float(told[1]) == pytest.approx(size, rel=0.05, abs=0.06), name
+    assert wanted["sum"] == pytest.approx(sum(terms.values()) + wanted["weights"], abs=0.1)
+
+
+def test_sizes_of_deepspeed_are_its_own() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    training = TrainingConfig(zero_stage=3, precision="bfloat16", offload_optimizer=True)
+    given: Any = deepspeed_config(training, 4)["zero_optimization"]
+    zero = DeepSpeedZeroConfig(**given)
+    assert zero.reduce_bucket_size == working_memory.BUCKET_ELEMENTS
+    assert zero.max_live_parameters == working_memory.LIVE_ELEMENTS
+    assert zero.sub_group_size == memory.SUB_GROUP_ELEMENTS
+    assert zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory
+
+
+def test_a_token_of_the_packed_batch() -> None:
+    samples = Samples.one(0, np.arange(1, 1001), mask=np.arange(1000) > 1)
+    alone = Axis("sequence", 1, 0, (0,), None)
+    (micro,) = pack_mini_batch(samples, [[0]], torch.device("cpu"), alone, "contiguous")
+    assert isinstance(micro, MicroBatch)
+    fields = [getattr(micro, name) for name in MicroBatch.__slots__]
+    columns = [one for one in fields if isinstance(one, torch.Tensor) and len(one) == 1000]
+    # Advantages and log-probs are columns of float32 beside it.
+    assert sum(one.itemsize for one in columns) + 8 == working_memory.TOKEN_BYTES
+
+
+def test_terms_follow_the_settings() -> None:
+    """Tensor and sequence ranks divide, checkpointing leaves one layer, ZeRO 1 reduces in float32."""
+    table = parameter_table(QWEN_14B)
+    common: dict[str, Any] = {"longest": 8192, "samples": 64}
+
+    def terms(layout: Layout, **settings: Any) -> dict[str, int]:
+        settings = {"zero_stage": 3, "precision": "bfloat16", "micro_batch_tokens": 1024} | settings
+        training = TrainingConfig(**settings)
+        return working_memory.working_memory(table, QWEN_14B, layout, training, **common)
+
+    one = terms(Layout(4, 1, 1))
+    assert one["inputs of layers"] > 48 * 8192 * 13824 * 4 * 2
+    assert "one layer recomputed" not in one
+    kept = terms(Layout(4, 1, 1), gradient_checkpointing=True)
+    assert one["inputs of layers"] == 48 * kept["one layer recomputed"]
+    assert terms(Layout(4, 2, 1))["inputs of layers"] == one["inputs of layers"] // 2
+    assert terms(Layout(4, 1, 8))["gradient of the head"] == one["gradient of the head"] // 8
+    assert terms(Layout(4, 1, 1), zero_stage=1)["reduce bucket"] == 2 * one["reduce bucket"]
+    assert "gathered parameters" not in terms(Layout(4, 1, 1), zero_stage=2)
+
+
+def test_rounding_and_parts() -> None:
+    assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [0, 1, 4, 4, 8]
+    assert sub_groups([600_000_000] * 3) == [1_200_000_000, 600_000_000]
+    assert sub_groups([5]) == [5]

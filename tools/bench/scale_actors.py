@@ -1,0 +1,183 @@
+"""The simulated engines, environment and ranks of tools/bench/simulate_scale.py, and the real
+service that works with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from service import SimulatedPrompts, heartbeat
+
+from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.cluster.ray_cluster import SERVICE
+from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.ledger.recorder import Recorder
+from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.engine import Pulse
+from megarl.rollout.service import RolloutService
+from megarl.types import Segment, TokenArrays, Verdict
+
+STEPS = 2
+"""Steps that are simulated; the last one is measured."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The simulated run."""
+
+    engines: int
+    ranks: int
+    samples: int
+    group_size: int
+    tokens: int
+    seconds: float
+    """The longest that an engine takes to answer."""
+
+
+class SimulatedEngine(Inbox):
+    """Answers each request, after a random time, as if it had generated tokens."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.steps, self.requests, self.version = seconds, 0, 0, 0
+
+    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
+        share = min(1.0, float(np.exp(np.random.default_rng(request.seed).normal())) / 16)
+        self.requests += 1
+        await asyncio.sleep(share * self.seconds)
+        self.requests, self.steps = self.requests - 1, self.steps + 1
+        length = max(1, int(share * request.max_tokens))
+        few = TokenArrays(np.zeros(8, np.int32), np.zeros(8, np.float32))
+        return Segment("model", length, few, [(self.version, length)], "stop")
+
+
+class SimulatedEnvironment(Inbox):
+    """Scores each response at once."""
+
+    ABOUT = ("verdicts", "score")
+
+    async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
+        if request[0] == "text":
+            return "a response"
+        return Verdict(float(request[1]["num_tokens"] % 2), True)
+
+
+class Fleet:
+    """Actor of many simulated engines, or of one environment, which counts the calls it gets."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self._members: list[Any] = [SimulatedEngine(seconds) for _ in range(count)]
+        self._members = self._members or [SimulatedEnvironment()]
+        self._calls: Counter[str] = Counter()
+
+    async def submit(self, member: int, requests: Any, *stored: Any) -> None:
+        self._calls["submit"] += 1
+        await self._members[member].submit(requests, *stored)
+
+    async def collect(self, member: int, linger_s: float, collection: int) -> Any:
+        self._calls["collect"] += 1
+        return await self._members[member].collect(linger_s, collection)
+
+    async def drop(self, member: int, numbers: list[int]) -> None:
+        self._calls["drop"] += 1
+        await self._members[member].drop(numbers)
+
+    async def pulse(self, member: int) -> Pulse:
+        self._calls["pulse"] += 1
+        one = self._members[member]
+        return Pulse(one.steps, 0, one.requests, False, False)
+
+    async def load(self, version: int) -> None:
+        for member in self._members:
+            member.version = version
+
+    async def calls(self) -> dict[str, int]:
+        return dict(self._calls)
+
+
+class Member:
+    """One member of a fleet, called as if it were an actor of its own."""
+
+    def __init__(self, fleet: Any, number: int) -> None:
+        for name in ("submit", "collect", "drop", "pulse"):
+            setattr(self, name, Method(getattr(fleet, name), number))
+
+
+class Method:
+    """A method of a fleet for one member."""
+
+    def __init__(self, method: Any, number: int) -> None:
+        self._method, self._number = method, number
+
+    def options(self, **options: Any) -> Method:
+        return Method(self._method.options(**options), self._number)
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._method.remote(self._number, *arguments)
+
+
+class FleetEnvironment(RemoteEnvironment):
+    """The environment as the service calls it, answered by a fleet."""
+
+    def __init__(self, fleet: Any, pace: Pace) -> None:
+        self._handle, self._answers, self._news = fleet, 0, ""
+        self._mailbox, self.pace, self.has_start = Mailbox(Member(fleet, 0), pace), pace, False
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Ranks:
+    """Actor of all simulated ranks."""
+
+    async def step(self, step: int, count: int, fleets: list[Any]) -> dict[str, float]:
+        """Every rank releases the step before, whose weights the engines have, and takes its share
+        of this one.
+        """
+        service, started_at = ray.get_actor(SERVICE), time.monotonic()
+        await asyncio.gather(*(one.load.remote(step) for one in fleets))
+        await asyncio.gather(*(service.release.remote(step) for _ in range(count if step else 0)))
+        released_at = time.monotonic()
+        plans = await asyncio.gather(*(service.take.remote(step, rank, 0) for rank in range(count)))
+        return {
+            "samples": sum(len(part) for plan in plans for part in plan.parts),
+            "step_s": time.monotonic() - started_at,
+            "release_s": released_at - started_at,
+        }
+
+
+def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> Any:
+    """The service, made inside its process, which also begins to time its event loop."""
+    pace = Pace()
+    members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
+    service = RolloutService(
+        config=RolloutConfig(
+            groups_per_step=scale.samples // scale.group_size,
+            group_size=scale.group_size,
+            max_new_tokens=scale.tokens,
+            dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        ),
+        seed=0,
+        prompts=SimulatedPrompts(256),
+        engines=[RemoteEngine(one, pace, number=n) for n, one in enumerate(members)],
+        environment=FleetEnvironment(environment, pace),
+        num_data_ranks=scale.ranks,
+        num_mini_batches=1,
+        micro_batch_tokens=2 * scale.tokens,
+        last_step=STEPS - 1,
+        transcripts_per_step=2,
+        ledger=Recorder(folder / "ledger.jsonl"),
+    )
+    beat = heartbeat(folder / "heartbeat.json")
+    service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)
+    return service, service.environment

@@ -1,0 +1,296 @@
+"""What a run of hundreds of engines costs the processes that exist once: the rollout service, the
+supervisor of the engines, and the plan of the weights. And what breaks first as it grows.
+
+    python tools/bench/simulate_scale.py [--json] [--engines 512] [--ranks 256] [--samples 8192]
+    python tools/bench/simulate_scale.py --grow 3      # also twice, four and eight times as large
+
+Real: Ray and its calls, the service with dispatch, ledger and mailboxes, the supervisor's thread,
+the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
+in a few actors. An engine answers after a random time with a segment that has as many tokens as it
+was asked for by its numbers, and arrays of a few tokens, which stay in the object store; token
+arrays do not pass through the service, so it costs the same. Lengths are log-normal (median 1/16 of
+the longest). Verdicts are made at once by one more simulated actor. A rank takes its share of the
+step and does not fetch arrays.
+
+cpu              CPU seconds of the process for the second of two steps, and of its threads
+memory           most resident memory, above that before the first step
+calls            Ray calls of the second step: by the service to engines and to the environment, and
+                 by ranks to the service
+loop blocked     longest time for which the service's event loop did not run
+supervisor       CPU seconds of rank 0 for one look at all engines, and the time from asking them to
+                 their last answer; a look is due every second
+plan             CPU seconds, and memory, of a trainer rank's and of an engine rank's route
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from common import command_line, run_tool
+from scale_actors import STEPS, Fleet, Member, Ranks, Scale, build
+from service import PeakMemory
+
+from megarl.cluster.process_env import own_cluster_token
+from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.supervisor import EngineSupervisor
+from megarl.weight_sync.families import parameter_table
+from megarl.weight_sync.parameters import training_shards
+from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
+
+FLEETS = 4
+"""Actors that the simulated engines are divided over."""
+
+MODEL = {  # 70.6 billion parameters
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
+    """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
+    options = {"max_concurrency": 100_000, "num_cpus": 0}
+    with Cluster(namespace=f"scale-{os.getpid()}", token=own_cluster_token()) as cluster:
+        actor = ray.remote(Fleet).options(**options)
+        sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
+        fleets = [actor.remote(size, scale.seconds) for size in sizes]
+        environment = actor.remote(0, 0.0)
+        handle = cluster.start_service(
+            partial(build, scale, fleets, environment, folder), held_out=[]
+        )
+        cluster.wait_for_service(120)
+        ranks = ray.remote(Ranks).options(**options).remote()
+        beat = folder / "heartbeat.json"
+        service = psutil.Process(json.loads(beat.read_text())["pid"])
+        time.sleep(1.0)
+        found: dict[str, Any] = {}
+        memory = PeakMemory(service)
+        memory.start()
+        ray.get(handle.start.remote())
+        for step in range(STEPS):  # the last one counts: requests travel as they do in a long run
+            beat.unlink()
+            before, threads = _calls(fleets, environment), _threads(service)
+            found = ray.get(
+                ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
+            )
+            assert found.pop("samples") == scale.samples, "a sample is lost"
+            time.sleep(1.0)
+            spent = {
+                name: seconds - threads.get(name, 0.0)
+                for name, seconds in _threads(service).items()
+            }
+            found |= {"threads": spent, "cpu_s": sum(spent.values())}
+            found["calls"] = _calls(fleets, environment) - before | {
+                "ranks to service": 2 * scale.ranks
+            }
+        blocked = json.loads(beat.read_text())
+        found |= {
+            "memory_mib": memory.stop(),
+            "blocked_ms": blocked["blocked_ms"],
+            "busy_ms": blocked["busy_ms"],
+            "ledger_mib": (folder / "ledger.jsonl").stat().st_size / 2**20 / STEPS,
+        }
+        members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
+        found |= supervise(members)
+    return found
+
+
+def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
+    """Calls that simulated actors have got so far, by kind."""
+    made: Counter[str] = Counter()
+    for whom, actors in (("engines", fleets), ("environment", [environment])):
+        for one in ray.get([actor.calls.remote() for actor in actors]):
+            made.update({f"{kind} of {whom}": count for kind, count in one.items()})
+    return made
+
+
+def _threads(process: psutil.Process) -> dict[str, float]:
+    """CPU seconds of a process's threads so far, by name."""
+    found: dict[str, float] = {}
+    for thread in process.threads():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip()
+            found[name] = found.get(name, 0.0) + thread.user_time + thread.system_time
+    return found
+
+
+class Group:
+    """What the supervisor needs of a group of engines."""
+
+    service, is_held = None, False
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles, self.lock = handles, threading.RLock()
+        self.starting: dict[int, Any] = {}
+        self.dead: set[int] = set()
+        self.fresh: set[int] = set()
+
+    def kill(self, number: int, handle: Any) -> None:
+        raise AssertionError(f"engine {number} is taken for dead")
+
+
+class TimedSupervisor(EngineSupervisor):
+    """A supervisor that times its looks at the engines."""
+
+    def __init__(self, group: Any) -> None:
+        self.looks: list[tuple[float, float]] = []
+        super().__init__(group, stall_s=60.0, start_s=60.0, loads=True)
+
+    def _watch(self) -> int:
+        started_at, cpu = time.monotonic(), time.thread_time()
+        steps = super()._watch()
+        self.looks.append((time.monotonic() - started_at, time.thread_time() - cpu))
+        return steps
+
+
+def supervise(members: list[Any], looks: int = 5) -> dict[str, float]:
+    """What a look at all engines costs rank 0: the mean of some, without the first."""
+    before, started_at = time.process_time(), time.monotonic()
+    watched = TimedSupervisor(Group(members))
+    while len(watched.looks) <= looks and time.monotonic() < started_at + 120:
+        time.sleep(0.1)
+    spent = time.process_time() - before
+    watched.close(10.0)
+    seconds, cpu = zip(*watched.looks[1:], strict=True)
+    return {
+        "supervisor_look_s": sum(seconds) / len(seconds),
+        "supervisor_thread_cpu_s": sum(cpu) / len(cpu),
+        "supervisor_process_cpu_s": spent / len(watched.looks),
+    }
+
+
+def plans(engines: int) -> dict[str, Any]:
+    """What the plan of one publication costs a trainer rank and an engine rank: 64 trainer ranks
+    (data 8 x tensor 8, ZeRO 3), engines of 8 ranks.
+    """
+    table = parameter_table(MODEL)
+    shards = {name: [one.dim, *one.edges] for name, one in training_shards(table, 8).items()}
+    spec = RouteSpec(
+        data=8,
+        sequence=1,
+        tensor=8,
+        zero_stage=3,
+        shards=shards,
+        engines=engines,
+        engine_tensor=8,
+        shared=True,
+        dtype="bfloat16",
+        bucket_bytes=8 * 2**20,
+        table=table_fingerprint(table),
+    )
+    found = {}
+    for name, make in (
+        ("trainer rank", Route.of_source),
+        ("engine rank", Route.of_destination),
+    ):
+        started_at = time.process_time()
+        route = make(spec, table, 3)
+        seconds = time.process_time() - started_at
+        copies = sum(map(len, route.copies))
+        del route
+        tracemalloc.start()
+        make(spec, table, 3)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        found[name] = {"cpu_s": seconds, "memory_mib": peak / 2**20, "copies": copies}
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The scale that was asked for, and larger ones."""
+    made = []
+    for doubling in range(args.grow + 1):
+        times = 2**doubling
+        scale = Scale(
+            args.engines * times,
+            args.ranks * times,
+            args.samples * times,
+            args.group_size,
+            args.tokens,
+            args.seconds,
+        )
+        with tempfile.TemporaryDirectory(prefix="simulate-scale-") as folder:
+            found = simulate(scale, Path(folder))
+        made.append(vars(scale) | found | {"plan": plans(scale.engines)})
+    return {"scales": made}
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines."""
+    for one in result["scales"]:
+        yield (
+            f"{one['engines']} engines, {one['ranks']} ranks, {one['samples']} samples of up to"
+            f" {one['tokens']} tokens: a step of {one['step_s']:.1f} s"
+        )
+        yield (
+            f"  service      cpu {one['cpu_s']:.2f} s  memory {one['memory_mib']:.1f} MiB  loop"
+            f" blocked {one['blocked_ms']:.0f} ms ({one['busy_ms']:.0f} ms of CPU)  ledger"
+            f" {one['ledger_mib']:.2f} MiB"
+        )
+        most = sorted(one["threads"].items(), key=lambda pair: -pair[1])[:6]
+        threads = ", ".join(f"{name} {seconds:.2f}" for name, seconds in most)
+        yield f"  threads      CPU s: {threads}"
+        yield "  calls        " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
+        yield (
+            f"  supervisor   a look {one['supervisor_look_s']:.3f} s, cpu of its thread"
+            f" {one['supervisor_thread_cpu_s']:.3f} s, of rank 0"
+            f" {one['supervisor_process_cpu_s']:.3f} s"
+        )
+        for name, plan in one["plan"].items():
+            yield (
+                f"  plan         {name}: cpu {plan['cpu_s']:.2f} s, memory"
+                f" {plan['memory_mib']:.1f} MiB, {plan['copies']} copies"
+            )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--engines": {"type": int, "default": 512, "help": "simulated engines"},
+    "--ranks": {"type": int, "default": 256, "help": "simulated data ranks"},
+    "--samples": {"type": int, "default": 8192, "help": "samples of a step"},
+    "--group-size": {"type": int, "default": 16, "help": "samples of a group"},
+    "--tokens": {"type": int, "default": 65536, "help": "longest response"},
+    "--seconds": {"type": float, "default": 60.0, "help": "an engine answers within"},
+    "--grow": {"type": int, "default": 0, "help": "doublings that are simulated as well"},
+}
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__, OPTIONS)
+    args = parser.parse_args(argv)
+    if min(args.engines, args.ranks, args.samples, args.group_size, args.tokens) < 1:
+        parser.error("--engines, --ranks, --samples, --group-size and --tokens must be 1 or more")
+    if args.samples % args.group_size:
+        parser.error("--group-size must divide --samples")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_tool("simulate_scale", arguments=arguments, measure=measure, show=show, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
