@@ -265,7 +265,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         told: list[str] = []
         places: list[tuple[int, Any, str, Any]] = [
             (2, torch, "save", full),
-            (3, checkpoint, "save_file", full),
+            (3, checkpoint, "write_random_states", full),
             (4, export._File, "open", open_on_a_full_disk),
             (5, checkpoint, "digest_files", full),
         ]

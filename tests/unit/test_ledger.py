@@ -413,13 +413,18 @@ def repeat(kind: type[Event]) -> Callable[[list[Event], random.Random], list[Eve
 
 def train_twice(told: list[Event], draw: random.Random) -> list[Event]:
     """A group is accepted again, into the step after its own."""
-    place = draw.choice([n for n, one in enumerate(told) if isinstance(one, Accepted)])
-    one = told[place]
-    assert isinstance(one, Accepted)
-    later = next(
-        (n for n in range(place, len(told)) if told[n] == Trained(one.step, one.step)),
-        len(told) - 1,
-    )
+    trained = list[tuple[Accepted, int]]()  # and the place of the event that its step is trained
+    for place, one in enumerate(told):
+        if not isinstance(one, Accepted):
+            continue
+        # After a resume the group would be a new one, and could be accepted.
+        for later in range(place, len(told)):
+            if isinstance(told[later], Restored):
+                break
+            if told[later] == Trained(one.step, one.step):
+                trained.append((one, later))
+                break
+    one, later = draw.choice(trained)
     return [*told[: later + 1], replace(one, step=one.step + 1), *told[later + 1 :]]
 
 
