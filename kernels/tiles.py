@@ -85,15 +85,20 @@ def padded_width(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes for this device, dtype and head width."""
+def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
+    """Tile sizes for a GPU whose blocks may have `shared_memory` bytes, a dtype and a head width."""
     bracket = max(64, padded_width(width))
     if dtype == torch.float32:
         return _EXACT[bracket]
-    if device.type != "cuda":
-        return _LARGE[bracket]
-    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return (_LARGE if shared_memory >= 220 * 1024 else _SMALL)[bracket]
+
+
+def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
+    """Tile sizes for this device, dtype and head width; without a GPU those of the largest GPUs."""
+    shared_memory = 227 * 1024
+    if device.type == "cuda":
+        shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return tiles_for(shared_memory, dtype, width)
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:

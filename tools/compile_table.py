@@ -1,0 +1,270 @@
+"""Compile every Triton kernel for NVIDIA GPUs, on a machine that needs none, and print what the
+compiler found: registers, spilled bytes, and shared memory against the GPU's limit.
+
+    python tools/compile_table.py                                 # all kernels, widths and types
+    python tools/compile_table.py --targets 90 --widths 128 --dtypes bfloat16
+
+The kernels are compiled through the calls that megarl makes, with the tile sizes that it chooses
+for the GPU, by Triton and the ptxas that Triton carries. The exit status is 1 where a kernel does
+not compile, needs more shared memory than a block can have, or spills registers at a head width of
+64 or 128 in 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""{compute capability: KiB of shared memory that one block may have} (CUDA C++ Programming Guide,
+table of technical specifications per compute capability)."""
+WIDTHS = (64, 80, 96, 128, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+TARGETS = (80, 90, 100)
+NO_SPILLS = (64, 128)
+"""Head widths at which 16-bit kernels may not spill."""
+TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
+
+
+class Target:
+    """Stands for Triton's driver of a GPU with this compute capability: enough to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        """Number of the device; Triton keeps compiled kernels by it."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched, so any number serves."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """What Triton compiles for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one kernel."""
+
+    kernel: str
+    width: int | None
+    """Head width; None for kernels over logits."""
+    dtype: str
+    target: int
+    registers: int
+    """Registers of a thread."""
+    spill_stores: int
+    spill_loads: int
+    """Bytes of a thread's registers that are written to and read from memory, counted once for each
+    instruction in the code."""
+    shared: int
+    """Bytes of shared memory of a block."""
+    warps: int
+
+    @property
+    def limit(self) -> int:
+        """Bytes of shared memory that a block may have on this target."""
+        return SHARED_KIB[self.target] * 1024
+
+    @property
+    def problem(self) -> str:
+        """What breaks the bar, or an empty text."""
+        if self.shared > self.limit:
+            return f"shared memory {self.shared} of {self.limit} bytes"
+        held = self.width in NO_SPILLS and self.dtype != "float32"
+        if (held or self.width is None) and self.spill_stores + self.spill_loads:
+            return f"spills {self.spill_stores} bytes"
+        return ""
+
+
+@contextlib.contextmanager
+def compiling(capability: int) -> Iterator[dict[str, Any]]:
+    """Inside, a launched Triton kernel is compiled for `capability` and not run.
+
+    Yields {kernel name: (compiled kernel, ptxas's log)}, which fills as kernels are launched. Every
+    kernel is compiled anew, since a kept one has no log.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+
+    def only_compile(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            with contextlib.redirect_stdout(io.StringIO()) as log:
+                made = kernel.run(*args, grid=grid, warmup=True, **options)
+            found[kernel.__name__] = made, log.getvalue()
+
+        return launch
+
+    # Triton reads this default before it sees the option of a launch.
+    with (
+        patch.dict(os.environ, {"TRITON_DEFAULT_FP_FUSION": "1"}),
+        patch.object(driver, "_active", Target(capability)),
+        patch.object(JITFunction, "__getitem__", only_compile),
+        knobs.nvidia.scope(),
+        knobs.compilation.scope(),
+    ):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        yield found
+
+
+def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool = False) -> None:
+    """Forward and backward of the Triton block, as on a GPU of this compute capability."""
+    import torch
+
+    from megarl.kernels.block import Positions
+    from megarl.kernels.block_triton import TritonBlock
+    from megarl.kernels.tiles import tiles_for
+
+    row, starts = torch.arange(TOKENS), torch.tensor([0, TOKENS])
+    block = TritonBlock(tiles_for(SHARED_KIB[capability] * 1024, dtype, width), descriptors)
+    positions = Positions.of(row, starts)
+    work = block.prepare(positions, positions, torch.device("cpu"))
+    assert work is not None
+    q, k, v = (
+        torch.zeros(TOKENS, heads, width, dtype=dtype)
+        for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
+    )
+    out, lse = torch.zeros(q.shape), torch.zeros(QUERY_HEADS, TOKENS)
+    block.forward(q, k, v, work, 0.1, out, lse)
+    block.backward(q, q, k, v, out, lse, work, 0.1, out, k.float(), v.float())
+
+
+def launch_logprobs(dtype: Any) -> None:
+    """Both passes over a chunk of logits."""
+    import torch
+
+    from megarl.kernels import logprobs_triton
+
+    row = torch.arange(TOKENS)
+    logits = torch.zeros(TOKENS, VOCABULARY, dtype=dtype)
+    logprobs_triton.statistics(logits, row, 0, 1.0)
+    logprobs_triton.gradient_(logits, row, 0, 1.0, *torch.zeros(5, TOKENS))
+
+
+def facts(kernel: str, made: Any, log: str, **where: Any) -> Compiled:
+    """Reads ptxas's log of one kernel; raises `ValueError` where it has not the known form."""
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    if spills is None or registers is None:
+        raise ValueError(f"ptxas's log of {kernel} says nothing of registers or spills: {log!r}")
+    return Compiled(
+        kernel=kernel,
+        registers=int(registers[1]),
+        spill_stores=int(spills[1]),
+        spill_loads=int(spills[2]),
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        **where,
+    )
+
+
+def compile_all(
+    targets: Iterable[int],
+    widths: Iterable[int],
+    dtypes: Iterable[str],
+    descriptors: bool = False,
+) -> Iterator[Compiled]:
+    """Every kernel at every width and type for every target, one after another."""
+    import torch
+
+    widths, dtypes = list(widths), list(dtypes)
+    for target in targets:
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            launches: list[tuple[int | None, Callable[[], None]]] = [
+                (width, lambda width=width: launch_attention(target, dtype, width, descriptors))
+                for width in widths
+            ]
+            for width, launch in [*launches, (None, lambda: launch_logprobs(dtype))]:
+                with compiling(target) as found:
+                    launch()
+                for kernel, (made, log) in found.items():
+                    yield facts(kernel, made, log, width=width, dtype=name, target=target)
+
+
+def table(rows: Iterable[Compiled]) -> list[str]:
+    """Markdown: a line for each kernel, type and width, a column for each target."""
+    rows = list(rows)
+    targets = sorted({row.target for row in rows})
+    cells: dict[tuple[str, str, int | None], dict[int, str]] = {}
+    for row in rows:
+        spilled = f", **{row.spill_stores} B spilled**" if row.spill_stores else ""
+        text = f"{row.registers} x {32 * row.warps}{spilled}, {row.shared / 1024:.0f} KiB"
+        cells.setdefault((row.kernel, row.dtype, row.width), {})[row.target] = text
+    heads = [f"sm_{target} ({SHARED_KIB[target]} KiB)" for target in targets]
+    lines = [
+        "| kernel | type | width | " + " | ".join(heads) + " |",
+        "|---" * (3 + len(targets)) + "|",
+    ]
+    for (kernel, dtype, width), found in cells.items():
+        values = [found.get(target, "-") for target in targets]
+        lines.append(f"| {kernel} | {dtype} | {width or '-'} | " + " | ".join(values) + " |")
+    return lines
+
+
+def split(text: str) -> list[str]:
+    """The words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 1 where the bar is not met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--descriptors", action="store_true", help="load tiles by TMA (sm_90 on)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, not a table")
+    args = parser.parse_args(argv)
+    targets = [int(word) for word in split(args.targets)]
+    if unknown := set(targets) - set(SHARED_KIB):
+        parser.error(f"targets {sorted(unknown)} are not known; known: {sorted(SHARED_KIB)}")
+    if unknown := set(split(args.dtypes)) - set(DTYPES):
+        parser.error(f"types {sorted(unknown)} are not known; known: {', '.join(DTYPES)}")
+    began = time.monotonic()
+    widths = [int(word) for word in split(args.widths)]
+    rows = []
+    for row in compile_all(targets, widths, split(args.dtypes), args.descriptors):
+        rows.append(row)
+        print(f"sm_{row.target} {row.dtype} {row.width or ''} {row.kernel}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([asdict(row) | {"limit": row.limit} for row in rows]))
+    else:
+        print("\n".join(table(rows)))
+    bad = [row for row in rows if row.problem]
+    for row in bad:
+        print(
+            f"sm_{row.target} {row.kernel} {row.dtype} {row.width or ''}: {row.problem}",
+            file=sys.stderr,
+        )
+    print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
