@@ -86,7 +86,7 @@ def padded_width(width: int) -> int:
 
 
 def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes for a GPU whose blocks may have `shared_memory` bytes, a dtype and a head width."""
+    """Tile sizes for a GPU with `shared_memory` bytes a block, a dtype and a head width."""
     bracket = max(64, padded_width(width))
     if dtype == torch.float32:
         return _EXACT[bracket]

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -195,10 +196,10 @@ def compile_all(
         for name in dtypes:
             dtype = getattr(torch, name)
             launches: list[tuple[int | None, Callable[[], None]]] = [
-                (width, lambda width=width: launch_attention(target, dtype, width, descriptors))
+                (width, partial(launch_attention, target, dtype, width, descriptors))
                 for width in widths
             ]
-            for width, launch in [*launches, (None, lambda: launch_logprobs(dtype))]:
+            for width, launch in [*launches, (None, partial(launch_logprobs, dtype))]:
                 with compiling(target) as found:
                     launch()
                 for kernel, (made, log) in found.items():
