@@ -90,10 +90,12 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             [part for rank in range(mesh.data.size) for part in dealt.share(rank).samples]
         )
         ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
-        logprobs.append(ours.double())
-        entropies.append(theirs.double())
+        logprobs.append(ours.double().cpu())
+        entropies.append(theirs.double().cpu())
         reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-    weights = {name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()}
+    weights = {
+        name: tensor.detach().double().clone().cpu() for name, tensor in policy.engine.weights()
+    }
     policy.engine.destroy()
     return reports, logprobs, entropies, weights
 

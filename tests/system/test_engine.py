@@ -6,6 +6,7 @@ we change at will.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -45,10 +46,10 @@ class PlainPolicy:
 
     zero_stage, shards = 0, {}
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -61,16 +62,20 @@ class PlainPolicy:
         (length,) = samples.lengths
         tokens = torch.from_numpy(samples.token_ids).long()
         with torch.no_grad():
-            logits = self.model(tokens[None]).logits[0, :-1].double() / temperature
+            made = self.model(tokens[None].to(self.model.device)).logits
+            logits = made[0, :-1].double().cpu() / temperature
         return logits.log_softmax(-1).gather(1, tokens[1:, None])[: length - 1, 0]
 
 
 class Side:
     """Trainer's side of one engine."""
 
-    def __init__(self, folder: Path, group: EngineGroup, mesh: ProcessMesh) -> None:
-        self.folder = folder
-        self.policy, self.engines, self.version, self._mesh = PlainPolicy(folder), group, -1, mesh
+    def __init__(
+        self, folder: Path, group: EngineGroup, mesh: ProcessMesh, device: torch.device, dtype: str
+    ) -> None:
+        """`dtype`: that of the engine; the trainer's is float32."""
+        self.folder, self.dtype, self._mesh = folder, dtype, mesh
+        self.policy, self.engines, self.version = PlainPolicy(folder, device), group, -1
         self.model = self.policy.model
         self.publisher = self.make_publisher()
 
@@ -79,14 +84,14 @@ class Side:
         one.
         """
         publisher = Publisher(
-            WeightSyncConfig(probe_tolerance=BOUND, **settings),
+            WeightSyncConfig(probe_tolerance=BOUND if self.dtype == "float32" else 0.0, **settings),
             table=parameter_table(self.model.config.to_dict()),
             policy=self.policy,
             engines=self.engines,
             num_engines=1,
             engine_tensor=1,
             mesh=self._mesh,
-            dtype="float32",
+            dtype=self.dtype,
             precision="float32",
             vocabulary=VOCABULARY,
             max_tokens=96,
@@ -99,7 +104,8 @@ class Side:
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+                change = torch.randn(parameter.shape, generator=draw) * 0.05
+                parameter.add_(change.to(parameter.device))
 
     def publish(self) -> dict[str, float]:
         self.version += 1
@@ -123,41 +129,54 @@ class Side:
         )
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
-def side(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Side]:
+@contextlib.contextmanager
+def opened(folder: Path, config: EngineConfig, *, on_cpu: bool = True) -> Iterator[Side]:
+    """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU."""
     prepare_environment(1)
-    folder = write_model(tmp_path_factory.mktemp("engine"), **KINDS[request.param])
-    mesh_module.initialise(timeout_s=120)
+    device = mesh_module.initialise(timeout_s=120)
+    assert on_cpu == (device.type == "cpu")
     with (
         ProcessMesh(Layout(), timeout_s=120) as mesh,
         Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster,
     ):
         group = cluster.start_engines(
-            own_seats(1, tensor=1, gpus=False, timeout_s=60),
-            timeout_s=120,
+            own_seats(1, tensor=1, gpus=not on_cpu, timeout_s=60),
+            timeout_s=120 if on_cpu else 300,
             model=str(folder),
-            config=EngineConfig(),
+            config=config,
             max_tokens=96,
             stop_token_ids=[1],
             trust_remote_code=False,
             seed=0,
             tokenizer=str(folder),
-            environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
+            environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
         )
         group.wait()
-        made = Side(folder, group, mesh)
+        made = Side(folder, group, mesh, device, config.dtype)
         yield made
         made.publisher.close()
     mesh_module.finalise()
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
+def side(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Side]:
+    folder = write_model(tmp_path_factory.mktemp("engine"), **KINDS[request.param])
+    with opened(folder, EngineConfig()) as made:
+        yield made
 
 
 def gap(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> None:
+def mean_gap(one: list[float], other: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def publish_five_times(side: Side, distance: Any, bound: float) -> None:
+    """Each version makes the engine's log-probs the trainer's, which were others before."""
     tokens = torch.randint(
         0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(0)
     ).tolist()
@@ -166,10 +185,21 @@ def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> 
         side.shake(seed)
         side.publish()
         (found,) = side.engines.score(tokens, timeout_s=60)
-        assert gap(found, side.logprobs(tokens)) < BOUND
-        assert gap(found, before) > 0.01, (
+        assert distance(found, side.logprobs(tokens)) < bound
+        assert distance(found, before) > max(0.01, 2 * bound), (
             "the new weights say the same as the old ones: this test would prove nothing"
         )
+
+
+def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> None:
+    publish_five_times(side, gap, BOUND)
+
+
+@pytest.mark.gpu
+def test_each_of_five_publishes_changes_what_an_engine_on_a_gpu_computes(tmp_path: Path) -> None:
+    config = EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.3, compile=False)
+    with opened(write_model(tmp_path / "model"), config, on_cpu=False) as side:
+        publish_five_times(side, mean_gap, 0.05)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

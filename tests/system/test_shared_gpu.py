@@ -1,0 +1,111 @@
+"""Trainer and engine that take turns on one device: every way for weights and every ZeRO stage, and
+an engine that dies. On the CPU two of them, on a GPU all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import (
+    PROBE_BOUND,
+    Done,
+    finish,
+    megarl,
+    records,
+    start,
+    tiny_run,
+    write_recipe,
+)
+from support.faults import KILLER
+from support.tiny import write_model
+
+STEPS = 3
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""Environment in which a run takes the CPU."""
+
+
+def recipe(folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool = False) -> str:
+    """A colocated run of one rank and one engine."""
+    tree: dict[str, Any] = tiny_run(folder, write_model(folder / "model"), STEPS)
+    tree["training"] |= {"zero_stage": stage, "offload_optimizer": offload}
+    tree["weight_sync"] = {"transport": transport}
+    if transport == "disk":
+        tree["weight_sync"]["folder"] = str(folder / "weights")
+    tree["rollout"]["placement"] = "colocated"
+    if gpu:
+        tree["training"]["precision"] = "bfloat16" if stage else "float32"
+        tree["rollout"]["engine"] = {
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.3,
+            "compile": False,
+        }
+    return write_recipe(folder / "recipe.yaml", tree)
+
+
+def check(done: Done, folder: Path, gpu: bool) -> list[dict[str, Any]]:
+    """The run ended well, every version arrived, and every group is accounted for. In 16 bits the
+    run itself judges the mean of the probe, and single tokens may differ by more than 1."""
+    assert done.code == 0, done.err[-4000:]
+    assert done.survivors == []
+    rows = [row for row in records(folder / "run/metrics.jsonl") if "publish/replaced" in row]
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["publish/bytes"] > 0 and (gpu or row["probe/max_abs"] < PROBE_BOUND), row
+        assert row["groups/drawn"] - row["groups/rejected"] == 4
+    audit = megarl("ledger", str(folder / "run"), **HIDDEN)
+    assert audit.code == 0, audit.out + audit.err
+    json.loads(done.out)
+    return rows
+
+
+def takes_turns(
+    folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool = False
+) -> None:
+    path = recipe(folder, transport, stage, gpu=gpu, offload=offload)
+    hidden = {} if gpu else HIDDEN
+    rows = check(megarl("train", path, timeout_s=300, **hidden), folder, gpu)
+    assert [row["publish/replaced"] for row in rows] == [0] * STEPS
+
+
+def loses_its_engine(folder: Path, *, gpu: bool) -> None:
+    """The engine is killed while it receives a version; another takes its turn."""
+    path = recipe(folder, "shared_memory", 2, gpu=gpu)
+    command = [sys.executable, "-c", KILLER, "train", path]
+    process, mark = start(command, VICTIM="ray::Engine", **({} if gpu else HIDDEN))
+    done = finish(process, mark, 400)
+    assert "was lost while it received version 2" in done.err, done.err[-4000:]
+    rows = check(done, folder, gpu)
+    assert [row["publish/replaced"] for row in rows] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("transport", "stage", "offload"), [("disk", 3, True)])
+def test_taking_turns(tmp_path: Path, transport: str, stage: int, offload: bool) -> None:
+    takes_turns(tmp_path, transport, stage, gpu=False, offload=offload)
+
+
+def test_an_engine_that_dies_in_its_turn(tmp_path: Path) -> None:
+    loses_its_engine(tmp_path, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("transport", "stage", "offload"),
+    [
+        ("cuda_ipc", 2, False),
+        ("shared_memory", 1, False),
+        ("cuda_ipc", 3, False),
+        ("disk", 3, True),
+        ("shared_memory", 0, False),
+    ],
+)
+def test_taking_turns_on_a_gpu(tmp_path: Path, transport: str, stage: int, offload: bool) -> None:
+    takes_turns(tmp_path, transport, stage, gpu=True, offload=offload)
+
+
+@pytest.mark.gpu
+def test_an_engine_that_dies_in_its_turn_on_a_gpu(tmp_path: Path) -> None:
+    loses_its_engine(tmp_path, gpu=True)
