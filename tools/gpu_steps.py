@@ -16,6 +16,15 @@ Command = tuple[str, ...]
 
 PYTEST = ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
+TESTED = (
+    "tests/unit/test_attention_sizes.py",
+    "tests/unit/test_triton.py",
+    "tests/distributed/test_zero_stages.py",
+    "tests/system/test_engine.py",
+    "tests/system/test_shared_gpu.py",
+)
+"""Test files with steps of their own."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -58,6 +67,51 @@ STEPS = (
         rehearsal=(*PYTEST, "tests/unit/test_attention_sizes.py", "-m", "not gpu"),
     ),
     Step(
+        "an engine",
+        "vLLM on the GPU computes what the trainer does, after each of five versions",
+        (*PYTEST, "tests/system/test_engine.py", "-m", "gpu"),
+        expected_s=90,
+        limit_s=300,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_engine.py", "-k", "five and untied"),
+    ),
+    Step(
+        "ZeRO stages",
+        "30 steps under ZeRO 1, 2, 3 and 3 with offload agree; float32 trains what the CPU trains",
+        (*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "gpu"),
+        expected_s=120,
+        limit_s=420,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "not gpu"),
+    ),
+    Step(
+        "taking turns",
+        "colocated runs: cuda_ipc, shared_memory and disk, under ZeRO 0 to 3 and offload",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "taking_turns"),
+        expected_s=300,
+        limit_s=600,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
+    ),
+    Step(
+        "quick start",
+        "a policy learns on the GPU: 500 problems before and after",
+        ("bash", "launch/quickstart.sh"),
+        expected_s=240,
+        limit_s=600,
+        reads="json",
+        no_rehearsal="it is the same command on a CPU: bash launch/quickstart.sh, six minutes",
+    ),
+    Step(
+        "a killed engine",
+        "a colocated engine dies while it receives weights, and another takes its place",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "dies"),
+        expected_s=90,
+        limit_s=420,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "dies"),
+    ),
+    Step(
         "kernels in every case",
         "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
         (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
@@ -65,6 +119,57 @@ STEPS = (
         limit_s=420,
         reads="tests",
         rehearsal=(*PYTEST, "tests/unit/test_triton.py", "-k", "in_the_interpreter"),
+    ),
+    Step(
+        "bench: attention",
+        "TFLOP/s of the Triton block beside flash and cuDNN; a ring's steps in turn",
+        ("{python}", "tools/bench/attention.py", "--device", "cuda", "--json"),
+        expected_s=90,
+        limit_s=300,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/attention.py", "--json", "--rounds", "1"),
+            *("--tokens", "512", "--documents", "4", "--packed", "8"),
+        ),
+    ),
+    Step(
+        "bench: log-probs",
+        "time and memory of the log-prob head, 32K x 152K x 4096",
+        ("{python}", "tools/bench/logprobs.py", "--device", "cuda", "--json"),
+        expected_s=90,
+        limit_s=300,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/logprobs.py", "--json", "--rounds", "1"),
+            *("--tokens", "256", "--vocabulary", "4000", "--hidden", "64"),
+        ),
+    ),
+    Step(
+        "bench: training",
+        "tokens/s and memory of a model of 1 B parameters under ZeRO 1, 2 and 3",
+        (
+            *("{python}", "tools/bench/layouts.py", "--ranks", "1", "--zero", "1,2,3", "--json"),
+            *("--dtype", "bfloat16", "--hidden", "2048", "--layers", "16", "--heads", "16"),
+            *("--kv-heads", "8", "--vocabulary", "151936", "--tokens", "16384"),
+            *("--documents", "8", "--micro-batch-tokens", "8192"),
+        ),
+        expected_s=120,
+        limit_s=300,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/layouts.py", "--ranks", "1", "--zero", "0,3", "--json"),
+            *("--steps", "2", "--tokens", "256", "--hidden", "64", "--layers", "2"),
+            *("--vocabulary", "32", "--documents", "4"),
+        ),
+    ),
+    Step(
+        "all other GPU tests",
+        "flash and cuDNN blocks, divergences, digests, random states, log-prob backends",
+        (*PYTEST, "tests", "-m", "gpu", *(f"--ignore={name}" for name in TESTED)),
+        expected_s=180,
+        limit_s=420,
+        reads="tests",
+        no_rehearsal="each has a twin on the CPU, which bash tests/run.sh runs",
     ),
 )
 
