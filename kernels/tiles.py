@@ -36,18 +36,18 @@ class Tile:
 Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
 """{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
 
-# By padded head width. Compiled for sm_90 these use Hopper's matrix instructions and spill no
-# registers in inner loops, except grad_keys without descriptors at head widths from 128 on. With
-# two stages a tile's load starts only after the products before it; three stages hide it.
+# By padded head width. tools/compile_table.py compiles them: at widths 64 and 128 no inner loop
+# spills registers, on any GPU, and all fit into shared memory. With two stages a tile's load starts
+# only after the products before it; three stages hide it.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {
-        "forward": Tile(128, 64, 4, 3),
+        "forward": Tile(128, 64, 8, 3),
         "grad_keys": Tile(128, 64, 8, 3),
         "grad_queries": Tile(128, 64, 8, 3),
     },
     128: {
-        "forward": Tile(128, 128, 8, 3),
-        "grad_keys": Tile(128, 64, 8, 3),
+        "forward": Tile(128, 64, 8, 3),
+        "grad_keys": Tile(64, 64, 8, 3),
         "grad_queries": Tile(128, 64, 8, 3),
     },
     256: {
@@ -58,14 +58,14 @@ _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
 }
 _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
     64: {
-        "forward": Tile(128, 64, 4, 2),
-        "grad_keys": Tile(64, 64, 4, 2),
-        "grad_queries": Tile(64, 64, 4, 2),
+        "forward": Tile(128, 64, 8, 3),
+        "grad_keys": Tile(128, 64, 8, 2),
+        "grad_queries": Tile(128, 64, 8, 2),
     },
     128: {
-        "forward": Tile(64, 64, 4, 2),
-        "grad_keys": Tile(64, 32, 4, 2),
-        "grad_queries": Tile(64, 32, 4, 2),
+        "forward": Tile(128, 64, 8, 2),
+        "grad_keys": Tile(64, 64, 8, 2),
+        "grad_queries": Tile(64, 64, 8, 2),
     },
     256: {
         "forward": Tile(64, 32, 4, 1),

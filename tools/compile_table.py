@@ -6,8 +6,9 @@ compiler found: registers, spilled bytes, and shared memory against the GPU's li
 
 The kernels are compiled through the calls that megarl makes, with the tile sizes that it chooses
 for the GPU, by Triton and the ptxas that Triton carries. The exit status is 1 where a kernel does
-not compile, needs more shared memory than a block can have, or spills registers at a head width of
-64 or 128 in 16 bits.
+not compile, needs more shared memory than a block can have, or spills registers in an innermost
+loop at a head width of 64 or 128 in 16 bits. What is spilled outside of them is moved once for each
+tile of a program, which a loop over hundreds of tiles does not feel.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -37,7 +40,7 @@ WIDTHS = (64, 80, 96, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = (80, 90, 100)
 NO_SPILLS = (64, 128)
-"""Head widths at which 16-bit kernels may not spill."""
+"""Head widths at which inner loops of 16-bit kernels may not spill."""
 TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
 
 
@@ -77,6 +80,8 @@ class Compiled:
     spill_loads: int
     """Bytes of a thread's registers that are written to and read from memory, counted once for each
     instruction in the code."""
+    loop_spills: int
+    """Instructions of innermost loops that move spilled registers."""
     shared: int
     """Bytes of shared memory of a block."""
     warps: int
@@ -92,8 +97,8 @@ class Compiled:
         if self.shared > self.limit:
             return f"shared memory {self.shared} of {self.limit} bytes"
         held = self.width in NO_SPILLS and self.dtype != "float32"
-        if (held or self.width is None) and self.spill_stores + self.spill_loads:
-            return f"spills {self.spill_stores} bytes"
+        if (held or self.width is None) and self.loop_spills:
+            return f"{self.loop_spills} instructions of inner loops move spilled registers"
         return ""
 
 
@@ -165,6 +170,41 @@ def launch_logprobs(dtype: Any) -> None:
     logprobs_triton.gradient_(logits, row, 0, 1.0, *torch.zeros(5, TOKENS))
 
 
+def loop_spills(sass: str) -> int:
+    """Loads and stores of spilled registers (LDL, STL) in the innermost loops of a kernel's machine
+    code, as cuobjdump prints it.
+
+    A loop is what lies between a branch backwards and its target; an innermost one has no other.
+    """
+    code = [
+        (int(found[1], 16), found[2])
+        for found in re.finditer(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)
+    ]
+    loops = []
+    for address, text in code:
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        if target is not None and int(target[1], 16) < address:
+            loops.append((int(target[1], 16), address))
+    inner = [
+        one
+        for one in loops
+        if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in loops)
+    ]
+    moves = [address for address, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(first <= address <= last for first, last in inner) for address in moves)
+
+
+def machine_code(made: Any) -> str:
+    """A compiled kernel's machine code as text, by the cuobjdump that Triton carries."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def facts(kernel: str, made: Any, log: str, **where: Any) -> Compiled:
     """Reads ptxas's log of one kernel; raises `ValueError` where it has not the known form."""
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -176,6 +216,7 @@ def facts(kernel: str, made: Any, log: str, **where: Any) -> Compiled:
         registers=int(registers[1]),
         spill_stores=int(spills[1]),
         spill_loads=int(spills[2]),
+        loop_spills=loop_spills(machine_code(made)) if int(spills[1]) else 0,
         shared=made.metadata.shared,
         warps=made.metadata.num_warps,
         **where,
@@ -212,7 +253,8 @@ def table(rows: Iterable[Compiled]) -> list[str]:
     targets = sorted({row.target for row in rows})
     cells: dict[tuple[str, str, int | None], dict[int, str]] = {}
     for row in rows:
-        spilled = f", **{row.spill_stores} B spilled**" if row.spill_stores else ""
+        inside = f", {row.loop_spills} moves in loops" if row.loop_spills else ""
+        spilled = f", {row.spill_stores} B spilled{inside}" if row.spill_stores else ""
         text = f"{row.registers} x {32 * row.warps}{spilled}, {row.shared / 1024:.0f} KiB"
         cells.setdefault((row.kernel, row.dtype, row.width), {})[row.target] = text
     heads = [f"sm_{target} ({SHARED_KIB[target]} KiB)" for target in targets]

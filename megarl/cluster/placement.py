@@ -55,15 +55,26 @@ class RankPlace:
         return RankPlace(socket.gethostname(), visible.split(",")[local] if visible else str(local))
 
 
+def engine_bundle(
+    tensor: int, *, gpus: bool, limited: bool = False
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(resources that Ray reserves for a disaggregated engine of `tensor` ranks, resources that its
+    actor asks for of them). `limited`: the cluster counts engine ranks without GPUs.
+    """
+    if gpus:
+        return {"GPU": float(tensor)}, {"num_gpus": tensor, "num_cpus": 0}
+    bundle = {"CPU": SLIVER * tensor} | ({ENGINE_RANKS: float(tensor)} if limited else {})
+    return bundle, {"num_gpus": 0, "num_cpus": SLIVER * tensor}
+
+
 def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[Seat]:
     """Reserve in Ray, which must be running, a `Seat` for each of `count` disaggregated engines:
     engines on GPUs that no trainer rank uses. Each engine has `tensor` ranks on one node.
 
     Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s`.
     """
-    bundle = {"GPU": float(tensor)} if gpus else {"CPU": SLIVER * tensor}
-    if not gpus and ENGINE_RANKS in ray.cluster_resources():
-        bundle[ENGINE_RANKS] = float(tensor)
+    limited = not gpus and ENGINE_RANKS in ray.cluster_resources()
+    bundle, asked = engine_bundle(tensor, gpus=gpus, limited=limited)
     group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
     if not group.wait(timeout_s):
         have = ray.cluster_resources().get("GPU" if gpus else "CPU", 0.0)
@@ -72,11 +83,6 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
             f" s (the cluster has {have:g} in all); lower rollout.num_engines or"
             " rollout.engine.tensor, or start Ray on more nodes"
         )
-    asked = (
-        {"num_gpus": tensor, "num_cpus": 0}
-        if gpus
-        else {"num_gpus": 0, "num_cpus": SLIVER * tensor}
-    )
     return [
         Seat(asked | {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, number)})
         for number in range(count)

@@ -295,58 +295,18 @@ def test_the_twins_are_the_derivative() -> None:
     torch.testing.assert_close(logits, gradient)
 
 
-class Hopper:
-    """What Triton asks of a driver before it compiles for its device."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 @here
 @pytest.mark.parametrize("descriptors", [False, True])
-def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors: bool) -> None:
+def test_kernels_compile_for_hopper(descriptors: bool) -> None:
     """No GPU is needed for it: they use Hopper's own matrix instructions and fit into its shared
     memory.
     """
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    from compile_table import compiling, launch_attention, launch_logprobs
 
-    from megarl.kernels import logprobs_triton
-    from megarl.kernels.block_triton import TritonBlock
-
-    compiled = {}
-
-    def only_compile(kernel: JITFunction, grid: tuple[int, ...]):
-        return lambda *args, **options: compiled.update(
-            {kernel.__name__: kernel.run(*args, grid=grid, warmup=True, **options)}
-        )
-
-    monkeypatch.setattr(JITFunction, "__getitem__", only_compile)
-    monkeypatch.setenv(
-        "TRITON_DEFAULT_FP_FUSION", "1"
-    )  # said by us as an option, which Triton does not see in time
-    positions = Positions.of(ROW, STARTS)
-    block = TritonBlock(descriptors=descriptors)
-    work = block.prepare(positions, positions, torch.device("cpu"))
-    assert work is not None
-    q, k, v = (torch.zeros(TOTAL, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    out, lse = torch.zeros(q.shape), torch.zeros(4, TOTAL)
-    rows = torch.zeros(5, TOTAL)
-    monkeypatch.setattr(driver, "_active", Hopper())
-    block.forward(q, k, v, work, 0.1, out, lse)
-    block.backward(q, q, k, v, out, lse, work, 0.1, out, k.float(), v.float())
-    logits = torch.zeros(TOTAL, 5000, dtype=torch.bfloat16)
-    logprobs_triton.statistics(logits, ROW, 0, 1.0)
-    logprobs_triton.gradient_(logits, ROW, 0, 1.0, *rows)
-    assert set(compiled) == {
+    with compiling(90) as found:
+        launch_attention(90, torch.bfloat16, 128, descriptors)
+        launch_logprobs(torch.bfloat16)
+    assert set(found) == {
         "forward_kernel",
         "row_sums_kernel",
         "grad_keys_kernel",
@@ -355,6 +315,7 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, descriptors
         "_gradient",
     }
     for name in ("forward_kernel", "grad_keys_kernel", "grad_queries_kernel"):
-        code = compiled[name].asm["ptx"]
+        made, _ = found[name]
+        code = made.asm["ptx"]
         assert "wgmma.mma_async" in code and ("cp.async.bulk.tensor" in code) == descriptors
-        assert compiled[name].metadata.shared <= 227 * 1024
+        assert made.metadata.shared <= 227 * 1024
