@@ -74,8 +74,8 @@ _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
     },
 }
 _EXACT: dict[int, Tiles] = {  # float32 without tensor cores: operands live in registers
-    64: {name: Tile(32, 32, 4, 1) for name in ("forward", "grad_keys", "grad_queries")},
-    128: {name: Tile(32, 16, 4, 1) for name in ("forward", "grad_keys", "grad_queries")},
+    64: {name: Tile(32, 32, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
+    128: {name: Tile(32, 16, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
     256: {name: Tile(16, 16, 4, 1) for name in ("forward", "grad_keys", "grad_queries")},
 }
 

@@ -7,7 +7,7 @@ compiler found: registers, spilled bytes, and shared memory against the GPU's li
 The kernels are compiled through the calls that megarl makes, with the tile sizes that it chooses
 for the GPU, by Triton and the ptxas that Triton carries. The exit status is 1 where a kernel does
 not compile, needs more shared memory than a block can have, or spills registers in an innermost
-loop at a head width of 64 or 128 in 16 bits. What is spilled outside of them is moved once for each
+loop at a head width of 64 or 128. What is spilled outside of them is moved once for each
 tile of a program, which a loop over hundreds of tiles does not feel.
 """
 
@@ -40,7 +40,7 @@ WIDTHS = (64, 80, 96, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = (80, 90, 100)
 NO_SPILLS = (64, 128)
-"""Head widths at which inner loops of 16-bit kernels may not spill."""
+"""Head widths at which inner loops may not spill."""
 TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
 
 
@@ -96,8 +96,7 @@ class Compiled:
         """What breaks the bar, or an empty text."""
         if self.shared > self.limit:
             return f"shared memory {self.shared} of {self.limit} bytes"
-        held = self.width in NO_SPILLS and self.dtype != "float32"
-        if (held or self.width is None) and self.loop_spills:
+        if self.width in (*NO_SPILLS, None) and self.loop_spills:
             return f"{self.loop_spills} instructions of inner loops move spilled registers"
         return ""
 

@@ -24,7 +24,7 @@ from support.faults import KILLER
 from support.tiny import write_model
 
 STEPS = 3
-HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+HIDDEN: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment in which a run takes the CPU."""
 
 
@@ -66,7 +66,7 @@ def takes_turns(
     folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool = False
 ) -> None:
     path = recipe(folder, transport, stage, gpu=gpu, offload=offload)
-    hidden = {} if gpu else HIDDEN
+    hidden: dict[str, Any] = {} if gpu else HIDDEN
     rows = check(megarl("train", path, timeout_s=300, **hidden), folder, gpu)
     assert [row["publish/replaced"] for row in rows] == [0] * STEPS
 
