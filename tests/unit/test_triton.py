@@ -141,18 +141,21 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
 
 
 @on_device
+@pytest.mark.parametrize("kib", [99, 227] if INTERPRETED else [0])
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(64, torch.float16), (128, torch.float16)]
+    [(64, torch.float16), (128, torch.float16), (128, torch.float32)]
     if INTERPRETED
     else [(w, dtype) for w in (64, 128, 192, 256) for dtype in DTYPES],
 )
 def test_attention_with_the_shapes_of_programs_it_would_choose(
-    width: int, dtype: torch.dtype
+    width: int, dtype: torch.dtype, kib: int
 ) -> None:
+    """In the interpreter those for GPUs with so many KiB of shared memory, on a GPU its own."""
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LONG, 1, (2, 1), width, dtype, TritonBlock(), DEVICE, torch.tensor([0, 290, 600]))
+    block = TritonBlock(tiles.tiles_for(kib * 1024, dtype, width) if kib else None)
+    compare(LONG, 1, (2, 1), width, dtype, block, DEVICE, torch.tensor([0, 290, 600]))
 
 
 @on_device
