@@ -11,11 +11,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megarl.checkpoints.files import Output, safetensors_header, split_outputs
+from megarl.checkpoints.rank_files import RankFile, RankFiles
 from megarl.checkpoints.store import INDEX
 from megarl.parallel.collectives import receive, send
 from megarl.parallel.mesh import Axis
@@ -84,15 +85,17 @@ class WeightExport:
                 wanted.add(name, band, f"{name}/{number}")
         return wanted
 
-    def write(self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis) -> list[Path]:
-        """Write this rank's files into `folder`; returns their paths. All ranks of `axis`, which is
-        the whole job, call it together.
+    def write(
+        self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis, out: RankFiles
+    ) -> None:
+        """Add this rank's files, at paths in `folder`, to `out`. All ranks of `axis`, which is the
+        whole job, call it together.
 
         `own`: this rank's flat buffers by tensor name; parts that other ranks write are sent to
         them. Raises `OSError` if a file could not be written, but only after all transfers: other
         ranks wait for them.
         """
-        files = [_File(folder / output.path) for output in self.outputs]
+        files = [_File(folder / output.path, out) for output in self.outputs]
         mine = [files[file] for file in range(len(files)) if self.writer(file) == axis.rank]
         for start in range(0, len(files), self.num_ranks):
             group = range(start, min(start + self.num_ranks, len(files)))
@@ -105,16 +108,10 @@ class WeightExport:
                 for file in group:
                     if number < len(self.bands[file]):
                         self._write_band(self.bands[file][number], files[file], own, axis)
-            for file in group:
-                if files[file] in mine:
-                    files[file].close()
         if problems := [file.problem for file in mine if file.problem]:
             raise OSError(problems[0])
-        written = [file.path for file in mine]
         if self.index is not None and axis.rank == 0:
-            (folder / INDEX).write_text(json.dumps(self.index, indent=2))
-            written.append(folder / INDEX)
-        return written
+            out.add(folder / INDEX, json.dumps(self.index, indent=2).encode())
 
     def _write_band(
         self, band: _Band, file: _File, own: Mapping[str, torch.Tensor], axis: Axis
@@ -144,13 +141,14 @@ class _File:
     raised.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: RankFiles) -> None:
         self.path, self.problem = path, ""
-        self._file: BinaryIO | None = None
+        self._files = files
+        self._file: RankFile | None = None
 
     def open(self, header: bytes) -> None:
         try:
-            self._file = open(self.path, "wb")  # noqa: SIM115 - closed in `close`
+            self._file = self._files.create(self.path)
             self._file.write(header)
         except OSError as error:
             self.problem = str(error)
@@ -163,10 +161,3 @@ class _File:
             self._file.write(values.cpu().view(torch.uint8).numpy().data)
         except OSError as error:
             self.problem = str(error)
-
-    def close(self) -> None:
-        try:
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            self.problem = self.problem or str(error)

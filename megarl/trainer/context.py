@@ -181,7 +181,7 @@ class RunContext:
         """The object that saves and restores the trained model `engine` in `folder/checkpoints`.
         The other arguments are those of `Checkpoints`.
         """
-        return Checkpoints(
+        made = Checkpoints(
             self.folder / "checkpoints",
             keep=self.config.training.checkpoint.keep,
             engine=engine,
@@ -195,7 +195,10 @@ class RunContext:
             base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
             owner=self.inputs.owner,
             run_id=self.run_id,
+            in_background=self.config.training.checkpoint.background,
         )
+        self.stack.callback(made.close)
+        return made
 
     def lost_folder(self) -> str:
         """Why this run must write nothing more to its folder, "" while it owns the folder; the same

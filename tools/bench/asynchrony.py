@@ -59,7 +59,7 @@ OPTIONS = {
 }
 REWARD = """
 def score(prompt, response):
-    return float(response[:1] == str((int(prompt[1]) + 3) % 10))
+    return float(response[:1] == str((int(prompt.text[1]) + 3) % 10))
 """
 
 
@@ -107,10 +107,9 @@ def write_task(folder: Path, seed: int) -> None:
         path.write_text(json.dumps(described))
     pairs = [(letter, digit) for letter in LETTERS for digit in range(10)]
     drawn = [draw.choice(pairs) for _ in range(12000)]
-    write_rows(
-        folder / "sft.jsonl",
-        ({"prompt": f"{a}{b}=", "response": answer(a, b, draw)} for a, b in drawn),
-    )
+    rows = [{"prompt": f"{a}{b}=", "response": answer(a, b, draw)} for a, b in drawn]
+    write_rows(folder / "whole.jsonl", rows)
+    write_rows(folder / "digits.jsonl", ({**row, "response": row["response"][:1]} for row in rows))
     write_rows(folder / "train.jsonl", ({"prompt": f"{a}{b}="} for a, b in pairs))
     (folder / "reward.py").write_text(REWARD)
 
@@ -131,14 +130,24 @@ def megarl(command: str, tree: dict[str, Any], path: Path) -> None:
 
 
 def fine_tune(folder: Path, seed: int) -> Path:
-    """Teach the lengths; returns the model's folder."""
+    """Teach first the digits, which are few among the tokens of whole answers, and then those;
+    returns the model's folder.
+    """
+    first = fine_tune_on("digits", folder, folder / "model", seed, steps=300, from_scratch=True)
+    return fine_tune_on("whole", folder, first, seed, steps=200)
+
+
+def fine_tune_on(
+    data: str, folder: Path, model: Path, seed: int, *, steps: int, from_scratch: bool = False
+) -> Path:
+    """Train `model` on the demonstrations `data`.jsonl; returns the folder of the result."""
     tree = {
-        "folder": str(folder / "sft"),
-        "steps": 150,
+        "folder": str(folder / data),
+        "steps": steps,
         "seed": seed,
         "samples_per_step": 64,
-        "model": {"path": str(folder / "model"), "from_scratch": True},
-        "demonstrations": {"source": str(folder / "sft.jsonl"), "max_tokens": MAX_TOKENS + 8},
+        "model": {"path": str(model), "from_scratch": from_scratch},
+        "demonstrations": {"source": str(folder / f"{data}.jsonl"), "max_tokens": MAX_TOKENS + 8},
         "training": {
             "micro_batch_tokens": 8192,
             "num_threads": 2,
@@ -147,8 +156,8 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "checkpoint": {"keep": 1},
         },
     }
-    megarl("sft", tree, folder / "sft.yaml")
-    return max((folder / "sft" / "checkpoints").glob("step_*")) / "model"
+    megarl("sft", tree, folder / f"{data}.yaml")
+    return max((folder / data / "checkpoints").glob("step_*")) / "model"
 
 
 def train(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str, float]:
