@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megarl.console import say
+
 REPORTS = "reports"
 """Folder of the reports, within the temporary folder of the checkpoint."""
 LOOK_S = 0.1
@@ -81,8 +83,13 @@ class Writing:
         self._thread.join(timeout_s)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread; returns whether it has ended."""
-        self._thread.join(timeout_s)
+        """Wait for the end of the thread, and say so if that takes longer than a second; returns
+        whether it has ended.
+        """
+        self._thread.join(min(1.0, timeout_s))
+        if self._thread.is_alive() and timeout_s > 1.0:
+            say(f"writing the checkpoint of step {self.step} to the disk before the end")
+            self._thread.join(timeout_s - 1.0)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

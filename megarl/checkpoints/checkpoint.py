@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from megarl import console
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.background import REPORTS, Digests, Writing
-from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import sync, write_manifest
@@ -48,7 +47,6 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.random_states import random_states, restore_random_states
 from megarl.checkpoints.rank_files import RankFiles
-from megarl.checkpoints.store import INDEX
 from megarl.errors import UserError
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
@@ -102,11 +100,10 @@ class Checkpoints:
         same on every rank, which is in the name of its temporary folders. `in_background`: have
         `save` return once the state is copied; else it calls `finish` itself.
         """
-        self.in_background = in_background
+        self.in_background, self.base_digest = in_background, base_digest
         self._writing: Writing | None = None
         self._times = dict[str, float]()
         self.owner, self.run_id = owner, run_id
-        self.base_digest = base_digest
         self.others, self.roles = dict(others or {}), dict(roles or {})
         self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
         self.mesh, self.seed, self.data = mesh, seed, data
@@ -118,6 +115,10 @@ class Checkpoints:
         places = {"state": self.engine} if self.engine is not None else {}
         return places | {f"roles/{name}": engine for name, engine in self.others.items()}
 
+    @property
+    def _file_of_rank(self) -> str:
+        return f"rank_{self.mesh.rank:05d}.safetensors"
+
     def save(
         self,
         *,
@@ -128,12 +129,12 @@ class Checkpoints:
         groups: Sequence[Group] = (),
         made_with: str = "",
     ) -> Path:
-        """Begin the checkpoint of `step`, after that of the save before is finished; returns the
-        path that it will have. Afterwards at most `keep` remain. `next_ordinal`, `used`
-        and `algorithm` are those of `Progress`. `groups`: finished groups of rollouts, with their
-        token arrays, that this rank is to write; `made_with`: see `write_groups`. Raises `OSError`
-        on every rank, with the fix, where one cannot write, and `UserError` if a weight is not
-        finite. All ranks call it together.
+        """Begin the checkpoint of `step`, once the one before is finished; returns the path that it
+        will have. Afterwards at most `keep` remain. `next_ordinal`, `used` and `algorithm` are
+        those of `Progress`. `groups`: finished groups of rollouts, with their token arrays, that
+        this rank is to write; `made_with`: see `write_groups`. Raises `OSError` on every rank, with
+        the fix, where one cannot write, and `UserError` if a weight is not finite. All ranks call
+        it together.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
         their digests; then rank 0 writes the manifest and gives the folder its name. Until that
@@ -145,47 +146,43 @@ class Checkpoints:
         started_at = time.monotonic()
 
         def write_finished(aside: Path) -> list[Path]:
-            path = aside / FOLDER / f"rank_{self.mesh.rank:05d}.safetensors"
+            path = aside / FOLDER / self._file_of_rank
             return [write_groups(path, groups, made_with)] if groups else []
 
         with activity(f"checkpoint of step {step}", kind="checkpoint"):
             self._writing = self._begin(step, progress, write_finished)
-        self._times["checkpoint/copy_s"] = time.monotonic() - started_at
+        self._times["time/checkpoint_copy_s"] = time.monotonic() - started_at
         if not self.in_background:
             self.finish()
         return self.folder / f"step_{step:06d}"
 
     def finish(self) -> None:
-        """Wait until the checkpoint of the newest `save` is committed, on every rank, if one is
-        being written. Raises `OSError` or `UserError` as `save` does. All ranks call it together.
+        """Wait until the newest checkpoint is committed, if one is being written. Raises `OSError`
+        or `UserError` as `save` does. All ranks call it together.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        # Ranks wait for each other in collectives, which end at the same time.
         timeout_s, step = self.mesh.world.timeout_s, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
             reported = gather_objects(dict(writing.digests), self.everyone)
-            main = self.everyone.rank == 0
-            problem = writing.wait_committed(reported, timeout_s) if main else ""
+            is_main = self.everyone.rank == 0
+            problem = writing.wait_committed(reported, timeout_s) if is_main else ""
             self._everybody(problem, step, writing)
-        self._times["checkpoint/written_s"] = writing.committed_s
+        self._times["time/checkpoint_written_s"] = writing.committed_s
 
     def close(self) -> None:
         """After an error, give the threads time to commit the checkpoint that is being written, as
         long as a collective may take. A rank calls this method alone.
         """
-        writing, self._writing = self._writing, None
-        if writing is None or writing.wait_ended(1.0):
-            return
-        console.say(f"writing the checkpoint of step {writing.step} to the disk before the end")
-        writing.wait_ended(self.mesh.world.timeout_s)
+        if self._writing is not None:
+            self._writing.wait_ended(self.mesh.world.timeout_s)
 
     def take_times(self) -> dict[str, float]:
-        """On rank 0, metrics of the checkpoints since the last call: seconds that the newest save
-        has held up training to copy the state (`checkpoint/copy_s`), and seconds from then on until
-        the newest finished checkpoint was on the disk (`checkpoint/written_s`).
+        """Metrics of rank 0 since the last call: seconds for which the newest save has held up
+        training (`time/checkpoint_copy_s`), and seconds from the copy of the state until the newest
+        checkpoint was on the disk (`time/checkpoint_written_s`).
         """
         found, self._times = self._times, {}
         return found
@@ -209,17 +206,13 @@ class Checkpoints:
         files.add_later(lambda: write_finished(aside))
         self._everybody(self._attempt(lambda: self._take_state(aside, files)), step)
         self._everybody(self._attempt(lambda: self._take_model(aside, files, progress)), step)
-
-        def commit(digests: Digests) -> None:
-            self._commit(aside, final, digests)
-
         return Writing(
             step,
             folder=aside,
             rank=self.everyone.rank,
             num_ranks=self.everyone.size,
             write=files.finish,
-            commit=commit,
+            commit=lambda digests: self._commit(aside, final, digests),
         )
 
     def _aside(self, step: int) -> Path:
@@ -267,8 +260,7 @@ class Checkpoints:
         if any(problems):
             raise OSError("; ".join(dict.fromkeys(filter(None, problems))))
         if self.engine is not None:
-            random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            files.add(random, random_states())
+            files.add(aside / "random" / self._file_of_rank, random_states())
 
     def _take_model(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
         """Add this rank's files of the model in Hugging Face format, for `from_pretrained` and
@@ -286,15 +278,7 @@ class Checkpoints:
         adapters = {name: tensor.clone() for name, tensor in adapters.items()}
 
         def write_small_files() -> list[Path]:
-            model.config.save_pretrained(folder)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(str(folder))
-            written = [
-                path
-                for path in folder.rglob("*")
-                if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
-            ]
+            written = write_description(folder, model, self.tokenizer)
             if adapters:
                 written += write_adapter(
                     aside / "adapter",
@@ -391,8 +375,7 @@ class Checkpoints:
                 " that the one before is used"
             )
         if self.engine is not None:
-            random = path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            restore_random_states(random)
+            restore_random_states(path / "random" / self._file_of_rank)
         return progress
 
     def _progress(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megarl.checkpoints.files import Output, safetensors_header, split_outputs
 from megarl.checkpoints.rank_files import RankFile, RankFiles
@@ -27,6 +28,23 @@ FILE_BYTES = 5 * 10**9
 """Maximum size of a safetensors file in bytes, as in Hugging Face's own exports. A larger tensor
 gets a file of its own."""
 BAND_BYTES = 32 * 2**20
+
+
+def write_description(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Path]:
+    """Write what a Hugging Face model has beside its weights: config, generation config and
+    tokenizer; returns the paths.
+    """
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
+    ]
 
 
 class _Band(NamedTuple):

@@ -212,6 +212,10 @@ class CheckpointConfig:
     """Train on while a checkpoint is written, from a copy in the host's memory: 12 bytes for each
     trained parameter and the weights, divided by the ranks that share them. What would leave less
     than a tenth of the host's memory is written before training goes on."""
+    save_within_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 6.0
+    """Seconds after SIGTERM or Ctrl-C until the step that the run is in and its checkpoint must be
+    finished; later there is no checkpoint of this moment. What starts the ranks must wait for
+    longer: `megarl launch` does, torchrun needs --shutdown-timeout."""
     owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
     """Seconds after which a run takes over the run folder of a run on another host that gives no
     sign of life; a run gives one every 5 seconds. On one host the process itself is looked for."""

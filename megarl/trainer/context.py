@@ -24,7 +24,7 @@ import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from megarl import console
+from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.checkpoint import Checkpoints, remove_unfinished
 from megarl.checkpoints.lease import Lease
@@ -330,6 +330,7 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """
     training = config.training
     torch.set_num_threads(training.num_threads)
+    signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         stack.callback(mesh_module.finalise)
