@@ -21,7 +21,7 @@ def filled(files: RankFiles) -> None:
     """Two files that are created here, and one that its own library writes."""
     folder = files.folder
     state = {"a": torch.arange(5000), "b": torch.ones(3, 3)}
-    torch.save(state, files.create(folder / "state.pt"))
+    torch.save(state, files.create(folder / "state.pt"))  # pyright: ignore[reportArgumentType]
     files.add(folder / "plain", b"0123456789")
 
     def write_own() -> list[Path]:
