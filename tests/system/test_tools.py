@@ -293,6 +293,22 @@ def test_bench_code_verdicts() -> None:
     assert all(row["min"] > 0 for row in rates.values())
 
 
+def test_bench_kv_waste() -> None:
+    """The engine's allocator gives away the blocks that arithmetic says, under both sizes."""
+    small = ["--lengths", "60,120", "--requests", "8", "--sequences", "4"]
+    found = run("kv_waste", "--block-sizes", "0,32", *small)
+    sizes = [(row["block_size"], row["length"]) for row in found["rows"]]
+    assert sizes == [(128, 60), (128, 120), (32, 60), (32, 120)]
+    for row in found["rows"]:
+        assert row["samples"] > 4 and 1 < row["running"] <= 4 and row["off"] == 0
+        assert 0 < row["computed"] < row["paged"]["mean"] < row["paged"]["max"] < 1
+        assert 0 < row["oracle"] < row["contiguous"] < 1
+    large, small_blocks = found["rows"][:2], found["rows"][2:]
+    for row, finer in zip(large, small_blocks, strict=True):
+        assert finer["paged"]["mean"] < row["paged"]["mean"]
+    assert "multiple of 32" in refused("kv_waste", "--block-sizes", "16")
+
+
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
     tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "publish")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
