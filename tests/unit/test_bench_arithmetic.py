@@ -102,6 +102,10 @@ def test_lengths_are_log_normal_up_to_their_cap(slots: Any, mean: int) -> None:
     low, middle = ordered[63], ordered[200]  # quantiles 0.159 and 0.501: a deviation apart
     assert math.isclose(math.log(middle / low), slots.SIGMA, rel_tol=0.02)
     assert slots.response_lengths(mean, 2 * mean, 400, 1) != lengths
+    low, middle, high = sorted(slots.response_lengths(mean, 9 * mean, 3, 0))  # of thirds
+    step = math.exp(slots.SIGMA * statistics.NormalDist().inv_cdf(5 / 6))
+    assert math.isclose(high / middle, step, rel_tol=0.01)
+    assert math.isclose(middle / low, step, rel_tol=0.01)
     with pytest.raises(ValueError, match="larger cap"):
         slots.response_lengths(mean, mean, 400, 0)
 
