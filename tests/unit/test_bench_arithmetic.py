@@ -79,6 +79,7 @@ def test_shares_of_waste(slots: Any) -> None:
     sample = slots.Sample(allocated=4, listed=4, filled=64 + 46 + 64 + 22, running=running)
     found = slots.waste(sample, 64, 140, [32])
     assert math.isclose(found.paged, 1 - 196 / 256)
+    assert math.isclose(found.empty, (18 + 42) / 64 / 2)
     assert math.isclose(found.contiguous, 1 - 260 / 480)
     assert math.isclose(found.oracle, 1 - 260 / 320)
     assert math.isclose(found.computed[32], 1 - (96 + 14 + 54) / (3 * 32 + 32 + 2 * 32))

@@ -49,6 +49,8 @@ class Waste(NamedTuple):
     """If each sequence had memory for the prompt and the longest response there may be."""
     oracle: float
     """If each sequence had memory for exactly the tokens that it will have in the end."""
+    empty: float
+    """Blocks' worth of slots without a token, a sequence; half a block is expected."""
     computed: dict[int, float]
     """{block size: share} of blocks of other sizes, by `blocks_needed`."""
     off: int
@@ -116,6 +118,7 @@ def waste(sample: Sample, block_size: int, cap: int, others: Iterable[int]) -> W
         paged=1 - sample.filled / (sample.allocated * block_size),
         contiguous=1 - tokens / longest,
         oracle=1 - tokens / final,
+        empty=(sample.allocated - sample.filled / block_size) / len(sample.running),
         computed=computed,
         off=sample.allocated - blocks_needed(sample.running, block_size)[0],
     )

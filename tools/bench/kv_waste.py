@@ -16,7 +16,7 @@ group) counts once. Blocks that only the prefix cache keeps are free: vLLM gives
 request. Samples are not weighted: the first steps, where sequences are short, count like others.
 
     paged       the engine's own blocks. Only the last block of a sequence is not full: half a block
-                a sequence is expected.
+                a sequence is expected, and `empty` is what was found, in blocks a sequence.
     16          blocks of 16 tokens, computed from the same tokens at the same steps: vLLM's default
                 on NVIDIA GPUs, which its CPU attention does not have (multiples of 32). `off` is
                 the largest difference, over all samples, of the engine's number of blocks from the
@@ -174,6 +174,7 @@ def described(samples: list[Sample], block_size: int, mean: int, lengths: list[i
             "mean": statistics.mean(one.paged for one in shares),
             "max": max(one.paged for one in shares),
         },
+        "empty": statistics.mean(one.empty for one in shares),
         "computed": statistics.mean(one.computed[GPU_BLOCK] for one in shares),
         "off": max((one.off for one in shares), key=abs),
         "contiguous": statistics.mean(one.contiguous for one in shares),
@@ -224,14 +225,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of a table."""
-    names = ("length", "cap", "true mean", "block", "samples", "running", "paged", "max")
+    names = ("length", "cap", "true mean", "block", "samples", "running", "paged", "max", "empty")
     yield "".join(f"{name:>11}" for name in (*names, GPU_BLOCK, "off", "contiguous", "oracle"))
     for row in result["rows"]:
         counts = [row["length"], row["cap"], round(row["true_mean"]), row["block_size"]]
         counts += [row["samples"], round(row["running"], 1)]
         shares = [*row["paged"].values(), row["computed"], row["contiguous"], row["oracle"]]
         told = [f"{share:.2%}" for share in shares]
-        cells = [*counts, *told[:3], row["off"], *told[3:]]
+        cells = [*counts, *told[:2], f"{row['empty']:.3f}", told[2], row["off"], *told[3:]]
         yield "".join(f"{cell:>11}" for cell in cells)
     yield from warn_if_not_quiet(result["others"])
 
