@@ -306,7 +306,7 @@ def test_bench_kv_waste() -> None:
 
 
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
-    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "publish")
+    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "overhead", "publish")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHONPATH"] = str(ROOT)  # megarl itself, as an installation would give it
     started = [
@@ -337,3 +337,15 @@ def test_the_reward_service_loses_nothing() -> None:
     names = ("injected_uncounted", "counted_but_not_injected", "scored_but_not_in_record")
     assert [found[name] for name in names] == [0, 0, 0]
     assert found["status_of_wrong_and_missing_token"] == [401, 401]
+
+
+def test_bench_overhead() -> None:
+    """A run with engine and trainer on a core each, its parts on its batches, and both at once."""
+    sizes = ["--limits", "6", "--groups", "2", "--rounds", "1", "--steps", "1"]
+    found = run("overhead", *sizes, "--kinds", "overlapped")
+    (row,) = found["rows"]
+    (one,) = row["rounds"]
+    assert (row["samples"], len(found["rows"])) == (16, 1)
+    names = ("step_s", "generation_s", "plain_s", "training_s", "side_by_side_s")
+    assert all(one[name] > 0 for name in names)
+    assert one["bound_s"] == max(one["generation_s"], one["training_s"])
