@@ -6,6 +6,7 @@ training alone, with the same model, prompts, tokens, samples and threads, on tw
 
     synchronous  rollout.max_staleness 0; engine and trainer have two threads each and take turns.
                  Compared with the sum of the parts, each with two threads.
+    one_thread   the same with one thread each; not by default
     overlapped   rollout.max_staleness 1; the engine has one thread on the first core, the trainer
                  one on the second. Compared with the longer of the parts, each on its core.
 
@@ -49,12 +50,12 @@ SKIPPED = 2
 """Steps at the start of a run, and calls at the start of a part, that are not timed."""
 BAR = 1.10
 """Largest ratio of a step to its parts that is aimed at."""
-NAMES = ("synchronous", "overlapped")
+NAMES, BY_DEFAULT = ("synchronous", "one_thread", "overlapped"), "synchronous,overlapped"
 VOCABULARY = 512
 OPTIONS: dict[str, dict[str, Any]] = {
     "--rounds": {"type": int, "default": 3, "help": "runs of each kind at each limit"},
     "--steps": {"type": int, "default": 4, "help": "timed steps of a run"},
-    "--kinds": {"default": ",".join(NAMES), "help": f"of {', '.join(NAMES)}"},
+    "--kinds": {"default": BY_DEFAULT, "help": f"of {', '.join(NAMES)}"},
     "--limits": {"default": "64,480", "help": "new tokens of a sample, separated by commas"},
     "--groups": {"default": "32,8", "help": "prompts of a step, one number for each limit"},
     "--deadline": {"type": float, "default": 1200.0, "help": "seconds a single run may take"},
@@ -89,6 +90,7 @@ def kinds() -> dict[str, Kind]:
         raise ValueError("this process may use one core only, and two are needed")
     return {
         "synchronous": Kind(staleness=0, threads=2),
+        "one_thread": Kind(staleness=0, threads=1),
         "overlapped": Kind(1, 1, engine_cores=(cores[0],), trainer_cores=(cores[1],)),
     }
 
