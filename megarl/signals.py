@@ -33,10 +33,27 @@ SAME_WITHIN_S = 1.0
 terminal and from the launcher."""
 
 SAVE_WITHIN_S = 6.0
-"""Seconds after a signal until the step and its checkpoint must be finished."""
+"""Seconds after a signal until the step and its checkpoint must be finished, where the recipe's
+`training.checkpoint.save_within_s` does not say otherwise."""
+
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Name of torchrun's environment variable: seconds after a signal until it kills its ranks."""
+
+SHUTDOWN_S = 30
+"""The same where the variable is not set."""
 
 SECOND_WITHIN_S = 1.5
 """Seconds after a second signal until the process ends by force."""
+
+
+_save_within_s = SAVE_WITHIN_S
+"""What `save_within` was called with last."""
+
+
+def save_within(seconds: float) -> None:
+    """From now on, allow so many seconds after a signal for the step and its checkpoint."""
+    global _save_within_s
+    _save_within_s = seconds
 
 
 class Ended(BaseException):
@@ -139,11 +156,11 @@ def graceful() -> Iterator[Stop]:
     is_main = os.environ.get("RANK", "0") == "0"
 
     def too_late() -> None:
-        if not stop.done.wait(SAVE_WITHIN_S) and is_main:
+        if not stop.done.wait(_save_within_s) and is_main:
             say(
                 f"megarl: no checkpoint of this moment: the step and its checkpoint were not"
-                f" finished {SAVE_WITHIN_S:g} s after the signal; earlier checkpoints are whole"
-                " (training.checkpoint.every)"
+                f" finished {_save_within_s:g} s after the signal; earlier checkpoints are whole"
+                " (training.checkpoint: save_within_s, every)"
             )
 
     def first(number: int, frame: FrameType | None) -> None:
@@ -155,7 +172,7 @@ def graceful() -> Iterator[Stop]:
         if is_main:
             say(
                 f"megarl: {name_of(number)}: the run saves a checkpoint of the last finished step"
-                f" and ends, within {SAVE_WITHIN_S:g} s; once more to end at once"
+                f" and ends, within {_save_within_s:g} s; once more to end at once"
             )
         threading.Thread(target=too_late, daemon=True).start()
 
@@ -173,8 +190,9 @@ def graceful() -> Iterator[Stop]:
 
 
 def guard(within_s: float) -> None:
-    """Start the thread that ends this process at most `within_s` seconds after a signal, and
-    `SECOND_WITHIN_S` after a second one.
+    """Start the thread that ends this process at most `within_s` seconds after a signal, or as much
+    later as `save_within` allows more than `SAVE_WITHIN_S`, and `SECOND_WITHIN_S` after a second
+    signal.
 
     Python runs signal handlers only between its own instructions, so a process inside a library's C
     code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
@@ -189,7 +207,8 @@ def guard(within_s: float) -> None:
                 continue
             found, now = ours.recv(1)[0], time.monotonic()
             if found in SIGNALS and number == 0:
-                first, number, deadline = now, found, now + within_s
+                patience_s = within_s + max(0.0, _save_within_s - SAVE_WITHIN_S)
+                first, number, deadline = now, found, now + patience_s
             elif found in SIGNALS and now - first > SAME_WITHIN_S:
                 deadline = min(deadline, now + SECOND_WITHIN_S)
         end_now(number, time.monotonic() - first)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from megarl.signals import AGENT
+from megarl.signals import AGENT, SHUTDOWN
 
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
@@ -34,6 +34,8 @@ def run(arguments: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     os.environ[AGENT] = str(os.getpid())
+    if waits := shutdown_timeout(arguments):
+        os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:
         main(arguments)
     except ChildFailedError as error:
@@ -47,6 +49,19 @@ def run(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def shutdown_timeout(arguments: list[str]) -> str:
+    """The value of torchrun's option --shutdown-timeout, which stands before the program; "" if it
+    is not among the arguments.
+    """
+    for index, word in enumerate(arguments):
+        if word == "-m" or not word.startswith("-"):
+            continue
+        name, _, value = word.replace("_", "-").partition("=")
+        if name == "--shutdown-timeout":
+            return value or "".join(arguments[index + 1 : index + 2])
+    return ""
 
 
 def command(arguments: list[str]) -> int:

@@ -1,6 +1,9 @@
 """Checkpoints that are whole or absent: written aside, digested, synced, renamed; older ones
 removed only after that.
 
+`save` copies the state to the host's memory, and training goes on while a thread of each rank
+writes the copy; `finish` waits for the threads.
+
 runs/x/checkpoints/step_000010/
     run.json      step, prompt cursor, layout, what the model looks like
     state/        model, optimizer: DeepSpeed's files, one set a rank
@@ -18,6 +21,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +32,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
-from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.background import REPORTS, Digests, Writing
+from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
-from megarl.checkpoints.manifest import digest_files, sync, write_manifest
+from megarl.checkpoints.manifest import sync, write_manifest
 from megarl.checkpoints.progress import (
     Progress,
     fingerprint,
@@ -40,8 +45,8 @@ from megarl.checkpoints.progress import (
     write_progress,
     written_under,
 )
-from megarl.checkpoints.random_states import restore_random_states, write_random_states
-from megarl.checkpoints.store import INDEX
+from megarl.checkpoints.random_states import random_states, restore_random_states
+from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
@@ -83,6 +88,7 @@ class Checkpoints:
         base_digest: str = "",
         owner: Lease | None = None,
         run_id: str = "",
+        in_background: bool = False,
     ) -> None:
         """`engine`: the model that is exported, trained on `mesh`; None on ranks outside it.
         `others`: {name: model} of further roles that are trained on this rank; their state is saved
@@ -91,10 +97,13 @@ class Checkpoints:
         model; None for the ranks of `mesh`. `base_digest`: with LoRA, the digest of the base
         model's weights, which is written beside the adapters. `owner`: on rank 0, the lease of this
         run on its folder; None where the folder has no other user. `run_id`: id of the run, the
-        same on every rank, which is in the name of its temporary folders.
+        same on every rank, which is in the name of its temporary folders. `in_background`: have
+        `save` return once the state is copied; else it calls `finish` itself.
         """
+        self.in_background, self.base_digest = in_background, base_digest
+        self._writing: Writing | None = None
+        self._times = dict[str, float]()
         self.owner, self.run_id = owner, run_id
-        self.base_digest = base_digest
         self.others, self.roles = dict(others or {}), dict(roles or {})
         self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
         self.mesh, self.seed, self.data = mesh, seed, data
@@ -106,6 +115,10 @@ class Checkpoints:
         places = {"state": self.engine} if self.engine is not None else {}
         return places | {f"roles/{name}": engine for name, engine in self.others.items()}
 
+    @property
+    def _file_of_rank(self) -> str:
+        return f"rank_{self.mesh.rank:05d}.safetensors"
+
     def save(
         self,
         *,
@@ -116,33 +129,69 @@ class Checkpoints:
         groups: Sequence[Group] = (),
         made_with: str = "",
     ) -> Path:
-        """Write the checkpoint of `step`; afterwards at most `keep` remain. `next_ordinal`, `used`
-        and `algorithm` are those of `Progress`. `groups`: finished groups of rollouts, with their
-        token arrays, that this rank is to write; `made_with`: see `write_groups`. Raises `OSError`
-        on every rank, with the fix, where one cannot write, and `UserError` if a weight is not
-        finite. All ranks call it together.
+        """Begin the checkpoint of `step`, once the one before is finished; returns the path that it
+        will have. Afterwards at most `keep` remain. `next_ordinal`, `used` and `algorithm` are
+        those of `Progress`. `groups`: finished groups of rollouts, with their token arrays, that
+        this rank is to write; `made_with`: see `write_groups`. Raises `OSError` on every rank, with
+        the fix, where one cannot write, and `UserError` if a weight is not finite. All ranks call
+        it together.
 
         The commit has two phases: every rank writes its files, brings them to the disk and reports
         their digests; then rank 0 writes the manifest and gives the folder its name. Until that
         name is there, no reader takes the folder for a checkpoint. Raises `UserError` on all ranks,
         before anything is removed or renamed, if another run owns the run folder.
         """
+        self.finish()
         progress = self._progress(step, next_ordinal, used, algorithm or {})
+        started_at = time.monotonic()
 
-        def write(aside: Path) -> list[Path]:
-            if not groups:
-                return self._write_state(aside)
-            path = aside / FOLDER / f"rank_{self.mesh.rank:05d}.safetensors"
-            return [write_groups(path, groups, made_with), *self._write_state(aside)]
+        def write_finished(aside: Path) -> list[Path]:
+            path = aside / FOLDER / self._file_of_rank
+            return [write_groups(path, groups, made_with)] if groups else []
 
         with activity(f"checkpoint of step {step}", kind="checkpoint"):
-            return self._save(step, progress, write)
+            self._writing = self._begin(step, progress, write_finished)
+        self._times["time/checkpoint_copy_s"] = time.monotonic() - started_at
+        if not self.in_background:
+            self.finish()
+        return self.folder / f"step_{step:06d}"
 
-    def _save(
-        self, step: int, progress: Progress | None, write: Callable[[Path], list[Path]]
-    ) -> Path:
-        """See `save`. `write`: writes this rank's files but the model into a folder, and returns
-        their paths.
+    def finish(self) -> None:
+        """Wait until the newest checkpoint is committed, if one is being written. Raises `OSError`
+        or `UserError` as `save` does. All ranks call it together.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        timeout_s, step = self.mesh.world.timeout_s, writing.step
+        with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
+            self._everybody(writing.wait_written(timeout_s), step, writing)
+            reported = gather_objects(dict(writing.digests), self.everyone)
+            is_main = self.everyone.rank == 0
+            problem = writing.wait_committed(reported, timeout_s) if is_main else ""
+            self._everybody(problem, step, writing)
+        self._times["time/checkpoint_written_s"] = writing.committed_s
+
+    def close(self) -> None:
+        """After an error, give the threads time to commit the checkpoint that is being written, as
+        long as a collective may take. A rank calls this method alone.
+        """
+        if self._writing is not None:
+            self._writing.wait_ended(self.mesh.world.timeout_s)
+
+    def take_times(self) -> dict[str, float]:
+        """Metrics of rank 0 since the last call: seconds for which the newest save has held up
+        training (`time/checkpoint_copy_s`), and seconds from the copy of the state until the newest
+        checkpoint was on the disk (`time/checkpoint_written_s`).
+        """
+        found, self._times = self._times, {}
+        return found
+
+    def _begin(
+        self, step: int, progress: Progress | None, write_finished: Callable[[Path], list[Path]]
+    ) -> Writing:
+        """Take this rank's state and begin to write it. `write_finished`: writes the finished
+        groups of this rank into the checkpoint's folder, and returns the paths.
         """
         if found := self._broken_weight():
             raise UserError(
@@ -151,17 +200,20 @@ class Checkpoints:
             )
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
         self._refuse_lost(step)
-        main, files = self.everyone.rank == 0, list[Path]()
+        main = self.everyone.rank == 0
         self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
-        self._everybody(self._attempt(lambda: files.extend(write(aside))), step)
-        self._everybody(self._attempt(lambda: files.extend(self._export(aside, progress))), step)
-        digests = dict[str, str]()
-        self._everybody(self._attempt(lambda: digests.update(digest_files(aside, files))), step)
-        reported = gather_objects(digests, self.everyone)
-        everything = {name: digest for of_rank in reported for name, digest in of_rank.items()}
-        work = self._attempt(lambda: self._commit(aside, final, everything)) if main else ""
-        self._everybody(work, step)
-        return final
+        files = RankFiles(aside, in_background=self.in_background)
+        files.add_later(lambda: write_finished(aside))
+        self._everybody(self._attempt(lambda: self._take_state(aside, files)), step)
+        self._everybody(self._attempt(lambda: self._take_model(aside, files, progress)), step)
+        return Writing(
+            step,
+            folder=aside,
+            rank=self.everyone.rank,
+            num_ranks=self.everyone.size,
+            write=files.finish,
+            commit=lambda digests: self._commit(aside, final, digests),
+        )
 
     def _aside(self, step: int) -> Path:
         """The temporary folder of the checkpoint of `step`. Its name has the run's id, so that the
@@ -196,56 +248,48 @@ class Checkpoints:
         left, of this run or of an earlier one.
         """
         remove_unfinished(self.folder)
-        for part in ("state", "random", "model"):
+        for part in ("state", "random", "model", REPORTS):
             (aside / part).mkdir(parents=True)
 
-    def _write_state(self, aside: Path) -> list[Path]:
-        """Write this rank's part of the optimizer state and its random-generator state; returns the
-        paths.
-        """
-        written, problems = list[Path](), list[str]()
+    def _take_state(self, aside: Path, files: RankFiles) -> None:
+        """Add this rank's part of the optimizer state and its random-generator state to `files`."""
+        problems = list[str]()
         for place, engine in self._engines.items():
             # A rank that fails for one role still saves the next one: the save is collective.
-            problems.append(
-                self._attempt(lambda e=engine, p=place: written.extend(e.save(str(aside / p))))
-            )
+            problems.append(self._attempt(lambda e=engine, p=place: e.save(str(aside / p), files)))
         if any(problems):
             raise OSError("; ".join(dict.fromkeys(filter(None, problems))))
         if self.engine is not None:
-            random = aside / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            written.append(write_random_states(random))
-        return written
+            files.add(aside / "random" / self._file_of_rank, random_states())
 
-    def _export(self, aside: Path, progress: Progress | None) -> list[Path]:
-        """Write this rank's files of the model in Hugging Face format, for `from_pretrained` and
-        vLLM; returns the paths. Rank 0 also writes the config, the generation config, the tokenizer
-        and `run.json`.
+    def _take_model(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
+        """Add this rank's files of the model in Hugging Face format, for `from_pretrained` and
+        vLLM, to `files`. Rank 0 also adds the config, the generation config, the tokenizer and
+        `run.json`.
         """
         if self.engine is None or progress is None:
-            return []
-        folder, model = aside / "model", self.engine.module.model
-        written = self._weights.write(folder, self.engine.owned(), self.mesh.world)
-        adapters = self.engine.whole_adapters()  # collective
-        if self.mesh.world.rank == 0:
-            model.config.save_pretrained(folder)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(str(folder))
-            written += [
-                path
-                for path in folder.rglob("*")
-                if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
-            ]
+            return
+        folder, model, engine = aside / "model", self.engine.module.model, self.engine
+        self._weights.write(folder, engine.owned(), self.mesh.world, files)
+        adapters = engine.whole_adapters()  # collective
+        if self.mesh.world.rank > 0:
+            return
+        # A copy: an adapter of a single rank is the trained tensor itself.
+        adapters = {name: tensor.clone() for name, tensor in adapters.items()}
+
+        def write_small_files() -> list[Path]:
+            written = write_description(folder, model, self.tokenizer)
             if adapters:
                 written += write_adapter(
                     aside / "adapter",
                     adapters,
-                    self.engine.config.lora,
+                    engine.config.lora,
                     base=model.name_or_path,
                     base_digest=self.base_digest,
                 )
-            written.append(write_progress(aside, progress))
-        return written
+            return [*written, write_progress(aside, progress)]
+
+        files.add_later(write_small_files)
 
     @cached_property
     def _weights(self) -> WeightExport:
@@ -258,10 +302,10 @@ class Checkpoints:
         dtype = next(module.model.parameters()).dtype
         return WeightExport(owned, shapes, dtype)
 
-    def _commit(self, aside: Path, final: Path, digests: dict[str, str]) -> None:
+    def _commit(self, aside: Path, final: Path, digests: Digests) -> None:
         """On rank 0, once all ranks have synced their files: write the manifest, rename the folder
-        to its final name, then remove older checkpoints. Raises `OSError` if another run owns the
-        run folder.
+        to its final name, then remove older checkpoints. A thread calls this method. Raises
+        `OSError` if another run owns the run folder.
         """
         write_manifest(aside, digests)
         # The last moment: a new owner has removed `aside`, or is about to.
@@ -286,10 +330,11 @@ class Checkpoints:
             return str(error) or repr(error)
         return ""
 
-    def _everybody(self, problem: str, step: int) -> None:
+    def _everybody(self, problem: str, step: int, writing: Writing | None = None) -> None:
         """Raise `OSError` on every rank if any rank reports a problem while the checkpoint of
         `step` is written; `problem` is this rank's message, or "". The unfinished folder is removed
-        first, and earlier checkpoints stay. All ranks call this method together.
+        first, once `writing` does not write into it any more, and earlier checkpoints stay. All
+        ranks call this method together.
         """
         found = [
             f"rank {rank}: {said}"
@@ -298,6 +343,8 @@ class Checkpoints:
         ]
         if not found:
             return
+        if writing is not None:
+            writing.give_up(self.mesh.world.timeout_s)
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
         if self.everyone.rank == 0:
             shutil.rmtree(self._aside(step), ignore_errors=True)
@@ -328,8 +375,7 @@ class Checkpoints:
                 " that the one before is used"
             )
         if self.engine is not None:
-            random = path / "random" / f"rank_{self.mesh.rank:05d}.safetensors"
-            restore_random_states(random)
+            restore_random_states(path / "random" / self._file_of_rank)
         return progress
 
     def _progress(

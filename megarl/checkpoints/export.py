@@ -11,11 +11,13 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megarl.checkpoints.files import Output, safetensors_header, split_outputs
+from megarl.checkpoints.rank_files import RankFile, RankFiles
 from megarl.checkpoints.store import INDEX
 from megarl.parallel.collectives import receive, send
 from megarl.parallel.mesh import Axis
@@ -26,6 +28,23 @@ FILE_BYTES = 5 * 10**9
 """Maximum size of a safetensors file in bytes, as in Hugging Face's own exports. A larger tensor
 gets a file of its own."""
 BAND_BYTES = 32 * 2**20
+
+
+def write_description(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Path]:
+    """Write what a Hugging Face model has beside its weights: config, generation config and
+    tokenizer; returns the paths.
+    """
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
+    ]
 
 
 class _Band(NamedTuple):
@@ -84,15 +103,17 @@ class WeightExport:
                 wanted.add(name, band, f"{name}/{number}")
         return wanted
 
-    def write(self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis) -> list[Path]:
-        """Write this rank's files into `folder`; returns their paths. All ranks of `axis`, which is
-        the whole job, call it together.
+    def write(
+        self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis, out: RankFiles
+    ) -> None:
+        """Add this rank's files, at paths in `folder`, to `out`. All ranks of `axis`, which is the
+        whole job, call it together.
 
         `own`: this rank's flat buffers by tensor name; parts that other ranks write are sent to
         them. Raises `OSError` if a file could not be written, but only after all transfers: other
         ranks wait for them.
         """
-        files = [_File(folder / output.path) for output in self.outputs]
+        files = [_File(folder / output.path, out) for output in self.outputs]
         mine = [files[file] for file in range(len(files)) if self.writer(file) == axis.rank]
         for start in range(0, len(files), self.num_ranks):
             group = range(start, min(start + self.num_ranks, len(files)))
@@ -105,16 +126,10 @@ class WeightExport:
                 for file in group:
                     if number < len(self.bands[file]):
                         self._write_band(self.bands[file][number], files[file], own, axis)
-            for file in group:
-                if files[file] in mine:
-                    files[file].close()
         if problems := [file.problem for file in mine if file.problem]:
             raise OSError(problems[0])
-        written = [file.path for file in mine]
         if self.index is not None and axis.rank == 0:
-            (folder / INDEX).write_text(json.dumps(self.index, indent=2))
-            written.append(folder / INDEX)
-        return written
+            out.add(folder / INDEX, json.dumps(self.index, indent=2).encode())
 
     def _write_band(
         self, band: _Band, file: _File, own: Mapping[str, torch.Tensor], axis: Axis
@@ -144,13 +159,14 @@ class _File:
     raised.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: RankFiles) -> None:
         self.path, self.problem = path, ""
-        self._file: BinaryIO | None = None
+        self._files = files
+        self._file: RankFile | None = None
 
     def open(self, header: bytes) -> None:
         try:
-            self._file = open(self.path, "wb")  # noqa: SIM115 - closed in `close`
+            self._file = self._files.create(self.path)
             self._file.write(header)
         except OSError as error:
             self.problem = str(error)
@@ -163,10 +179,3 @@ class _File:
             self._file.write(values.cpu().view(torch.uint8).numpy().data)
         except OSError as error:
             self.problem = str(error)
-
-    def close(self) -> None:
-        try:
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            self.problem = self.problem or str(error)

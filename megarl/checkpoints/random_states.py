@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 
-def write_random_states(path: Path) -> Path:
-    """Write the states of the generators of the CPU and, where there is one, of this rank's GPU;
-    returns the path.
+def random_states() -> bytes:
+    """Content of a file with the states of the generators of the CPU and, where there is one, of
+    this rank's GPU.
     """
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    save_file(states, str(path))
-    return path
+    return save(states)
 
 
 def restore_random_states(path: Path) -> None:
-    """Set the generators to the states of a file of `write_random_states`. A GPU's state is left
+    """Set the generators to the states of a file of `random_states`. A GPU's state is left
     out where there is no GPU, and a GPU keeps its own where the file has none.
     """
     states = load_file(str(path))

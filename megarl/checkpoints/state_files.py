@@ -13,6 +13,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megarl.checkpoints.rank_files import RankFiles
+
 ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
 """Classes, besides torch's own, that may be unpickled from DeepSpeed's files."""
 
@@ -33,29 +35,34 @@ def read_state(path: Path, *, mapped: bool = True) -> dict[str, Any]:
         ) from None
 
 
-def write_state(state: dict[str, Any], path: Path) -> None:
-    """Save a DeepSpeed state file. Raises `OSError` if it cannot be written, where torch raises
-    `RuntimeError`.
+def write_state(state: dict[str, Any], path: Path, files: RankFiles | None = None) -> None:
+    """Save a DeepSpeed state file, as one of `files` if they are given. Raises `OSError` if it
+    cannot be written, where torch raises `RuntimeError`.
     """
     try:
-        torch.save(state, path)
+        if files is None:
+            torch.save(state, path)
+        else:
+            torch.save(state, files.create(path))  # pyright: ignore[reportArgumentType]
     except RuntimeError as error:
         raise OSError(f"{path.name}: {error}") from None
 
 
 class StateFiles(CheckpointEngine):
     """Checkpoint engine for DeepSpeed that loads files without arbitrary unpickling, which
-    DeepSpeed's own allows. Records the written files and the first write error.
+    DeepSpeed's own allows. Records the first write error.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.name = "megarl"
-        self.begin()
+        self.begin(None)
 
-    def begin(self) -> None:
-        """Start a checkpoint: clear the recorded files and error."""
-        self.written: list[Path] = []
+    def begin(self, files: RankFiles | None) -> None:
+        """Start a checkpoint whose files are added to `files`, or written at once if it is None:
+        clear the recorded error.
+        """
+        self.files = files
         self.problem = ""
         """Message of the first write error, or an empty string."""
 
@@ -67,8 +74,7 @@ class StateFiles(CheckpointEngine):
         ranks wait for this one.
         """
         try:
-            write_state(state_dict, Path(path))
-            self.written.append(Path(path))
+            write_state(state_dict, Path(path), self.files)
         except OSError as error:
             self.problem = self.problem or str(error)
 

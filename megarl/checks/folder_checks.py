@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl import signals
 from megarl.checkpoints import lease
 from megarl.config import AnyConfig
 from megarl.console import say
@@ -17,6 +19,7 @@ from megarl.ledger.journal import FILE, Reader
 from megarl.observe.config import ObserveConfig
 from megarl.parallel import launcher
 from megarl.schema import require
+from megarl.trainer.config import CheckpointConfig
 
 MIN_FREE_BYTES = 64 * 2**20
 """Minimum free disk space in bytes; with less, a run does not start."""
@@ -79,6 +82,19 @@ def check_folder(folder: str, *, resume: bool) -> None:
         " a new one, or remove it",
     )
     check_writable(folder, setting="folder")
+
+
+def check_time_to_save(checkpoint: CheckpointConfig) -> None:
+    """Raise `ValueError` if torchrun kills its ranks before they have saved a checkpoint after a
+    signal.
+    """
+    waits_s = launcher.number(signals.SHUTDOWN, signals.SHUTDOWN_S)
+    needs_s = math.ceil(checkpoint.save_within_s) + 5  # until the ranks have ended
+    require(
+        "TORCHELASTIC_RUN_ID" not in os.environ or waits_s >= needs_s,
+        f"training.checkpoint.save_within_s is {checkpoint.save_within_s:g}, but torchrun kills its"
+        f" ranks {waits_s} s after a signal; give it --shutdown-timeout {needs_s}",
+    )
 
 
 def check_ledger(folder: str) -> None:

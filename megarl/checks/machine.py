@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from megarl.checks.findings import GIB, Finding, Status, ask_python
+from megarl.host_memory import free_memory
 from megarl.parallel.devices import why_unseen
 
 DEVICES = """
@@ -65,11 +66,7 @@ def check_accelerators() -> list[Finding]:
 
 def check_memory() -> list[Finding]:
     """Whether enough host memory is free, within the container's memory limit."""
-    free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free, total = min(free, limit - used), min(total, limit)
+    free, total = free_memory()
     status: Status = "FAIL" if free < 2 * GIB else "warn" if free < 6 * GIB else "ok"
     fix = (
         "free memory or raise the container's limit: the quick start needs about 6 GiB"

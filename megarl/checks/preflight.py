@@ -18,7 +18,13 @@ from megarl.checkpoints.progress import (
 from megarl.checks.adapter_checks import check_published_adapters
 from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
-from megarl.checks.folder_checks import check_folder, check_ledger, check_observe, check_writable
+from megarl.checks.folder_checks import (
+    check_folder,
+    check_ledger,
+    check_observe,
+    check_time_to_save,
+    check_writable,
+)
 from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
@@ -168,6 +174,7 @@ def check_places(config: RunConfig) -> None:
     """
     refuse_rejection(config)
     check_folder(config.folder, resume=bool(config.resume))
+    check_time_to_save(config.training.checkpoint)
     check_ledger(config.folder)
     if config.weight_sync.folder:
         check_writable(config.weight_sync.folder, setting="weight_sync.folder")

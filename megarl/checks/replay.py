@@ -51,7 +51,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     """Run all checks of `megarl replay` for this run's ranks, or for `ranks` ranks. Prompts,
     verifiers and engines are not looked at: a replay does not need them. Raises `ValueError`.
     """
-    from megarl.checks.folder_checks import check_folder, check_observe
+    from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
     from megarl.checks.layout_checks import check_cut, check_layout
     from megarl.checks.model_checks import check_model, stop_tokens
     from megarl.checks.preflight import find_checkpoint, ranks_to_check
@@ -77,6 +77,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
         f" {data_ranks * layout.size // layout.data} replay {run}",
     )
     check_folder(config.folder, resume=bool(config.resume))
+    check_time_to_save(config.training.checkpoint)
     check_observe(config.observe)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)

@@ -10,7 +10,12 @@ from typing import Any
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
 from megarl.checks.adapter_checks import check_adapters
-from megarl.checks.folder_checks import check_folder, check_observe, check_writable
+from megarl.checks.folder_checks import (
+    check_folder,
+    check_observe,
+    check_time_to_save,
+    check_writable,
+)
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
 from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
@@ -97,6 +102,7 @@ def check_supervised(
         f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
     )
     check_folder(config.folder, resume=bool(config.resume))
+    check_time_to_save(config.training.checkpoint)
     check_observe(config.observe)
     tokenizer, hf = check_model(config.model)
     warn(unused_weights(config.model))

@@ -46,7 +46,7 @@ from megarl.config import RunConfig, SftConfig
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
 from megarl.schema import require
-from megarl.signals import Ended
+from megarl.signals import SAVE_WITHIN_S, Ended
 
 SECTIONS = {"teacher": "distill", "demonstrations": "sft"}
 """{section of a recipe: the command that alone has it}."""
@@ -128,7 +128,8 @@ def main(arguments: list[str]) -> int:
     print(shown, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}")
-    return run(Launch(started, hosts, at, logs), job if options.requeue else "")
+    more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)
+    return run(Launch(started, hosts, at, logs, more_s), job if options.requeue else "")
 
 
 def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megarl.config import RunConfig, SftConfig
 from megarl.parallel.layout import resolve
 from megarl.schema import require
+from megarl.signals import SAVE_WITHIN_S
 from megarl.trainer.places import RolePlace, role_places
 
 USAGE = """\
@@ -79,6 +80,8 @@ class Plan:
     """Whether the engines use the GPUs of the policy's ranks."""
     num_threads: int
     """CPU threads of each trainer rank."""
+    save_within_s: float = SAVE_WITHIN_S
+    """The recipe's `training.checkpoint.save_within_s`."""
     hidden: str = ""
     """Name of the environment variable that Ray's processes do not get: the reward servers'
     token."""
@@ -217,6 +220,7 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         tensor,
         colocated,
         training.num_threads,
+        training.checkpoint.save_within_s,
         config.environment.remote.token_variable,
     )
 
@@ -240,7 +244,9 @@ def make_supervised_plan(config: SftConfig, options: Options) -> Plan:
         data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
     )
     roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
-    return Plan(config.folder, roles, num_ranks, 0, 1, False, config.training.num_threads)
+    training = config.training
+    within_s = training.checkpoint.save_within_s
+    return Plan(config.folder, roles, num_ranks, 0, 1, False, training.num_threads, within_s)
 
 
 def count_ranks(config: RunConfig, options: Options) -> int:

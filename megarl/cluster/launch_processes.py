@@ -10,6 +10,7 @@ without Slurm as commands to start by hand.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from megarl.cluster.launch_plan import Command, Gpu, Gpus, Options, Plan
 from megarl.cluster.node_process import MARK
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_SETTINGS
 from megarl.schema import require
+from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
 HEAD = "NODE0"
 """Placeholder for the address of the first node."""
@@ -145,7 +147,8 @@ def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
     words += [f"--temp-dir={at.state}/{node}"] if at.state else []
     hidden = {plan.hidden: ""} if plan.hidden else {}
     visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
-    return Command(RAY_SETTINGS | _mark(at, "ray") | hidden | visible, words)
+    patience = _patience(plan) if at.python else {}
+    return Command(RAY_SETTINGS | _mark(at, "ray") | patience | hidden | visible, words)
 
 
 def _torchrun(
@@ -179,12 +182,19 @@ def _torchrun(
         "CUDA_VISIBLE_DEVICES": _names(mine),
         "OMP_NUM_THREADS": str(plan.num_threads),
     }
-    return Command(ray | _mark(at, "ranks") | environment, words)
+    return Command(ray | _mark(at, "ranks") | _patience(plan) | environment, words)
 
 
 def _names(gpus: Sequence[Gpu]) -> str:
     """GPUs as CUDA_VISIBLE_DEVICES lists them; empty on the CPU."""
     return ",".join(gpu.name for gpu in gpus if gpu.name)
+
+
+def _patience(plan: Plan) -> dict[str, str]:
+    """Setting that has torchrun and `node_process` wait longer for a checkpoint after a signal."""
+    if plan.save_within_s <= SAVE_WITHIN_S:
+        return {}
+    return {SHUTDOWN: str(SHUTDOWN_S + math.ceil(plan.save_within_s - SAVE_WITHIN_S))}
 
 
 def _mark(at: Addresses, kind: str) -> dict[str, str]:

@@ -47,6 +47,8 @@ class Launch:
     addresses: Addresses
     logs: Path
     """Folder of the logs of a run on several nodes."""
+    more_s: float = 0.0
+    """Seconds that the ranks have for a checkpoint after a signal, beyond those of every run."""
 
 
 @dataclass
@@ -225,7 +227,7 @@ class Launcher:
         Once `hurry` is set, nothing is waited for.
         """
         ranks = [one for one in self.running if one.process.kind == "ranks"]
-        self._end(ranks, END, RANKS_END_WITHIN_S)
+        self._end(ranks, END, RANKS_END_WITHIN_S + self.launch.more_s)
         self._end(self.running, KILL, AGENTS_END_WITHIN_S)
         self.silent = sorted({self._host(one) for one in self.running if one.poll() is None})
         leaders = {one.popen.pid for one in self.running}

@@ -37,9 +37,11 @@ LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
 call. The wait is this share of the mean generation time or of the answer's own latency, whichever
 is longer, within the two bounds in seconds."""
 
-GATHER_SHARE = 0.25
-"""How long `Mailbox` holds requests back to send them in one call, as a share of `Pace.linger_s`.
-"""
+GATHER_SHARE, TICK_SHARE, MIN_TICK_S = 0.25, 0.02, 0.005
+"""How long `Mailbox` holds requests back to send them in one call: at most `GATHER_SHARE` of
+`Pace.linger_s`, and no longer than until a tick has brought no further request. A tick is
+`TICK_SHARE` of `Pace.linger_s`, at least `MIN_TICK_S` seconds. Requests come in bursts: the groups
+that a step starts, and those whose answers came in one call."""
 
 MAX_BATCH = 64
 """Most requests, or answers, in one Ray call. An event loop is blocked while it handles a batch."""
@@ -190,7 +192,7 @@ class Mailbox:
         """Send the queued requests to the actor in batches, until none is queued."""
         try:
             while self._outbox:
-                await asyncio.sleep(GATHER_SHARE * self._pace.linger_s)
+                await self._gather()
                 while self._outbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
                     places: dict[Any, int] = {}
@@ -207,6 +209,15 @@ class Mailbox:
             self._fail(error)
         finally:
             self._sender = None
+
+    async def _gather(self) -> None:
+        """Wait for further requests to send in the same call; see `GATHER_SHARE`."""
+        linger_s, known = self._pace.linger_s, -1
+        ends_at = time.monotonic() + GATHER_SHARE * linger_s
+        tick_s = max(MIN_TICK_S, TICK_SHARE * linger_s)
+        while known < self._next and (left_s := ends_at - time.monotonic()) > 0:
+            known = self._next
+            await asyncio.sleep(min(tick_s, left_s))
 
     async def _collect(self) -> None:
         """Fetch answers from the actor and hand each to its caller, while any request is

@@ -27,7 +27,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megarl.signals import die_with_parent
+from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
 MARK = "MEGARL_LAUNCH"
 """Name of an environment variable set in every process that a launcher starts, to find them again:
@@ -42,8 +42,9 @@ RAY_STARTS_WITHIN_S = 60.0
 """Seconds after which a Ray that ends had started."""
 SIGNAL_FOLLOWS_S = 3.0
 """Seconds that Slurm's signal may come after the end of the input that it has caused."""
-ENDS_WITHIN_S = 45.0
-"""Seconds that the program has to end after a signal to the whole job."""
+ENDS_WITHIN_S = 15.0
+"""Seconds, beyond those that torchrun waits for its ranks, that the program has to end after a
+signal to the whole job."""
 
 
 def main(kind: str, words: Sequence[str]) -> int:
@@ -99,7 +100,8 @@ def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
     orders, closed_at = b"", 0.0
     while program.poll() is None:
         if closed_at:
-            patience_s = ENDS_WITHIN_S if told_at else SIGNAL_FOLLOWS_S
+            ends_within_s = ENDS_WITHIN_S + float(os.environ.get(SHUTDOWN, SHUTDOWN_S))
+            patience_s = ends_within_s if told_at else SIGNAL_FOLLOWS_S
             if time.monotonic() > closed_at + patience_s:
                 program.kill()
             time.sleep(POLL_S)

@@ -105,6 +105,7 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
     if parts.first_step < step < steps:
         save(parts, step)
     tell(parts, "end", step)
+    parts.checkpoints.finish()
     if step < steps:
         stop.end(step, is_main=parts.observer is not None)
 

@@ -82,6 +82,7 @@ def run(parts: Parts, method: Method) -> None:
         if done < parts.config.steps and done > saved:
             save(parts, done)
         tell(parts, "end", done)
+        parts.checkpoints.finish()
         if done == parts.config.steps:
             return
         if parts.rollouts.is_early_stop():
@@ -177,7 +178,7 @@ def write_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
     problem = parts.batches.flush() if parts.batches is not None else ""
     problems = gather_objects(problem, parts.context.mesh.world)
     if said := next(filter(None, problems), ""):
-        tell(parts, "end", done)
+        tell(parts, "abort", done)
         raise UserError(said)
     if batch is not None and parts.batches is not None:
         parts.batches.write(batch)
@@ -193,7 +194,7 @@ def publish(parts: Parts, version: int) -> dict[str, float]:
         return parts.publisher.publish(version=version)
 
 
-Order = Literal["train", "save", "end"]
+Order = Literal["train", "save", "end", "abort"]
 
 
 def tell(parts: TrainingParts, order: Order, step: int) -> None:
@@ -248,11 +249,13 @@ def serve(parts: ServingParts, method: Method) -> None:
     After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
     step.
     """
-    nothing: tuple[Order, int] = ("end", 0)
+    nothing: tuple[Order, int] = ("abort", 0)
     with graceful() as stop:
         while True:
             order, step = broadcast_object(nothing, parts.serving)
             if order == "end":
+                parts.checkpoints.finish()
+            if order in ("end", "abort"):
                 break
             if order == "save":
                 parts.checkpoints.save(step=step, next_ordinal=0)
@@ -268,7 +271,7 @@ def refuse_lost(parts: TrainingParts, done: int) -> None:
     of the policy call it together, after `done` steps and before anything is written.
     """
     if lost := parts.context.lost_folder():
-        tell(parts, "end", done)
+        tell(parts, "abort", done)
         raise UserError(lost)
 
 
@@ -279,7 +282,8 @@ def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]])
     refuse_lost(parts, report.step + 1)
     if parts.observer is not None:
         parts.observer.transcripts(report.step, transcripts)
-        parts.observer.step(report)
+        metrics = report.metrics | parts.checkpoints.take_times()
+        parts.observer.step(replace(report, metrics=metrics))
         parts.report.refresh()
         stop_early(parts, report.step + 1, report.metrics)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,15 +125,18 @@ def train(context: RunContext, make: MakeTask) -> None:
             if batch is None:
                 if step > saved:
                     checkpoints.save(step=step, next_ordinal=ordinal)
+                checkpoints.finish()
                 stop.end(step, is_main=observer is not None)
             with activity(f"training of step {step + 1}", kind="train"):
                 found = task.train(batch, step)
             refuse_lost(context)
             if observer is not None:
-                observer.step(found)
+                metrics = found.metrics | checkpoints.take_times()
+                observer.step(replace(found, metrics=metrics))
                 report.refresh()
             if due(step + 1, config.training.checkpoint.every, config.steps):
                 checkpoints.save(step=step + 1, next_ordinal=ordinal + size)
                 saved = step + 1
             if due(step + 1, every, config.steps):
                 evaluate(step + 1)
+        checkpoints.finish()

@@ -200,14 +200,22 @@ class TeacherConfig(RoleConfig):
 
 @config
 class CheckpointConfig:
-    """When checkpoints are written. A checkpoint is written to a temporary folder, synced to disk
-    and then renamed, so an interrupted save leaves no incomplete checkpoint.
+    """When and how checkpoints are written. A checkpoint is written to a temporary folder, synced
+    to disk and then renamed, so an interrupted save leaves no incomplete checkpoint.
     """
 
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Number of steps between checkpoints; 0 writes one only after the last step."""
     keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
+    background: bool = True
+    """Train on while a checkpoint is written, from a copy in the host's memory: 12 bytes for each
+    trained parameter and the weights, divided by the ranks that share them. What would leave less
+    than a tenth of the host's memory is written before training goes on."""
+    save_within_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 6.0
+    """Seconds after SIGTERM or Ctrl-C until the step that the run is in and its checkpoint must be
+    finished; later there is no checkpoint of this moment. What starts the ranks must wait for
+    longer: `megarl launch` does, torchrun needs --shutdown-timeout."""
     owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
     """Seconds after which a run takes over the run folder of a run on another host that gives no
     sign of life; a run gives one every 5 seconds. On one host the process itself is looked for."""

@@ -24,7 +24,7 @@ import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from megarl import console
+from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.checkpoint import Checkpoints, remove_unfinished
 from megarl.checkpoints.lease import Lease
@@ -181,7 +181,7 @@ class RunContext:
         """The object that saves and restores the trained model `engine` in `folder/checkpoints`.
         The other arguments are those of `Checkpoints`.
         """
-        return Checkpoints(
+        made = Checkpoints(
             self.folder / "checkpoints",
             keep=self.config.training.checkpoint.keep,
             engine=engine,
@@ -195,7 +195,10 @@ class RunContext:
             base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
             owner=self.inputs.owner,
             run_id=self.run_id,
+            in_background=self.config.training.checkpoint.background,
         )
+        self.stack.callback(made.close)
+        return made
 
     def lost_folder(self) -> str:
         """Why this run must write nothing more to its folder, "" while it owns the folder; the same
@@ -327,6 +330,7 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """
     training = config.training
     torch.set_num_threads(training.num_threads)
+    signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         stack.callback(mesh_module.finalise)

@@ -12,7 +12,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -21,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_local_grad
 
 from megarl.checkpoints.adapter_files import SCORE
+from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
@@ -336,15 +336,15 @@ class TrainEngine:
         """Move back what `offload` moved."""
         self._handover.reload()
 
-    def save(self, folder: str) -> list[Path]:
-        """Write this rank's part of model and optimizer state in DeepSpeed's format; returns the
-        paths. Raises `OSError` if a file cannot be written.
+    def save(self, folder: str, files: RankFiles) -> None:
+        """Add this rank's part of model and optimizer state, in DeepSpeed's format, to `files`, at
+        paths in `folder`. Raises `OSError` if a file cannot be written.
 
         The error is raised only after DeepSpeed has synchronised all ranks: otherwise they would
         wait for this one.
         """
         self._view.use()
-        self._files.begin()
+        self._files.begin(files)
         self._engine.save_checkpoint(
             folder,
             tag="state",
@@ -352,9 +352,10 @@ class TrainEngine:
             save_latest=False,
             exclude_frozen_parameters=self.module.adapters is not None,
         )
-        if self._files.problem:
-            raise OSError(self._files.problem)
-        return self._files.written
+        problem = self._files.problem
+        self._files.begin(None)  # `files` may hold much memory
+        if problem:
+            raise OSError(problem)
 
     def load(self, folder: str) -> None:
         """Restore what `save` wrote. The caller has checked the digests of the files. Raises

@@ -85,6 +85,7 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
     """What one rank holds, gives out as whole weights, and has again after a checkpoint."""
     import torch
 
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -105,7 +106,9 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
         engine = TrainEngine(network, training, mesh, device, total_steps=9)
         shapes = whole_shapes(network.model, network.shards)
         start = {name: weight.clone() for name, weight in engine.weights()}
-        engine.save(folder)
+        files = RankFiles(Path(folder))
+        engine.save(folder, files)
+        files.finish()
         engine.destroy()
         other = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
         with torch.no_grad():

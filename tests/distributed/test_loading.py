@@ -58,6 +58,7 @@ def whole_weights(model: str, *, from_scratch: bool) -> dict[str, torch.Tensor]:
 def load_everywhere(models: dict[str, str], folder: str) -> list[str]:
     """What is wrong on this rank: nothing, it is hoped."""
     from megarl.checkpoints.export import WeightExport
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -102,7 +103,9 @@ def load_everywhere(models: dict[str, str], folder: str) -> list[str]:
                         out.mkdir()
                         network.model.config.save_pretrained(out)
                     torch.distributed.barrier()
-                    export.write(out, own, mesh.world)
+                    files = RankFiles(out)
+                    export.write(out, own, mesh.world, files)
+                    files.finish()
                     torch.distributed.barrier()
                     wrong += [f"{where}: {text}" for text in differences(out, whole)]
                     engine.destroy()

@@ -78,6 +78,7 @@ def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list
 def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
     from megarl.checkpoints.adapter_files import SCORE, write_adapter
     from megarl.checkpoints.export import WeightExport
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel.collectives import barrier
     from megarl.parallel.reshard.owned import training_owned
     from megarl.trainer.finite import StepGuard
@@ -118,12 +119,15 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     (folder / "model").mkdir(parents=True, exist_ok=True)
     barrier(mesh.world)
     export = WeightExport(owned, role.shapes, torch.float32)
-    export.write(folder / "model", role.engine.owned(), mesh.world)
+    files = RankFiles(folder)
+    export.write(folder / "model", role.engine.owned(), mesh.world, files)
+    files.finish()
     if mesh.world.rank == 0:
         write_adapter(folder / "adapter", adapters, LORA, base=model, base_digest="")
         write_adapter(folder / "judge", adapters | {SCORE: score}, LORA, base=model, base_digest="")
         module.model.config.save_pretrained(folder / "model")
-    role.engine.save(str(folder / "state"))
+    role.engine.save(str(folder / "state"), files)
+    files.finish()
     learn(role)
     third = role.logprobs(samples)
     role.destroy()

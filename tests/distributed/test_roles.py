@@ -139,6 +139,7 @@ def train_beside(folder: str, state: str) -> list[float]:
     """
     import torch
 
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -178,7 +179,9 @@ def train_beside(folder: str, state: str) -> list[float]:
                 taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0))
                 assert taken is not None
                 norms.append(taken[0])
-                role.engine.save(state)
+                files = RankFiles(Path(state))
+                role.engine.save(state, files)
+                files.finish()
         role.destroy()
     mesh_module.finalise()
     return norms

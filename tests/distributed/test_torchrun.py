@@ -23,6 +23,26 @@ def test_without_a_command_it_says_how_it_is_used() -> None:
     assert done.code == 2 and done.err.startswith("usage: megarl torchrun"), done.err
 
 
+def test_ranks_that_would_be_killed_before_they_have_saved_are_refused(tmp_path: Path) -> None:
+    """torchrun's own patience is 30 s; a longer one is known to the ranks."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"folder: {tmp_path}/run\nmodel: {{path: absent}}\ndemonstrations: {{source: absent}}\n"
+        "training: {checkpoint: {save_within_s: 60}}\n"
+    )
+    errors = []
+    for more in ([], ["--shutdown-timeout=65"]):
+        options = ["--standalone", "--nproc-per-node", "1", *more]
+        done = megarl("torchrun", *options, "sft", str(recipe), timeout_s=120)
+        assert done.code == 2 and done.out == "", done.err
+        errors.append(done.err.strip())
+    assert errors[0].endswith(
+        "training.checkpoint.save_within_s is 60, but torchrun kills its ranks 30 s after a signal;"
+        " give it --shutdown-timeout 65"
+    )
+    assert "save_within_s" not in errors[1] and "absent" in errors[1]
+
+
 def test_every_command_that_trains_runs_on_several_ranks() -> None:
     from megarl.cli import COMMANDS
     from megarl.parallel.torchrun import TRAINS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     """
     from pathlib import Path
 
-    from megarl.checkpoints import checkpoint, export
+    from megarl.checkpoints import checkpoint, export, rank_files
     from megarl.data.tokenizer import load_tokenizer
     from megarl.errors import UserError
     from megarl.parallel import mesh as mesh_module
@@ -265,9 +266,9 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         told: list[str] = []
         places: list[tuple[int, Any, str, Any]] = [
             (2, torch, "save", full),
-            (3, checkpoint, "write_random_states", full),
+            (3, checkpoint, "random_states", full),
             (4, export._File, "open", open_on_a_full_disk),
-            (5, checkpoint, "digest_files", full),
+            (5, rank_files, "digest_files", full),
         ]
         for step, where, attribute, fails in places:
             whole = getattr(where, attribute)
@@ -286,11 +287,53 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
             weight.zero_()
         made.load(path)
         assert all(torch.equal(weight, saved[name]) for name, weight in critic.owned().items())
+        told += save_in_background(made, critic, rank_files)
         made.others = {"value": critic}
         with pytest.raises(UserError, match="has no roles/value"):
             made.load(path)
     mesh_module.finalise()
     return "\n".join(told)
+
+
+def save_in_background(made: Any, critic: Any, rank_files: Any) -> list[str]:
+    """Two checkpoints that are written while training goes on; the disk of rank 1 is full for the
+    second. Returns what is raised. The first holds the weights as they were at the save.
+    """
+    import torch
+
+    made.in_background = True
+    whole, may_write = rank_files.RankFile.finish, threading.Event()
+
+    def finish_slowly(file: Any) -> str:
+        assert may_write.wait(60)
+        return whole(file)
+
+    rank_files.RankFile.finish = finish_slowly
+    for weight in critic.owned().values():
+        weight.fill_(7)
+    path = made.save(step=7, next_ordinal=8)
+    for weight in critic.owned().values():
+        weight.zero_()
+    assert not path.exists()
+    may_write.set()
+    made.finish()
+    rank_files.RankFile.finish = whole
+    made.load(path)
+    assert all(torch.all(weight == 7) for weight in critic.owned().values())
+
+    def full(file: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    if made.mesh.rank == 1:
+        rank_files.RankFile.finish = full
+    made.save(step=8, next_ordinal=8)
+    rank_files.RankFile.finish, told = whole, list[str]()
+    try:
+        made.save(step=9, next_ordinal=8)
+    except OSError as error:
+        told.append(str(error))
+    made.finish()
+    return told
 
 
 def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
@@ -300,10 +343,11 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
         2, __file__, "save_with_a_full_disk", models[False], str(tmp_path), timeout_s=120
     )
     for words in told:
-        assert words.count("rank 1: ") == 4 and words.count("No space left on device") == 4
+        assert words.count("rank 1: ") == 5 and words.count("No space left on device") == 5
+        assert "step 8 could not be written" in words
         assert "earlier checkpoints are whole" in words
     from megarl.checkpoints.manifest import damage
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000006"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000006", "step_000007"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())
     assert len(list((tmp_path / "step_000006" / "model").glob("*.safetensors"))) > 1

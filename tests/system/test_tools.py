@@ -293,8 +293,20 @@ def test_bench_code_verdicts() -> None:
     assert all(row["min"] > 0 for row in rates.values())
 
 
+def test_bench_kv_waste() -> None:
+    """The engine's allocator gives away the blocks that arithmetic says, shared prompts once."""
+    small = ["--lengths", "60,120", "--requests", "8", "--sequences", "4"]
+    found = run("kv_waste", "--block-sizes", "32", *small)
+    assert [(row["block_size"], row["length"]) for row in found["rows"]] == [(32, 60), (32, 120)]
+    for row in found["rows"]:
+        assert row["samples"] > 4 and 1 < row["running"] <= 4 and row["off"] == 0
+        assert 0 < row["computed"] < row["paged"]["mean"] < row["paged"]["max"] < 1
+        assert 0 < row["oracle"] < row["contiguous"] < 1
+    assert "multiple of 32" in refused("kv_waste", "--block-sizes", "16")
+
+
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
-    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "publish")
+    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "overhead", "publish")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHONPATH"] = str(ROOT)  # megarl itself, as an installation would give it
     started = [
@@ -325,3 +337,15 @@ def test_the_reward_service_loses_nothing() -> None:
     names = ("injected_uncounted", "counted_but_not_injected", "scored_but_not_in_record")
     assert [found[name] for name in names] == [0, 0, 0]
     assert found["status_of_wrong_and_missing_token"] == [401, 401]
+
+
+def test_bench_overhead() -> None:
+    """A run with engine and trainer on a core each, its parts on its batches, and both at once."""
+    sizes = ["--limits", "6", "--groups", "2", "--rounds", "1", "--steps", "1"]
+    found = run("overhead", *sizes, "--kinds", "overlapped")
+    (row,) = found["rows"]
+    (one,) = row["rounds"]
+    assert (row["samples"], len(found["rows"])) == (16, 1)
+    names = ("step_s", "generation_s", "plain_s", "training_s", "side_by_side_s")
+    assert all(one[name] > 0 for name in names)
+    assert one["bound_s"] == max(one["generation_s"], one["training_s"])

@@ -168,11 +168,32 @@ def test_a_second_signal_ends_at_once(handlers: object, monkeypatch: pytest.Monk
         loop()
 
 
+PROGRAM = """
+import signal, sys, threading, time
+from megarl import signals
+
+signals.guard(0.5)
+signals.save_within(signals.SAVE_WITHIN_S + float(sys.argv[1]))
+with signals.graceful() as stop:
+    signal.raise_signal(signal.SIGTERM)
+    threading.Event().wait(2.0)
+    print("saved", bool(stop), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("more_s", "code", "out"), [(0, 143, ""), (60, 0, "saved True\n")])
+def test_a_recipe_may_allow_more_time_to_save(more_s: int, code: int, out: str) -> None:
+    """Without it, the guard ends the process by force."""
+    command = [sys.executable, "-c", PROGRAM, str(more_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+
+
 def test_what_is_not_saved_in_time_is_said(
     handlers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, heard = [], threading.Event()
-    monkeypatch.setattr(signals, "SAVE_WITHIN_S", 0.0)
+    monkeypatch.setattr(signals, "_save_within_s", 0.0)
     monkeypatch.setattr(
         signals, "say", lambda text: (said.append(text), len(said) == 2 and heard.set())
     )

@@ -101,6 +101,44 @@ def test_every_request_gets_its_own_answer_in_few_calls() -> None:
     asyncio.run(asyncio.wait_for(go(), 30))
 
 
+@pytest.mark.parametrize(("more", "held_s"), [(0, 0.2), (5, 1.2), (100, 2.5)])
+def test_requests_are_held_until_no_more_come(
+    monkeypatch: pytest.MonkeyPatch, more: int, held_s: float
+) -> None:
+    """Ten requests at once, and then one in each of `more` ticks of 0.2 s, travel together; none is
+    held for more than a quarter of `Pace.linger_s`, which is 10 s. The clock is the test's own.
+    """
+    now, sent, sleep = [0.0], list[tuple[float, int]](), asyncio.sleep
+
+    async def go() -> None:
+        handle, pace, left = Handle(), Pace(), [more]
+        pace.linger_s = 10.0
+        asked: list[asyncio.Task[Any]] = []
+
+        async def tick(seconds: float) -> None:
+            now[0] += seconds
+            if seconds and left[0] and not sent:
+                left[0] -= 1
+                asked.append(asyncio.ensure_future(box.ask(1)))
+            await sleep(0)
+
+        def submit(requests: Any, *refs: str) -> Any:
+            sent.append((now[0], len(requests)))
+            return handle.inbox.submit(requests, *refs)
+
+        handle.submit = Method(submit)
+        box = Mailbox(handle, pace)
+        monkeypatch.setattr(asyncio, "sleep", tick)
+        monkeypatch.setattr("megarl.cluster.mailbox.time.monotonic", lambda: now[0])
+        await asyncio.gather(*(box.ask(1) for _ in range(10)))
+        await asyncio.gather(*asked)
+
+    asyncio.run(go())
+    at, count = sent[0]
+    assert at == pytest.approx(held_s)
+    assert count >= 10 + min(more, int(held_s / 0.2) - 1)
+
+
 def test_failures_are_told_apart() -> None:
     async def go() -> None:
         box = Mailbox(Handle(), Pace())

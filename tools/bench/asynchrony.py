@@ -1,12 +1,13 @@
 """Asynchronous against synchronous training on long, uneven answers: throughput and accuracy.
 
-    python tools/bench/asynchrony.py [--rounds 3] [--steps 16] [--kinds sync,ordered1,...] [--json]
+    python tools/bench/asynchrony.py [--rounds 3] [--steps 40] [--kinds sync,ordered1,...] [--json]
 
 The task: a prompt is a letter and a digit, such as `c4=`. The answer begins with the digit plus 3
 (modulo 10), which is what the reward asks for, and goes on with dots, whose number depends on the
 letter: the means of the eight letters are log-normal, the longest 16 times the median. A small
 model learns it from demonstrations, of which a quarter has the right digit; then each kind of
-training continues from that model:
+training continues from that model, with a penalty on the divergence from it, which keeps the
+lengths:
 
     sync                  rollout.max_staleness 0
     ordered1, ordered2    staleness 1 and 2, groups consumed in order
@@ -29,11 +30,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Others, command_line, require_positive, run_tool, warn_if_not_quiet
+from common import (
+    ROOT,
+    Others,
+    adopt_orphans,
+    command_line,
+    reap_orphans,
+    require_positive,
+    run_tool,
+    warn_if_not_quiet,
+)
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -54,12 +65,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 OPTIONS = {
     "--rounds": {"type": int, "default": 3, "help": "runs of each kind"},
-    "--steps": {"type": int, "default": 16, "help": "steps of a run"},
+    "--steps": {"type": int, "default": 40, "help": "steps of a run"},
     "--kinds": {"default": ",".join(KINDS), "help": f"of {', '.join(KINDS)}"},
 }
 REWARD = """
 def score(prompt, response):
-    return float(response[:1] == str((int(prompt[1]) + 3) % 10))
+    return float(response[:1] == str((int(prompt.text[1]) + 3) % 10))
 """
 
 
@@ -107,10 +118,9 @@ def write_task(folder: Path, seed: int) -> None:
         path.write_text(json.dumps(described))
     pairs = [(letter, digit) for letter in LETTERS for digit in range(10)]
     drawn = [draw.choice(pairs) for _ in range(12000)]
-    write_rows(
-        folder / "sft.jsonl",
-        ({"prompt": f"{a}{b}=", "response": answer(a, b, draw)} for a, b in drawn),
-    )
+    rows = [{"prompt": f"{a}{b}=", "response": answer(a, b, draw)} for a, b in drawn]
+    write_rows(folder / "whole.jsonl", rows)
+    write_rows(folder / "digits.jsonl", ({**row, "response": row["response"][:1]} for row in rows))
     write_rows(folder / "train.jsonl", ({"prompt": f"{a}{b}="} for a, b in pairs))
     (folder / "reward.py").write_text(REWARD)
 
@@ -126,19 +136,31 @@ def megarl(command: str, tree: dict[str, Any], path: Path) -> None:
         timeout=DEADLINE_S,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
+    time.sleep(1.0)  # Ray's last processes end
+    reap_orphans()
     if done.returncode:
         raise RuntimeError(f"megarl {command} {path} failed: {done.stderr[-1500:]}")
 
 
 def fine_tune(folder: Path, seed: int) -> Path:
-    """Teach the lengths; returns the model's folder."""
+    """Teach first the digits, which are few among the tokens of whole answers, and then those;
+    returns the model's folder.
+    """
+    first = fine_tune_on("digits", folder, folder / "model", seed, steps=300, from_scratch=True)
+    return fine_tune_on("whole", folder, first, seed, steps=200)
+
+
+def fine_tune_on(
+    data: str, folder: Path, model: Path, seed: int, *, steps: int, from_scratch: bool = False
+) -> Path:
+    """Train `model` on the demonstrations `data`.jsonl; returns the folder of the result."""
     tree = {
-        "folder": str(folder / "sft"),
-        "steps": 150,
+        "folder": str(folder / data),
+        "steps": steps,
         "seed": seed,
         "samples_per_step": 64,
-        "model": {"path": str(folder / "model"), "from_scratch": True},
-        "demonstrations": {"source": str(folder / "sft.jsonl"), "max_tokens": MAX_TOKENS + 8},
+        "model": {"path": str(model), "from_scratch": from_scratch},
+        "demonstrations": {"source": str(folder / f"{data}.jsonl"), "max_tokens": MAX_TOKENS + 8},
         "training": {
             "micro_batch_tokens": 8192,
             "num_threads": 2,
@@ -147,8 +169,8 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "checkpoint": {"keep": 1},
         },
     }
-    megarl("sft", tree, folder / "sft.yaml")
-    return max((folder / "sft" / "checkpoints").glob("step_*")) / "model"
+    megarl("sft", tree, folder / f"{data}.yaml")
+    return max((folder / data / "checkpoints").glob("step_*")) / "model"
 
 
 def train(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str, float]:
@@ -166,19 +188,19 @@ def train(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[s
         },
         "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
         "rollout": {
-            "groups_per_step": 8,
+            "groups_per_step": 16,
             "group_size": 8,
             "max_new_tokens": MAX_TOKENS,
             "engine": {"num_threads": 1},
             "dynamic_sampling": {"enabled": False},
             **KINDS[kind],
         },
-        "algorithm": {"correction": {"kind": "tis"}},
+        "algorithm": {"correction": {"kind": "tis"}, "kl": {"coefficient": 0.1}},
         "training": {
             "num_mini_batches": 1,
             "micro_batch_tokens": 8192,
             "num_threads": 1,
-            "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0},
+            "optimizer": {"learning_rate": 5e-4, "clip_norm": 1.0},
             "checkpoint": {"keep": 1},
         },
     }
@@ -200,6 +222,7 @@ def train(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[s
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """`args.rounds` rounds; in each, every kind in turn from the same fine-tuned model."""
     rounds = []
+    adopt_orphans()
     with tempfile.TemporaryDirectory() as scratch, Others() as others:
         for number in range(args.rounds):
             folder = Path(scratch) / f"round-{number}"

@@ -17,6 +17,8 @@ A benchmark that starts itself as several ranks (see launch_ranks.py):
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -135,6 +137,24 @@ def children_cpu_s() -> float:
     """CPU seconds of the child processes that have ended so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def adopt_orphans() -> None:
+    """On Linux, have processes whose parent ends become children of this process, so that
+    `reap_orphans` counts their CPU time: Ray's processes, and those of killed engines.
+    """
+    if sys.platform == "linux":
+        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+
+
+def reap_orphans() -> None:
+    """Collect adopted processes that have ended; `children_cpu_s` counts them from then on. No
+    child that somebody else waits for may run.
+    """
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 class Others:

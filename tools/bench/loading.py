@@ -150,6 +150,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from megarl.checkpoints.export import WeightExport
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
@@ -183,9 +184,10 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         owned = training_owned(shapes, network.shards, mesh.layout, training.zero_stage)
         barrier(mesh.world)
         with peak_of("export", found):
-            WeightExport(owned, shapes, dtype, file_bytes=task["file_bytes"]).write(
-                Path(task["out"]), own, mesh.world
-            )
+            export = WeightExport(owned, shapes, dtype, file_bytes=task["file_bytes"])
+            files = RankFiles(Path(task["out"]))
+            export.write(files.folder, own, mesh.world, files)
+            files.finish()
         part = sum(values.numel() for values in own.values()) * dtype.itemsize
         engine.destroy()
     mesh_module.finalise()

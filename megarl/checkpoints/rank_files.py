@@ -1,0 +1,140 @@
+"""The files of a checkpoint that one rank writes: straight to the disk, or first into memory, from
+where a thread writes them while training goes on.
+
+    files = RankFiles(folder, in_background=True)
+    with files.create(folder / "state" / "x.pt") as file:
+        torch.save(state, file)                   # a copy of the state as it is now
+    digests = files.finish()                      # in a thread: write, sync, {name: digest}
+
+A digest is that of the bytes that were handed over, so that a fault of the disk shows when the
+files are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import xxhash
+
+from megarl.checkpoints.manifest import digest_files
+from megarl.host_memory import free_memory
+
+LOOK_BYTES = 256 * 2**20
+"""Bytes that are kept between two looks at the free memory."""
+
+
+class RankFiles:
+    """Collects the files of one checkpoint on this rank. Every file is created by one thread."""
+
+    def __init__(self, folder: Path, *, in_background: bool = False) -> None:
+        """`folder`: what digests are named within. `in_background`: keep the content of files in
+        memory until `finish`, as long as a tenth of the host's memory stays free; what is above
+        that is written at once.
+        """
+        self.folder, self.in_background = folder, in_background
+        self._files: list[RankFile] = []
+        self._later: list[Callable[[], Iterable[Path]]] = []
+        self._unseen = LOOK_BYTES
+        """Bytes that were kept since the last look at the free memory."""
+
+    def create(self, path: Path) -> RankFile:
+        """A file to write bytes into, as `torch.save` does. Its folder must exist when the file is
+        written. Raises `OSError`.
+        """
+        file = RankFile(path, self)
+        self._files.append(file)
+        return file
+
+    def add(self, path: Path, content: bytes) -> None:
+        """A file with `content`. Raises `OSError`."""
+        with self.create(path) as file:
+            file.write(content)
+
+    def add_later(self, write: Callable[[], Iterable[Path]]) -> None:
+        """Have `finish` call `write`, which writes files by itself and returns their paths. What it
+        reads must not change until then.
+        """
+        self._later.append(write)
+
+    def finish(self) -> dict[str, str]:
+        """Write what is kept, in the order of creation, and sync all files to the disk; returns
+        {path within the folder: digest}. Raises `OSError`.
+        """
+        found = dict[str, str]()
+        while self._files:
+            file = self._files.pop(0)
+            found[str(file.path.relative_to(self.folder))] = file.finish()
+        for write in self._later:
+            found |= digest_files(self.folder, write())
+        return found
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many more bytes may be kept in memory."""
+        self._unseen += num_bytes
+        if self.in_background and self._unseen > LOOK_BYTES:
+            free, total = free_memory()
+            self.in_background = free - self._unseen > total // 10
+            self._unseen = 0
+        return self.in_background
+
+
+class RankFile:
+    """One file of `RankFiles`."""
+
+    def __init__(self, path: Path, files: RankFiles) -> None:
+        self.path, self._files = path, files
+        self._kept: list[bytes] = []
+        self._file: BinaryIO | None = None
+        self._hasher = xxhash.xxh3_128()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Append bytes, of which a copy is kept; returns their number. Raises `OSError`."""
+        size = memoryview(content).nbytes
+        if self._file is None and self._files.has_room(size):
+            self._kept.append(bytes(content))
+        else:
+            self._write_kept()
+            self._put(content)
+        return size
+
+    def flush(self) -> None:
+        """Does nothing: `finish` brings the file to the disk."""
+
+    def finish(self) -> str:
+        """Write what is kept and sync the file to the disk; returns the file's digest. Raises
+        `OSError`.
+        """
+        self._write_kept()
+        assert self._file is not None
+        with self._file as file:
+            os.fsync(file.fileno())
+        return self._hasher.hexdigest()
+
+    def _write_kept(self) -> None:
+        if self._file is None:
+            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed in `finish`
+        kept, self._kept = self._kept[::-1], []
+        while kept:
+            self._put(kept.pop())  # whose memory is free afterwards
+
+    def _put(self, content: bytes | memoryview) -> None:
+        assert self._file is not None
+        rest = memoryview(content).cast("B")
+        self._hasher.update(rest)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def __enter__(self) -> RankFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Does nothing: `finish` closes the file."""

@@ -1,0 +1,184 @@
+"""tools/bench/overhead.py: its arithmetic, its model without an end, and what it refuses. The
+benchmark itself runs in tests/system/test_tools.py.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.types import Samples, StepBatch
+
+BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+PARTS = {"generation": [2.0, 4.0], "plain": [1.0, 1.0], "training": [1.0, 3.0]}
+"""Means 3, 1 and 2 seconds."""
+
+
+def test_a_step_that_takes_turns_is_compared_with_the_sum_of_its_parts() -> None:
+    from overhead import compared
+
+    found = compared([5.0, 6.0], PARTS, {}, 0)
+    assert (found["bound_s"], found["overhead_s"], found["ratio"]) == (5.0, 0.5, 1.1)
+    assert found["ratio_to_plain"] == 5.5 / 3
+    assert "side_by_side_s" not in found
+
+
+def test_a_step_that_overlaps_is_compared_with_the_longer_part() -> None:
+    from overhead import compared
+
+    beside = {"generation": [3.0], "training": [3.0, 4.0, 5.0]}
+    found = compared([3.0, 4.0], PARTS, beside, 1)
+    assert (found["bound_s"], found["ratio"]) == (3.0, 3.5 / 3)
+    assert found["ratio_to_plain"] == 3.5 / 2, "training is the longer part then"
+    assert (found["side_by_side_s"], found["ratio_to_side_by_side"]) == (4.0, 3.5 / 4)
+
+
+def test_causes_add_up_to_the_overhead() -> None:
+    from overhead import causes, compared
+
+    row = compared([6.0], PARTS, {}, 0)
+    times = {"wait": 3.2, "train": 2.1, "publish": 0.3, "rollout": 3.1, "step": 5.75}
+    found = causes(row, {f"time/{name}_s": value for name, value in times.items()})
+    assert found["rollouts beyond generation"] == pytest.approx(0.2)
+    assert found["metrics, between steps"] == pytest.approx(0.25)
+    assert sum(found.values()) == pytest.approx(row["overhead_s"])
+
+
+def test_a_call_counts_while_all_parts_are_under_way() -> None:
+    from overhead_run import intervals, together
+
+    assert intervals([1.0, 3.0, 6.0]) == [2.0, 3.0]
+    quick, slow = [[0.0, 1.0], [1.0, 2.0], [2.0, 4.5]], [[0.0, 3.0], [3.0, 4.0]]
+    assert together(quick, slow) == [[1.0, 1.0], [3.0, 1.0]]
+
+
+def test_two_parts_wait_for_each_other(tmp_path: Path) -> None:
+    """The quick part goes on as long as the slow one makes its calls."""
+    from overhead_part import Calls
+
+    parts = {
+        name: Calls(name, skipped=1, steps=2, meeting=str(tmp_path)) for name in ("quick", "slow")
+    }
+    asked: dict[str, list[int]] = {name: [] for name in parts}
+
+    def work(name: str, seconds: float) -> None:
+        def call(step: int) -> None:
+            asked[name].append(step)
+            time.sleep(seconds)
+
+        parts[name].run(call)
+
+    threads = [threading.Thread(target=work, args=one) for one in (("quick", 0.002), ("slow", 0.1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert asked["slow"][:3] == [0, 1, 2] and asked["quick"][:5] == [0, 1, 2, 1, 2]
+    begins = [parts[name].found[0][0] for name in parts]
+    ends = [parts[name].found[-1][1] for name in parts]
+    assert max(begins) < min(ends)
+    assert len(parts["quick"].found) > len(parts["slow"].found)
+
+
+def test_prompts_by_group() -> None:
+    from overhead_part import prompts_of
+
+    rows = [(0, [5, 6, 7]), (1, [8, 9, 9]), (2, [5, 6, 1])]
+    samples = Samples.concatenate(
+        [Samples.one(name, ids, mask=[False, name == 1, True]) for name, ids in rows]
+    )
+    batch = StepBatch(
+        step=0,
+        samples=[samples.select([2, 1]), samples.select([0])],
+        micro_batches=[[[0, 1]], [[0]]],
+        rewards=np.zeros(3),
+        groups=np.array([0, 1, 0]),
+        response_tokens=np.array([1, 2, 1]),
+        mini_batch_of=np.array([1, 0, 0]),
+        metrics={},
+    )
+    assert prompts_of(batch) == [[[5, 6], [5, 6]], [[8]]]
+
+
+def test_the_model_never_ends_a_response(tmp_path: Path) -> None:
+    import torch
+    from overhead_run import EOS_ID, write_endless_task
+    from transformers import AutoModelForCausalLM
+
+    write_endless_task(tmp_path, 64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.arange(64).repeat(4)[None]).logits[0]
+    others = torch.cat([logits[:, :EOS_ID], logits[:, EOS_ID + 1 :]], dim=1)
+    assert logits[:, EOS_ID].max() < others.max(dim=1).values.min() - 40
+    assert others.std(dim=1).max() < 1, "the others stay random"
+
+
+def test_other_training_is_refused() -> None:
+    from overhead_run import refuse_other_training
+
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": 0.25, "grad_norm": 2.0},
+        {"step": 2, "loss": 0.5, "grad_norm": 1.0},
+    ]
+    refuse_other_training([[0.25, 2.0], [0.5, 1.0005], [9.0, 9.0]], records)
+    with pytest.raises(RuntimeError, match=r"grad_norm of step 2 is 1\.01"):
+        refuse_other_training([[0.25, 2.0], [0.5, 1.01]], records)
+
+
+def test_processes_must_be_bound_in_time(tmp_path: Path) -> None:
+    from overhead_run import Kind, Pins
+
+    pins = Pins(tmp_path, Kind(1, 1, engine_cores=(0,), trainer_cores=(1,)))
+    pins.done = {"rank0": 5.0, "engine0": 6.0}
+    with pytest.raises(RuntimeError, match="not all processes"):
+        pins.check(9.0)
+    pins.done["engine0-core"] = 7.0
+    pins.check(9.0)
+    with pytest.raises(RuntimeError, match="not all processes"):
+        pins.check(6.5)
+    Pins(tmp_path, Kind(0, 2)).check(0.0)
+
+
+def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    from overhead import arguments
+
+    found = arguments(["--limits", "8,16", "--groups", "2,1"])
+    assert (found.limits, found.groups) == ([8, 16], [2, 1])
+    for wrong in (["--limits", "8"], ["--kinds", "both"], ["--limits", "8,5000"]):
+        with pytest.raises(SystemExit):
+            arguments(wrong)
+    assert "one number for each" in capsys.readouterr().err
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from overhead import causes, compared, show
+
+    times = {"wait": 3.2, "train": 2.1, "publish": 0.3, "rollout": 3.1, "step": 5.75}
+    phases = {f"time/{name}_s": value for name, value in times.items()}
+    rounds = [compared([step], PARTS, {}, 0) for step in (6.0, 5.0)]
+    rounds = [row | {"causes": causes(row, phases), "phases": phases} for row in rounds]
+    result = {
+        "machine": {"cpu": "some", "cores": 2},
+        "task": {"rounds": 2, "steps": 1},
+        "parameters": 9,
+        "rows": [{"kind": "synchronous", "limit": 64, "samples": 256, "rounds": rounds}],
+        "others": 0.5,
+    }
+    lines = list(show(json.loads(json.dumps(result))))
+    assert "synchronous, 256 samples x 64 new tokens" in lines
+    assert any("ratio (bar 1.10)" in line and "1.100 (1.000 to 1.200)" in line for line in lines)
+    assert lines[-1].startswith("NOT QUIET")

@@ -1,0 +1,241 @@
+"""The share of an engine's key-value memory that is allocated but holds no token.
+
+    python tools/bench/kv_waste.py [--lengths 256,1024,4096,16384] [--block-sizes 0,32] [--json]
+
+A real engine of megarl generates `--requests` responses of each length, `--sequences` at a time, in
+groups of four of one prompt, with prefix caching. The model is tiny and has no end-of-sequence
+token, so that each response has exactly the length that it is given: quantiles of a log-normal
+distribution, cut off at twice the mean.
+
+The engine's scheduler is asked at every 13th engine step (kv_scheduler.py): the blocks that its
+block pool does not count as free are the allocated memory, since no other request can get them; the
+blocks in the running requests' block tables and their tokens with keys and values say what the
+allocated blocks hold. vLLM's own metric `vllm:kv_cache_usage_perc` is the same number of blocks
+over all blocks, and does not say what they hold. A block of several requests (the prompt of a
+group) counts once. Blocks that only the prefix cache keeps are free: vLLM gives them to any
+request. Samples are not weighted: the first steps, where sequences are short, count like others.
+
+    paged       the engine's own blocks. Only the last block of a sequence is not full: half a block
+                a sequence is expected, and `empty` is what was found, in blocks a sequence.
+    16          blocks of 16 tokens, computed from the same tokens at the same steps: vLLM's default
+                on NVIDIA GPUs, which its CPU attention does not have (multiples of 32). `off` is
+                the largest difference, over all samples, of the engine's number of blocks from the
+                same arithmetic for the engine's block size.
+    contiguous  each sequence has memory for its prompt and the longest response from the start
+    oracle      each sequence has memory for exactly its final length from the start
+
+Block size 0 is what megarl's engine has by default, which is vLLM's choice: 128 on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import (
+    ROOT,
+    Others,
+    command_line,
+    numbers,
+    require_positive,
+    run_tool,
+    warn_if_not_quiet,
+)
+from kv_slots import Running, Sample, response_lengths, waste
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from make_addition import CHARACTERS, write_model
+
+PROMPT_TOKENS = 100
+GROUP = 4
+CAP = 2
+"""Longest response over the mean response."""
+GPU_BLOCK = 16
+OPTIONS = {
+    "--lengths": {
+        "type": numbers,
+        "default": [256, 1024, 4096, 16384],
+        "help": "mean response lengths, tokens",
+    },
+    "--block-sizes": {"default": "0,32", "help": "tokens of a block; 0: the engine's own"},
+    "--requests": {"type": int, "default": 16, "help": "responses of each length"},
+    "--sequences": {"type": int, "default": 8, "help": "responses at a time"},
+    "--seed": {"type": int, "default": 0, "help": "of the order of lengths, and of the tokens"},
+}
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__, OPTIONS)
+    args = parser.parse_args(argv)
+    require_positive(parser, args, ["requests", "sequences"])
+    try:
+        args.block_sizes = [int(word) for word in args.block_sizes.split(",")]
+    except ValueError:
+        parser.error(f"--block-sizes is {args.block_sizes}; set it to numbers such as 0,32")
+    if any(size < 0 or size % 32 for size in args.block_sizes):
+        parser.error("--block-sizes has one that is no multiple of 32, which vLLM needs on the CPU")
+    return args
+
+
+def write_endless_model(folder: Path, longest: int) -> None:
+    """A model of one layer for sequences of `longest` tokens that never ends a response."""
+    write_model(folder)
+    (folder / "generation_config.json").unlink()
+    described = json.loads((folder / "config.json").read_text())
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
+    described |= {"max_position_embeddings": longest, "eos_token_id": None, **sizes, **heads}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+async def start(folder: Path, args: argparse.Namespace, block_size: int) -> Any:
+    """An engine that writes its samples to `folder`/samples."""
+    from megarl.cluster.process_env import engine_environment
+    from megarl.rollout.config import EngineConfig
+    from megarl.rollout.engine import Engine
+
+    longest = PROMPT_TOKENS + CAP * max(args.lengths)
+    write_endless_model(folder / "model", longest)
+    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
+    engine = Engine(
+        number=0,
+        model=str(folder / "model"),
+        config=EngineConfig(max_num_sequences=args.sequences),
+        max_tokens=longest,
+        stop_token_ids=[],
+        trust_remote_code=False,
+        seed=args.seed,
+        # vLLM's log calls the end of its core an error.
+        environment=environment | {"VLLM_LOGGING_LEVEL": "CRITICAL"},
+    )
+    engine._arguments |= {
+        "scheduler_cls": "kv_scheduler.RecordingScheduler",
+        "additional_config": {"kv_samples": str(folder / "samples")},
+    }
+    if block_size:
+        engine._arguments["block_size"] = block_size
+    (folder / "samples").touch()
+    await engine.start()
+    return engine
+
+
+async def generate(engine: Any, lengths: list[int], seed: int) -> None:
+    """Responses of exactly `lengths` tokens, by groups of one prompt. Raises `RuntimeError` if the
+    engine ends one earlier.
+    """
+    draw = random.Random(f"prompts/{seed}/{lengths}")
+    words = range(2, 2 + len(CHARACTERS))  # behind the tokens for padding and the end
+    prompts = [draw.choices(words, k=PROMPT_TOKENS) for _ in range(0, len(lengths), GROUP)]
+    jobs = (
+        engine.generate(prompts[number // GROUP], seed=number, max_tokens=length, temperature=1.0)
+        for number, length in enumerate(lengths)
+    )
+    made = [segment.num_tokens for segment in await asyncio.gather(*jobs)]
+    if made != lengths:
+        raise RuntimeError(f"responses have {made} tokens instead of {lengths}")
+
+
+def read_samples(lines: list[str]) -> list[Sample]:
+    """The samples that the scheduler has written. Raises `RuntimeError` if a sample's block tables
+    have other blocks than the pool has given away.
+    """
+    found = []
+    for line in lines:
+        allocated, listed, filled, running = json.loads(line)
+        found.append(Sample(allocated, listed, filled, [Running(*one) for one in running]))
+        if found[-1].allocated != found[-1].listed:
+            raise RuntimeError(f"{found[-1].allocated} blocks are allocated, but see {found[-1]}")
+    return found
+
+
+def described(samples: list[Sample], block_size: int, mean: int, lengths: list[int]) -> Any:
+    """A row of the table."""
+    shares = [waste(one, block_size, CAP * mean, [GPU_BLOCK]) for one in samples]
+    return {
+        "length": mean,
+        "cap": CAP * mean,
+        "true_mean": statistics.mean(lengths),
+        "block_size": block_size,
+        "samples": len(samples),
+        "running": statistics.mean(len(one.running) for one in samples),
+        "paged": {
+            "mean": statistics.mean(one.paged for one in shares),
+            "max": max(one.paged for one in shares),
+        },
+        "empty": statistics.mean(one.empty for one in shares),
+        "computed": statistics.mean(one.computed[GPU_BLOCK] for one in shares),
+        "off": max((one.off for one in shares), key=abs),
+        "contiguous": statistics.mean(one.contiguous for one in shares),
+        "oracle": statistics.mean(one.oracle for one in shares),
+    }
+
+
+def own_cpu_s() -> float:
+    """CPU seconds so far of this process and of those below it that are alive."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+async def rows(args: argparse.Namespace, folder: Path, block_size: int) -> list[Any]:
+    """A row for each length, of one engine with this block size."""
+    engine, found, read = await start(folder, args, block_size), [], 0
+    try:
+        size = engine._llm.vllm_config.cache_config.block_size
+        for mean in args.lengths:
+            lengths = response_lengths(mean, CAP * mean, args.requests, args.seed)
+            started_at = time.monotonic()
+            with Others(own_cpu_s) as others:
+                await generate(engine, lengths, args.seed)
+            lines = (folder / "samples").read_text().splitlines()
+            found.append(described(read_samples(lines[read:]), size, mean, lengths))
+            found[-1] |= {"seconds": time.monotonic() - started_at, "others": others.share}
+            read = len(lines)
+            print(found[-1], file=sys.stderr, flush=True)
+    finally:
+        await engine.stop()
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The rows of every block size, with one engine each, one after the other."""
+    from megarl.cluster.process_env import prepare_environment
+
+    prepare_environment(1)
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, size in enumerate(args.block_sizes):
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
+            found += asyncio.run(rows(args, folder, size))
+    return {"rows": found, "others": max(row["others"] for row in found)}
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """Lines of a table."""
+    names = ("length", "cap", "true mean", "block", "samples", "running", "paged", "max", "empty")
+    yield "".join(f"{name:>11}" for name in (*names, GPU_BLOCK, "off", "contiguous", "oracle"))
+    for row in result["rows"]:
+        counts = [row["length"], row["cap"], round(row["true_mean"]), row["block_size"]]
+        counts += [row["samples"], round(row["running"], 1)]
+        shares = [*row["paged"].values(), row["computed"], row["contiguous"], row["oracle"]]
+        told = [f"{share:.2%}" for share in shares]
+        cells = [*counts, *told[:2], f"{row['empty']:.3f}", told[2], row["off"], *told[3:]]
+        yield "".join(f"{cell:>11}" for cell in cells)
+    yield from warn_if_not_quiet(result["others"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool("kv_waste", arguments=arguments, measure=measure, show=show))

@@ -1,0 +1,220 @@
+"""A part of a step without megarl's loop: generation alone, or training alone. Started by
+tools/bench/overhead.py as `python overhead_part.py TASK.json`; writes its answer beside the task.
+
+Both read the batches that a run has recorded (`observe.batches`): generation takes their prompts,
+training their tokens. Each step is one call, of which the first `skipped` are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+POLL_S = 0.01
+"""Seconds between two looks at the other part."""
+
+
+def answer_path(task: Path) -> Path:
+    """Where a part writes its answer."""
+    return task.with_suffix(".answer")
+
+
+def prompts_of(batch: Any) -> list[list[list[int]]]:
+    """Token ids of the prompt of each sample of a `StepBatch`, by group: [group][sample][token]."""
+    found: dict[int, list[list[int]]] = {}
+    for samples in batch.samples:
+        for row, name in enumerate(samples.ids.tolist()):
+            begin, end = samples.offsets[row : row + 2].tolist()
+            length = int(samples.mask[begin:end].argmax())
+            tokens = samples.token_ids[begin : begin + length].tolist()
+            found.setdefault(int(batch.groups[name]), []).append(tokens)
+    return [found[group] for group in sorted(found)]
+
+
+class Calls:
+    """Times the calls of a part. `meeting`: folder in which this part and another one, which is
+    measured at the same time on other cores, tell each other how far they are; "" for none.
+    """
+
+    def __init__(self, name: str, *, skipped: int, steps: int, meeting: str = "") -> None:
+        self.name, self.skipped, self.steps = name, skipped, steps
+        self.meeting = Path(meeting) if meeting else None
+        self.found: list[tuple[float, float]] = []
+        """Begin and end of each counted call on the monotonic clock."""
+
+    def run(self, call: Callable[[int], None]) -> list[tuple[float, float]]:
+        """Call `call(step)` for each step. Beside another part, which shall be under way in each
+        counted call, begin when both are ready and go on until both have made their calls.
+        """
+        for step in range(self.skipped):
+            call(step)
+        self._say("ready")
+        while not self._both("ready"):
+            time.sleep(POLL_S)
+        while len(self.found) < self.steps or not self._both("done"):
+            step = self.skipped + len(self.found) % self.steps
+            begin = time.monotonic()
+            call(step)
+            self.found.append((begin, time.monotonic()))
+            if len(self.found) == self.steps:
+                self._say("done")
+        return self.found
+
+    def _say(self, what: str) -> None:
+        if self.meeting is not None:
+            (self.meeting / f"{what}.{self.name}").touch()
+
+    def _both(self, what: str) -> bool:
+        return self.meeting is None or len(list(self.meeting.glob(f"{what}.*"))) == 2
+
+
+def generate(task: dict[str, Any]) -> dict[str, Any]:
+    """`vllm.LLM.generate` on the prompts of each step, with the engine options, threads and
+    environment that megarl gives its engines. `plain`: without a seed a request and without
+    log-probs, which megarl asks for.
+    """
+    from megarl.cluster.process_env import engine_environment
+    from megarl.config import RunConfig, load, longest_request
+    from megarl.rollout.batch_files import batch_of
+    from megarl.rollout.engine_arguments import engine_arguments
+    from megarl.rollout.engine_core import preload_openmp
+
+    run = Path(task["run"])
+    config = load(RunConfig, str(run / "recipe.yaml"), [])
+    engine = config.rollout.engine
+    os.environ |= engine_environment(
+        on_cpu=True, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
+    )
+    preload_openmp()
+    if "started_again" not in sys.argv:  # libraries are preloaded when a process starts
+        os.execv(sys.executable, [sys.executable, *sys.argv, "started_again"])  # noqa: S606 - it is this script
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    arguments = engine_arguments(
+        engine,
+        model=config.model.path,
+        tokenizer="",
+        max_tokens=longest_request(config),
+        trust_remote_code=False,
+        seed=config.seed,
+        on_cpu=True,
+    )
+    llm = LLM(**arguments, generation_config="vllm", logprobs_mode="processed_logprobs")
+    limit, size = config.rollout.max_new_tokens, config.rollout.group_size
+    prompts = [prompts_of(batch_of(run, step, 0, 1)) for step in range(task["available"])]
+    common = {
+        "max_tokens": limit,
+        "temperature": config.rollout.temperature,
+        "detokenize": False,
+        "stop_token_ids": task["stops"],
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+
+    def check(outputs: list[Any], samples: int) -> None:
+        lengths = [len(one.token_ids) for output in outputs for one in output.outputs]
+        if lengths != [limit] * samples:
+            raise RuntimeError(f"vLLM generated {sum(lengths)} tokens, of {limit * samples}")
+
+    def as_megarl(step: int) -> None:
+        flat = [tokens for group in prompts[step] for tokens in group]
+        settings = [
+            SamplingParams(**common, seed=step * len(flat) + row, logprobs=0, flat_logprobs=True)
+            for row in range(len(flat))
+        ]
+        given: Any = [{"prompt_token_ids": tokens} for tokens in flat]
+        check(llm.generate(given, settings, use_tqdm=False), len(flat))
+        llm.reset_prefix_cache()  # as a publication does
+
+    def plain(step: int) -> None:
+        given: Any = [{"prompt_token_ids": group[0]} for group in prompts[step]]
+        settings = SamplingParams(**common, n=size)
+        check(llm.generate(given, settings, use_tqdm=False), size * len(given))
+        llm.reset_prefix_cache()
+
+    calls = Calls("generation", **task["calls"])
+    found: dict[str, Any] = {"calls": calls.run(as_megarl)}
+    if task["plain"]:
+        found["plain"] = Calls("plain", **task["calls"]).run(plain)
+    return found
+
+
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """megarl's model, loss and optimizer on the micro-batches of each step, without its loop."""
+    from megarl.cluster.process_env import prepare_environment
+    from megarl.config import RunConfig, load
+
+    run = Path(task["run"])
+    settings = [f"--replay.run={run}", f"--folder={task['folder']}", "--resume=false"]
+    config = load(RunConfig, str(run / "recipe.yaml"), settings)
+    prepare_environment(config.training.num_threads)
+    from megarl.checks.replay import check_replay
+    from megarl.rollout.batch_files import batch_of
+    from megarl.trainer.context import open_run
+
+    Path(config.folder).mkdir()
+    with ExitStack() as stack:
+        context = stack.enter_context(open_run(config, check_replay(config)))
+        role = context.role("policy", config.model, optimizer_steps=config.steps)
+        batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
+        made: list[tuple[float, float]] = []
+
+        def step(number: int) -> None:
+            made.append(train_step(role, batches[number], config))
+
+        calls = Calls("training", **task["calls"]).run(step)
+        return {"calls": calls, "losses_and_norms": made}
+
+
+def train_step(role: Any, batch: Any, config: Any) -> tuple[float, float]:
+    """One optimizer step on a batch of one mini-batch; returns (loss, gradient norm)."""
+    from megarl.objectives.corrections import CORRECTIONS
+    from megarl.objectives.losses import LOSSES
+    from megarl.trainer.packing import SequenceMean
+    from megarl.trainer.step import token_weights
+    from megarl.trainer.step_advantages import step_advantages
+
+    algorithm, mesh = config.algorithm, role.mesh
+    packed = role.pack_step(batch)[0]
+    advantages = step_advantages(
+        batch, {}, algorithm, kl_coefficient=0.0, data=mesh.data, device=role.device
+    )["advantages"][0]
+    weights = token_weights(batch, 0, algorithm.aggregation, role.device, algorithm)
+    total = 0.0
+    for index, micro in enumerate(packed):
+        logprobs, _ = role.engine(micro, config.rollout.temperature)
+        samples, current = micro.sample_ids[micro.mask], logprobs.detach()
+        mean = SequenceMean(samples, micro.members, mesh.sequence)
+        chosen = advantages[micro.places[micro.mask]]
+        terms = LOSSES[algorithm.loss](logprobs, current, chosen, mean, algorithm)
+        correction = CORRECTIONS[algorithm.correction.kind](
+            current, micro.engine_logprobs[micro.mask], mean.sum, algorithm.correction
+        )
+        loss = (weights[samples] * correction * terms.per_token).sum()
+        total += float(loss.detach())
+        role.engine.backward(loss, last=index == len(packed) - 1)
+    return total, role.engine.step()[0]
+
+
+def main(path: Path) -> None:
+    """Do what the task in the file `path` says."""
+    task = json.loads(path.read_text())
+    if task["cores"]:
+        os.sched_setaffinity(0, task["cores"])
+    found = {"generation": generate, "training": train}[task["part"]](task)
+    answer_path(path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
