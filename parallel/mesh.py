@@ -122,6 +122,8 @@ class ProcessMesh:
         """Whether this process is one of the mesh's ranks."""
         self.rank = self.ranks.index(dist.get_rank()) if self.is_member else -1
         """This process's place in the layout; -1 where it is no member."""
+        self.timeout_s = timeout_s
+        """Deadline of every collective in seconds, also where this process is no member."""
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self._alone: dist.ProcessGroup | None = None
@@ -155,8 +157,8 @@ class ProcessMesh:
             return Axis(name, 0, -1, (), None)
         mine = next(places for places in groups if self.rank in places)
         ranks = tuple(self.ranks[place] for place in mine)
-        timeout_s = self._timeout.total_seconds()
-        return Axis(name, len(mine), mine.index(self.rank), ranks, made.get(mine), timeout_s)
+        place, group = mine.index(self.rank), made.get(mine)
+        return Axis(name, len(mine), place, ranks, group, self.timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The axis's process group, also for one rank: for libraries that cannot do without."""

@@ -163,7 +163,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        timeout_s, step = self.mesh.world.timeout_s, writing.step
+        timeout_s, step = self.mesh.timeout_s, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
             reported = gather_objects(dict(writing.digests), self.everyone)
@@ -177,7 +177,7 @@ class Checkpoints:
         long as a collective may take. A rank calls this method alone.
         """
         if self._writing is not None:
-            self._writing.wait_ended(self.mesh.world.timeout_s)
+            self._writing.wait_ended(self.mesh.timeout_s)
 
     def take_times(self) -> dict[str, float]:
         """Metrics of rank 0 since the last call: seconds for which the newest save has held up
@@ -344,7 +344,7 @@ class Checkpoints:
         if not found:
             return
         if writing is not None:
-            writing.give_up(self.mesh.world.timeout_s)
+            writing.give_up(self.mesh.timeout_s)
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
         if self.everyone.rank == 0:
             shutil.rmtree(self._aside(step), ignore_errors=True)
