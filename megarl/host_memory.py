@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells the limits of the container that this process is in."""
+OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""Where Linux tells the control groups of this process, and their limits."""
+NAMES = {
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+"""{version of control groups: (file of the limit, file of what is used, keys in memory.stat)}"""
 
 
 def free_memory() -> tuple[int, int]:
@@ -17,11 +27,29 @@ def free_memory() -> tuple[int, int]:
     """
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        for line in (CGROUP / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            used -= int(value) if name in ("inactive_file", "active_file") else 0
-        free, total = min(free, limit - used), min(total, limit)
+    for version, folder in _control_groups():
+        limit_file, used_file, cached = NAMES[version]
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+            limit = int((folder / limit_file).read_text())
+            used = int((folder / used_file).read_text())
+            for line in (folder / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                used -= int(value) if name in cached else 0
+            free, total = min(free, limit - used), min(total, limit)
     return free, total
+
+
+def _control_groups() -> Iterator[tuple[int, Path]]:
+    """(version, folder) of each control group of memory that this process is in: its own, and all
+    above it. In a container the path of its own is often that of the host, and is not there.
+    """
+    yield 2, ROOT
+    yield 1, ROOT / "memory"
+    with contextlib.suppress(OSError):
+        for line in OWN.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            version, top = (1, ROOT / "memory") if controllers else (2, ROOT)
+            for place in (Path(path), *Path(path).parents):
+                yield version, top / str(place).lstrip("/")

@@ -1,13 +1,17 @@
 """The writing of one checkpoint: a thread of each rank writes the rank's files, and the thread of
 rank 0 commits the checkpoint once all ranks have reported theirs.
 
-    .writing_000010.<run>/reports/rank_00001.json     what rank 1 has on the disk: {file: digest}
+    .writing_000010.<run>/                             the files
+    .writing_000010.<run>.reports/rank_00001.json      what rank 1 has on the disk: {file: digest}
 
-The threads need no collective, and so wait for nobody who trains.
+The reports are beside the files, since a network file system may show them late, and the checkpoint
+must have nothing that is not its own. The threads need no collective, and so wait for nobody who
+trains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -16,11 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.console import say
+from megarl.signals import Ended
 
-REPORTS = "reports"
-"""Folder of the reports, within the temporary folder of the checkpoint."""
 LOOK_S = 0.1
 """Seconds between two looks for the reports of other ranks."""
+PROBLEM = "problem"
+"""Key of a report that tells what went wrong, in the place of files."""
+
+
+def reports_of(folder: Path) -> Path:
+    """The folder of the reports of the checkpoint that is written into `folder`."""
+    return folder.with_name(f"{folder.name}.reports")
+
 
 Digests = Mapping[str, str]
 """{path within the checkpoint: digest}"""
@@ -48,10 +59,10 @@ class Writing:
         """Of this rank's files, once they are written."""
         self.written_s = self.committed_s = 0.0
         """Seconds from the start until the files were written, and until they were committed."""
-        self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
+        self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
         self._write, self._commit = write, commit
         self._reported: dict[int, Digests] = {}
-        self._problem = ""
+        self._problem = self._not_committed = ""
         self._is_written, self._is_told, self._gives_up = (threading.Event() for _ in range(3))
         self._started_at = time.monotonic()
         self._thread = threading.Thread(
@@ -74,56 +85,93 @@ class Writing:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return f"it was not committed after {timeout_s:.0f} s"
-        return self._problem
+        return self._problem or self._not_committed
 
-    def give_up(self, timeout_s: float) -> None:
-        """Do not commit; wait for the end of the thread."""
+    def give_up(self, timeout_s: float) -> bool:
+        """Do not commit; wait for the end of the thread. Returns whether it has ended."""
         self._gives_up.set()
         self._is_told.set()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
-    def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread, and say so if that takes longer than a second; returns
-        whether it has ended.
+    def linger(self, timeout_s: float) -> None:
+        """Before this process ends by an error, wait until the checkpoint is committed, or cannot
+        be; rank 0 says what became of it. The other ranks wait too: torchrun ends rank 0 soon after
+        them. On rank 0 a signal ends the wait only by force, as `megarl.signals.guard` does.
         """
-        self._thread.join(min(1.0, timeout_s))
-        if self._thread.is_alive() and timeout_s > 1.0:
-            say(f"writing the checkpoint of step {self.step} to the disk before the end")
-            self._thread.join(timeout_s - 1.0)
+        if self._rank > 0:
+            self._is_over(timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            if not self._is_over(1.0):
+                say(f"writing the checkpoint of step {self.step} to the disk before the end")
+                self._is_over(timeout_s)
+        except Ended:
+            self._is_over(deadline - time.monotonic())
+            raise
+        finally:
+            problem = self._problem or self._not_committed
+            if self._thread.is_alive():
+                problem = f"not on the disk after {timeout_s:.0f} s"
+            what = f"is not saved: {problem}" if problem else "is saved"
+            say(f"the checkpoint of step {self.step} {what}")
+
+    def _is_over(self, timeout_s: float) -> bool:
+        """Wait until rank 0 has committed the checkpoint or given up; returns whether it has."""
+        deadline = time.monotonic() + timeout_s
+        self._thread.join(max(0.0, timeout_s))
+        # Rank 0 removes the reports when it is done.
+        while not self._thread.is_alive() and self._rank > 0 and self._reports.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         # Any error, so that the ranks that wait for this thread learn of it.
         try:
             self.digests = self._write()
-            if self._num_ranks > 1 and self._rank > 0:
-                self._report()
+            if self._rank > 0:
+                self._report(self.digests)
         except Exception as error:
             self._problem = str(error) or repr(error)
+            if self._rank > 0:
+                with contextlib.suppress(OSError):
+                    self._report({PROBLEM: self._problem})
         self.written_s = time.monotonic() - self._started_at
         self._is_written.set()
-        if self._rank > 0 or self._problem:
+        if self._rank > 0:
             return
         try:
-            if self._collect():
-                shutil.rmtree(self._folder / REPORTS, ignore_errors=True)
+            if not self._problem and self._collect():
                 self._commit({k: v for one in self._reported.values() for k, v in one.items()})
         except Exception as error:
-            self._problem = str(error) or repr(error)
+            self._not_committed = str(error) or repr(error)
         self.committed_s = time.monotonic() - self._started_at
+        shutil.rmtree(self._reports, ignore_errors=True)
 
-    def _report(self) -> None:
-        place = self._folder / REPORTS / f"rank_{self._rank:05d}.json"
+    def _report(self, report: Digests) -> None:
+        place = self._report_of(self._rank)
         aside = place.with_suffix(".writing")
-        aside.write_text(json.dumps(self.digests))
+        aside.write_text(json.dumps(report))
         aside.rename(place)
 
+    def _report_of(self, rank: int) -> Path:
+        return self._reports / f"rank_{rank:05d}.json"
+
     def _collect(self) -> bool:
-        """On rank 0, wait until all ranks have reported; False if the checkpoint is given up."""
+        """On rank 0, wait until all ranks have reported; returns False if the checkpoint is given
+        up. Raises `OSError` if a rank reports a problem.
+        """
         reported = {self._rank: self.digests}
         while len(reported) < self._num_ranks:
-            for path in (self._folder / REPORTS).glob("rank_*.json"):
-                reported[int(path.stem.removeprefix("rank_"))] = json.loads(path.read_text())
+            for rank in range(self._num_ranks):
+                path = self._report_of(rank)
+                if rank not in reported and path.exists():
+                    reported[rank] = json.loads(path.read_text())
+                    if PROBLEM in reported[rank]:
+                        raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
             if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
                 break
         else:

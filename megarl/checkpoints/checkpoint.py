@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
-from megarl.checkpoints.background import REPORTS, Digests, Writing
+from megarl.checkpoints.aside import ASIDE, remove_unfinished, set_aside
+from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
@@ -55,16 +56,6 @@ from megarl.types import Group
 
 if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
-
-
-ASIDE = ".writing_"
-"""Beginning of the names of checkpoints that are being written."""
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove from `folder` the temporary folders of checkpoints that were never finished."""
-    for left in [*folder.glob(f"{ASIDE}*"), *folder.glob(".converted_*")]:
-        shutil.rmtree(left, ignore_errors=True)
 
 
 class Checkpoints:
@@ -163,7 +154,8 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        timeout_s, step = self.mesh.timeout_s, writing.step
+        # Less than the collectives' own time, in which the other ranks wait for this one.
+        timeout_s, step = self.mesh.timeout_s / 2, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
             reported = gather_objects(dict(writing.digests), self.everyone)
@@ -177,7 +169,7 @@ class Checkpoints:
         long as a collective may take. A rank calls this method alone.
         """
         if self._writing is not None:
-            self._writing.wait_ended(self.mesh.timeout_s)
+            self._writing.linger(self.mesh.timeout_s)
 
     def take_times(self) -> dict[str, float]:
         """Metrics of rank 0 since the last call: seconds for which the newest save has held up
@@ -248,8 +240,9 @@ class Checkpoints:
         left, of this run or of an earlier one.
         """
         remove_unfinished(self.folder)
-        for part in ("state", "random", "model", REPORTS):
+        for part in ("state", "random", "model"):
             (aside / part).mkdir(parents=True)
+        reports_of(aside).mkdir()
 
     def _take_state(self, aside: Path, files: RankFiles) -> None:
         """Add this rank's part of the optimizer state and its random-generator state to `files`."""
@@ -311,14 +304,14 @@ class Checkpoints:
         # The last moment: a new owner has removed `aside`, or is about to.
         if self.owner is not None and (lost := self.owner.problem()):
             raise OSError(errno.EPERM, lost)
-        if final.exists():
-            shutil.rmtree(final)
+        # Under another name first: a kill must not leave half of a checkpoint under its own.
+        removed = [set_aside(final)] if final.exists() else []
         os.rename(aside, final)
         sync(self.folder)
-        for old in [path for path in newest_first(self.folder) if path.name <= final.name][
-            self.keep :
-        ]:
-            shutil.rmtree(old, ignore_errors=True)
+        known = [path for path in newest_first(self.folder) if path.name <= final.name]
+        removed += [set_aside(old) for old in known[self.keep :]]
+        for path in removed:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _attempt(self, write: Callable[[], object]) -> str:
         """Call `write`; returns the error message if it failed, else an empty string. Nothing is
@@ -326,7 +319,7 @@ class Checkpoints:
         """
         try:
             write()
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
             return str(error) or repr(error)
         return ""
 
@@ -343,11 +336,11 @@ class Checkpoints:
         ]
         if not found:
             return
-        if writing is not None:
-            writing.give_up(self.mesh.timeout_s)
+        hangs = writing is not None and not writing.give_up(self.mesh.timeout_s / 4)
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
-        if self.everyone.rank == 0:
+        if self.everyone.rank == 0 and not hangs:
             shutil.rmtree(self._aside(step), ignore_errors=True)
+            shutil.rmtree(reports_of(self._aside(step)), ignore_errors=True)
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(

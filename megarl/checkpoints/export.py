@@ -177,5 +177,5 @@ class _File:
             return
         try:
             self._file.write(values.cpu().view(torch.uint8).numpy().data)
-        except OSError as error:
-            self.problem = str(error)
+        except (OSError, MemoryError) as error:
+            self.problem = str(error) or repr(error)

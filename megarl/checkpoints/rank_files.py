@@ -22,6 +22,7 @@ import xxhash
 
 from megarl.checkpoints.manifest import digest_files
 from megarl.host_memory import free_memory
+from megarl.parallel.launcher import ranks_per_host
 
 LOOK_BYTES = 256 * 2**20
 """Bytes that are kept between two looks at the free memory."""
@@ -73,11 +74,13 @@ class RankFiles:
         return found
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more bytes may be kept in memory."""
+        """Whether so many more bytes may be kept in memory. The host's other ranks are expected to
+        keep as many at the same time.
+        """
         self._unseen += num_bytes
         if self.in_background and self._unseen > LOOK_BYTES:
             free, total = free_memory()
-            self.in_background = free - self._unseen > total // 10
+            self.in_background = free - ranks_per_host() * self._unseen > total // 10
             self._unseen = 0
         return self.in_background
 
@@ -90,15 +93,26 @@ class RankFile:
         self._kept: list[bytes] = []
         self._file: BinaryIO | None = None
         self._hasher = xxhash.xxh3_128()
+        self.problem: OSError | None = None
+        """The first error of the disk. `torch.save` raises another one in its place."""
 
     def write(self, content: bytes | memoryview) -> int:
         """Append bytes, of which a copy is kept; returns their number. Raises `OSError`."""
-        size = memoryview(content).nbytes
-        if self._file is None and self._files.has_room(size):
-            self._kept.append(bytes(content))
-        else:
-            self._write_kept()
-            self._put(content)
+        rest = memoryview(content).cast("B")
+        size = rest.nbytes
+        try:
+            while self._file is None and rest and self._files.has_room(min(len(rest), LOOK_BYTES)):
+                self._kept.append(bytes(rest[:LOOK_BYTES]))
+                rest = rest[LOOK_BYTES:]
+        except MemoryError:
+            self._files.in_background = False
+        try:
+            if rest:
+                self._write_kept()
+                self._put(rest)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
         return size
 
     def flush(self) -> None:

@@ -39,13 +39,13 @@ def write_state(state: dict[str, Any], path: Path, files: RankFiles | None = Non
     """Save a DeepSpeed state file, as one of `files` if they are given. Raises `OSError` if it
     cannot be written, where torch raises `RuntimeError`.
     """
+    file = files.create(path) if files is not None else None
     try:
-        if files is None:
-            torch.save(state, path)
-        else:
-            torch.save(state, files.create(path))  # pyright: ignore[reportArgumentType]
-    except RuntimeError as error:
-        raise OSError(f"{path.name}: {error}") from None
+        torch.save(state, path if file is None else file)  # pyright: ignore[reportArgumentType]
+    except (RuntimeError, MemoryError) as error:
+        if file is not None and file.problem is not None:
+            raise file.problem from None
+        raise OSError(f"{path.name}: {str(error) or repr(error)}") from None
 
 
 class StateFiles(CheckpointEngine):

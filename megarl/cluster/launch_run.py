@@ -187,7 +187,7 @@ class Launcher:
             if first is None:
                 first = next((one for one in ranks if one.poll()), None)
                 if first is not None:  # the others notice it, and end
-                    deadline = time.monotonic() + OTHERS_END_WITHIN_S
+                    deadline = time.monotonic() + OTHERS_END_WITHIN_S + self.launch.more_s
             if all(one.poll() is not None for one in ranks):
                 break
             lost = next((one for one in rays if one.poll() is not None), None)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megarl.cluster.process_env import SOCKETS
 from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
 MARK = "MEGARL_LAUNCH"
@@ -62,6 +63,8 @@ def main(kind: str, words: Sequence[str]) -> int:
     makes_folder = kind == "ray" and not folder.exists()  # not on the launcher's node
     if makes_folder:
         folder.mkdir(mode=0o700)
+    if kind == "ray" and MARK in os.environ:
+        os.environ.setdefault(SOCKETS, str(folder))
 
     def prepare() -> None:
         for number in SIGNALS:

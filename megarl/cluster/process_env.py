@@ -29,6 +29,9 @@ ENGINE_RANKS = "megarl_engine_ranks"
 """Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
 many engine ranks a node may have. A Ray without it has no such limit."""
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Name of the environment variable with the folder of vLLM's sockets, which is /tmp by default."""
+
 
 def prepare_environment(num_threads: int) -> None:
     """Set the environment variables that libraries read at import. Call it before torch is

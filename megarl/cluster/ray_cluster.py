@@ -20,14 +20,14 @@ from megarl.checkpoints.group_files import segments_of, with_arrays
 from megarl.cluster.engines import ActorDied, ActorHandle, EngineGroup, ask
 from megarl.cluster.mailbox import fetch
 from megarl.cluster.placement import Seat
-from megarl.cluster.process_env import use_cluster_token, without_variable
+from megarl.cluster.private_ray import PrivateFolder, start_ray
+from megarl.cluster.process_env import SOCKETS, use_cluster_token, without_variable
 from megarl.cluster.processes import end
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_shutdown import shut_down
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.console import say
 from megarl.errors import UserError
 from megarl.rollout.batch import assemble
 from megarl.rollout.config import RolloutConfig
@@ -55,26 +55,6 @@ SERVICE_TIMEOUT_S = 120.0
 
 PROGRESS_POLL_S = 5.0
 """Seconds between two questions whether the rollouts that a rank waits for make progress."""
-
-
-RAY_ATTEMPTS = 3
-"""Times that Ray is started before its failure ends the run."""
-
-
-def start_ray(**options: Any) -> None:
-    """Start a Ray of its own on this machine with the options of `ray.init`. Ray gives itself 30 s,
-    which cannot be set and which a busy machine exceeds: then it is started again.
-    """
-    for attempt in range(1, RAY_ATTEMPTS + 1):
-        try:
-            # Without "local", Ray joins whatever `ray start` last started on this machine.
-            ray.init(address="local", **options)
-            return
-        except Exception as error:
-            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
-                raise
-            say("megarl: warning: Ray did not start within 30 s; starting it again")
-            ray.shutdown()
 
 
 class Cluster:
@@ -106,6 +86,7 @@ class Cluster:
         self._groups: list[EngineGroup] = []
         self._supervisors: list[EngineSupervisor] = []
         self._service_ready: Any = None
+        self._folder: PrivateFolder | None = None
         # Ray puts handlers of its own in place, which end the process on the spot.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         options: dict[str, Any] = {
@@ -125,7 +106,7 @@ class Cluster:
                 ) from error
         else:
             with without_variable(hidden):
-                start_ray(
+                self._folder = start_ray(
                     include_dashboard=False,
                     num_cpus=max(4, os.cpu_count() or 1),
                     object_store_memory=object_store_bytes,
@@ -146,6 +127,8 @@ class Cluster:
         """Start an engine on every seat, in parallel, without waiting; call `.wait()` on the result
         before use.
         """
+        if self._folder is not None:
+            environment = environment | {SOCKETS: str(self._folder.path)}
 
         def start(number: int) -> ActorHandle:
             actor = ray.remote(EngineActor).options(
@@ -212,6 +195,9 @@ class Cluster:
         self._owned = []
         shut_down()
         end([process for group in self._groups for process in group.processes()], patience_s=1.0)
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def __enter__(self) -> Cluster:
         return self

@@ -30,7 +30,7 @@ from megarl.loops.schedule import due
 from megarl.observe.observer import METRICS
 from megarl.observe.report import write_report
 from megarl.observe.sinks import read_records
-from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.rollout.batch_files import batch_of
 from megarl.schema import MOST_STEPS
 from megarl.signals import Stop, graceful
@@ -84,10 +84,15 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
         if broadcast_object(bool(stop), world):
             break
         step_begins(step + 1, step)
+        batch, problem = None, ""
         try:
             batch = batch_of(run, step, data.rank, data.size)
         except ValueError as error:
-            raise UserError(f"{error}; set replay.steps to {step} to end before it") from None
+            problem = f"{error}; set replay.steps to {step} to end before it"
+        found = next(filter(None, gather_objects(problem, world)), "")
+        if batch is None or found:
+            tell(parts, "abort", step)
+            raise UserError(found)
         tell(parts, "train", step)
         started_at = time.monotonic()
         with activity(f"training of step {step + 1}", kind="train"):

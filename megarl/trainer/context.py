@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
 from megarl.activity.recording import Recording
-from megarl.checkpoints.checkpoint import Checkpoints, remove_unfinished
+from megarl.checkpoints.aside import remove_unfinished
+from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps

@@ -39,10 +39,12 @@ def two_nodes() -> Iterator[None]:
 
 ANOTHER_RAY = """
 import ray
-from megarl.cluster.ray_cluster import start_ray
-start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
-print(len(ray.nodes()), "node")
+from megarl.cluster.private_ray import start_ray
+folder = start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+print(len(ray.nodes()), "node", (folder.path / "session_latest").exists())
 ray.shutdown()
+folder.remove()
+print(folder.path.exists())
 """
 
 
@@ -54,7 +56,7 @@ def test_a_run_does_not_join_another_ray_of_this_machine(two_nodes: None) -> Non
     done = subprocess.run(
         [sys.executable, "-c", ANOTHER_RAY], capture_output=True, text=True, timeout=180
     )
-    assert done.stdout.strip() == "1 node", done.stderr
+    assert done.stdout.split() == ["1", "node", "True", "False"], done.stderr
 
 
 def test_each_engine_has_its_gpus_on_one_node(two_nodes: None) -> None:

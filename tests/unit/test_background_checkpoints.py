@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl import host_memory
 from megarl.checkpoints import rank_files
-from megarl.checkpoints.background import REPORTS, Writing
+from megarl.checkpoints.background import Writing, reports_of
 from megarl.checkpoints.manifest import digest
 from megarl.checkpoints.rank_files import RankFiles
+from megarl.checkpoints.state_files import write_state
 
 
 def filled(files: RankFiles) -> None:
@@ -71,10 +74,10 @@ def writing(
     num_ranks: int = 2,
 ) -> Writing:
     def commit(digests: Mapping[str, str]) -> None:
-        assert committed is not None and not (folder / REPORTS).exists()
+        assert committed is not None
         committed.append(dict(digests))
 
-    (folder / REPORTS).mkdir(exist_ok=True)
+    reports_of(folder).mkdir(exist_ok=True)
     return Writing(7, folder=folder, rank=rank, num_ranks=num_ranks, write=write, commit=commit)
 
 
@@ -91,10 +94,10 @@ def test_the_checkpoint_is_committed_once_every_rank_has_written(tmp_path: Path)
 
     first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
     second = writing(tmp_path, 1, slow)
-    assert first.wait_written(20) == "" and not first.wait_ended(0.5) and committed == []
+    assert first.wait_written(20) == "" and not first._is_over(0.5) and committed == []
     may_write.set()
     # Nobody asks: the threads alone commit.
-    assert first.wait_ended(20) and committed == [{"a": "1", "b": "2"}]
+    assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]
     assert second.wait_written(20) == "" == first.wait_committed([], 20)
 
 
@@ -106,14 +109,81 @@ def test_digests_that_were_sent_replace_reports_that_are_not_seen(tmp_path: Path
     assert committed == [{"a": "1", "b": "2"}]
 
 
-def test_a_rank_that_cannot_write_keeps_the_others_from_committing(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_keeps_the_others_from_committing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     committed = list[dict[str, str]]()
     first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
     second = writing(tmp_path, 1, full_disk)
-    assert "No space left" in second.wait_written(20) and second.wait_ended(20)
-    assert not list((tmp_path / REPORTS).iterdir())
-    first.give_up(20)
-    assert first.wait_ended(0) and committed == []
+    assert "No space left" in second.wait_written(20) and second._is_over(20)
+    # Rank 0 learns of it by itself, and says so where the run ends by an error.
+    assert first._is_over(20) and committed == [] and not reports_of(tmp_path).exists()
+    first.linger(20)
+    assert "step 7 is not saved: rank 1: [Errno 28] No space" in capsys.readouterr().err
+    assert first.wait_written(20) == "" and "No space" in first.wait_committed([], 20)
+
+
+def test_a_checkpoint_that_is_given_up_is_not_committed(tmp_path: Path) -> None:
+    committed = list[dict[str, str]]()
+    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+    assert first.wait_written(20) == "" and first.give_up(20) and committed == []
+
+
+def test_before_an_error_ends_the_run_ranks_wait_for_the_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed, may_write = list[dict[str, str]](), threading.Event()
+
+    def slow() -> dict[str, str]:
+        assert may_write.wait(20)
+        return {"a": "1"}
+
+    first = writing(tmp_path, 0, slow, committed)
+    second = writing(tmp_path, 1, lambda: {"b": "2"})
+    assert second.wait_written(20) == "" and not second._is_over(0.5)
+    threading.Timer(1.5, may_write.set).start()
+    first.linger(20)
+    second.linger(20)
+    assert committed == [{"a": "1", "b": "2"}]
+    said = capsys.readouterr().err
+    assert "writing the checkpoint of step 7" in said and "step 7 is saved" in said
+
+
+def test_a_full_disk_is_told_where_torch_hides_it(tmp_path: Path) -> None:
+    class Full(io.RawIOBase):
+        def write(self, content: object) -> int:
+            return full_disk() and 0
+
+    files = RankFiles(tmp_path)
+    create = files.create
+
+    def on_full_disk(path: Path) -> rank_files.RankFile:
+        file = create(path)
+        file._file = Full()  # pyright: ignore[reportAttributeAccessIssue]
+        return file
+
+    files.create = on_full_disk
+    with pytest.raises(OSError, match="No space left on device"):
+        write_state({"x": torch.ones(100_000)}, tmp_path / "x.pt", files)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_container_is_seen_from_a_group_below(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm has it: the job has the limit, the step below none."""
+    limit, used, cached = host_memory.NAMES[version]
+    own = tmp_path / "own"
+    own.write_text({1: "9:cpu:/x\n4:memory:/job/step\n", 2: "0::/job/step\n"}[version])
+    job = tmp_path / ("memory/job" if version == 1 else "job")
+    (job / "step").mkdir(parents=True)
+    for folder, most in ((job, 1_000_000), (job / "step", {1: 2**63 - 4096, 2: "max"}[version])):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text("700000\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cached[0]} 100000\n")
+    monkeypatch.setattr(host_memory, "OWN", own)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    assert host_memory.free_memory() == (400_000, 1_000_000)
 
 
 def test_waits_have_an_end(tmp_path: Path) -> None:
@@ -127,7 +197,7 @@ def test_waits_have_an_end(tmp_path: Path) -> None:
     assert one.wait_written(0.1) == "its files were not on the disk after 0 s"
     assert "was not committed" in one.wait_committed([{}], 0.1)
     may_write.set()
-    assert one.wait_ended(20)
+    assert one._is_over(20)
 
 
 def test_a_commit_that_fails_is_told(tmp_path: Path) -> None:
@@ -142,9 +212,9 @@ def test_a_commit_that_fails_is_told(tmp_path: Path) -> None:
 def test_a_half_written_report_is_not_read(tmp_path: Path) -> None:
     committed = list[dict[str, str]]()
     first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    half = tmp_path / REPORTS / "rank_00001.writing"
+    half = reports_of(tmp_path) / "rank_00001.writing"
     half.write_text('{"b": ')
-    assert first.wait_written(20) == "" and not first.wait_ended(0.3)
+    assert first.wait_written(20) == "" and not first._is_over(0.3)
     half.write_text(json.dumps({"b": "2"}))
     half.rename(half.with_suffix(".json"))
-    assert first.wait_ended(20) and committed == [{"a": "1", "b": "2"}]
+    assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]

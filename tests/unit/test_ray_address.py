@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from megarl.checks.preflight import check_run
-from megarl.cluster import ray_cluster
+from megarl.cluster import private_ray
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_cluster import Cluster
 from megarl.config import RunConfig
@@ -55,20 +58,56 @@ def test_a_cluster_that_is_gone(
 
 def test_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ["The current node timed out during startup. GCS overloaded.", ""]
-    said: list[str] = []
+    said, folders = list[str](), list[str]()
 
     def init(**options: object) -> None:
-        assert options == {"address": "local", "num_cpus": 4}
+        folder = str(options.pop("_temp_dir"))
+        assert options == {"address": "local", "num_cpus": 4} and Path(folder).is_dir()
+        folders.append(folder)
         if problem := answers.pop(0):
             raise Exception(problem)  # noqa: TRY002 - what Ray raises
 
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
-    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: said.append("shutdown"))
-    ray_cluster.start_ray(num_cpus=4)
-    assert answers == [] and said == ["shutdown"]
+    monkeypatch.setattr(private_ray.ray, "init", init)
+    monkeypatch.setattr(private_ray.ray, "shutdown", lambda: said.append("shutdown"))
+    folder = private_ray.start_ray(num_cpus=4)
+    assert answers == [] and said == ["shutdown"] and folders == [str(folder.path)] * 2
+    folder.remove()
     answers += ["timed out during startup"] * 3
     with pytest.raises(Exception, match="timed out"):
-        ray_cluster.start_ray(num_cpus=4)
+        private_ray.start_ray(num_cpus=4)
     answers[:] = ["another problem", ""]
     with pytest.raises(Exception, match="another"):
-        ray_cluster.start_ray(num_cpus=4)
+        private_ray.start_ray(num_cpus=4)
+    assert not any(Path(one).exists() for one in folders)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megarl.cluster import private_ray
+private_ray.PLACE = Path(sys.argv[1])
+print(private_ray.PrivateFolder().path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_ray, "PLACE", tmp_path)
+    foreign = tmp_path / "megarl-123-of-the-launcher"
+    foreign.mkdir()
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        mine = private_ray.PrivateFolder()
+        assert theirs.is_dir() and theirs.stat().st_mode & 0o777 == 0o700
+        assert mine.path.is_dir() and mine.path != theirs
+        process.kill()
+        process.wait(20)
+        third = private_ray.PrivateFolder()
+    assert not theirs.exists() and mine.path.is_dir() and foreign.is_dir()
+    for one in (mine, third):
+        one.remove()
+        assert not one.path.exists()
