@@ -71,6 +71,7 @@ def trained(
     load: str = "",
 ) -> dict[str, Any]:
     """Train a role; a checkpoint is written before, or read in place of, the last step but one."""
+    from megarl.checkpoints.rank_files import RankFiles
     from megarl.trainer.config import ModelConfig
     from megarl.trainer.role import Role
     from megarl.types import Samples
@@ -98,7 +99,9 @@ def trained(
                 found["stays"].append(sum(alive().values()) - before - on_host)
             found["moved"] = on_host
             if save and step == STEPS - 1:
-                role.engine.save(save)
+                files = RankFiles(Path(save))
+                role.engine.save(save, files)
+                files.finish()
             role.engine.reload()
         for last in (False, True):
             ids = np.arange(1, 10) + step + mesh.data.rank

@@ -36,7 +36,7 @@ SlurmctldHost={controller}({network}1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
