@@ -261,7 +261,9 @@ def open_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def heads(path: Path) -> Iterator[dict[str, Any]]:
-    """The first records of the processes that have written a file of `megarl.activity`."""
+    """The records in the activity file `path` with which processes begin: one for each process that
+    has written to the file, such as an engine and the engine that replaced it.
+    """
     with contextlib.suppress(OSError):
         for line in path.read_bytes().split(b"\n"):
             if line.startswith(b'{"process"'):

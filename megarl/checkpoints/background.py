@@ -38,7 +38,7 @@ Digests = Mapping[str, str]
 
 
 class Writing:
-    """A checkpoint that is being written; the thread starts at once."""
+    """A checkpoint that a thread of this rank is writing. The constructor starts the thread."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Writing:
         self.step = step
         self.digests: Digests = {}
         """Of this rank's files, once they are written."""
-        self.written_s = self.committed_s = 0.0
-        """Seconds from the start until the files were written, and until they were committed."""
+        self.committed_s = 0.0
+        """On rank 0, seconds from the start until the checkpoint was committed."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
         self._write, self._commit = write, commit
         self._reported: dict[int, Digests] = {}
@@ -88,7 +88,9 @@ class Writing:
         return self._problem or self._not_committed
 
     def give_up(self, timeout_s: float) -> bool:
-        """Do not commit; wait for the end of the thread. Returns whether it has ended."""
+        """Keep this rank's thread from committing the checkpoint, and wait until the thread ends,
+        for `timeout_s` seconds at most. Returns whether the thread has ended.
+        """
         self._gives_up.set()
         self._is_told.set()
         self._thread.join(timeout_s)
@@ -139,7 +141,6 @@ class Writing:
             if self._rank > 0:
                 with contextlib.suppress(OSError):
                     self._report({PROBLEM: self._problem})
-        self.written_s = time.monotonic() - self._started_at
         self._is_written.set()
         if self._rank > 0:
             return

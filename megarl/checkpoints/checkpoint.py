@@ -151,8 +151,7 @@ class Checkpoints:
         """Wait until the newest checkpoint is committed, if one is being written. Raises `OSError`
         or `UserError` as `save` does. All ranks call it together.
         """
-        writing, self._writing = self._writing, None
-        if writing is None:
+        if (writing := self._writing) is None:
             return
         # Less than the collectives' own time, in which the other ranks wait for this one.
         timeout_s, step = self.mesh.timeout_s / 2, writing.step
@@ -162,6 +161,7 @@ class Checkpoints:
             is_main = self.everyone.rank == 0
             problem = writing.wait_committed(reported, timeout_s) if is_main else ""
             self._everybody(problem, step, writing)
+        self._writing = None
         self._times["time/checkpoint_written_s"] = writing.committed_s
 
     def close(self) -> None:
@@ -336,6 +336,7 @@ class Checkpoints:
         ]
         if not found:
             return
+        self._writing = None
         hangs = writing is not None and not writing.give_up(self.mesh.timeout_s / 4)
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
         if self.everyone.rank == 0 and not hangs:

@@ -240,7 +240,9 @@ class Publisher(Publication):
         return watch
 
     def _connect(self) -> None:
-        """Send engines the transport's address; again after one of them was replaced."""
+        """Send every engine the transport's settings and address, unless all engines have them: at
+        the first publication, and after an engine was replaced.
+        """
         if self._connected:
             return
         assert self.engines is not None
