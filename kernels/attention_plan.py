@@ -12,12 +12,12 @@ from megarl.kernels.block import Block, Positions
 from megarl.kernels.blocks import BLOCKS, default_block
 
 
-def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
+def _hops(positions: Sequence[Positions], starts: torch.Tensor, parents: Sequence[int] = ()) -> int:
     """Number of ring steps, 0 to size - 1, after which keys and values need not be passed on: no
     query on a later rank attends to them.
 
     `positions`: for each rank, its tokens. `starts` [D + 1]: first position of each of the D
-    documents, then the length.
+    documents, then the length. `parents`: see `Positions.of`.
     """
     size, num_documents = len(positions), max(starts.numel() - 1, 1)
     last_query = torch.full((size, num_documents), -1, dtype=torch.int64)
@@ -27,6 +27,10 @@ def _hops(positions: Sequence[Positions], starts: torch.Tensor) -> int:
         document = torch.searchsorted(edges, own.index, right=True) - 1
         last_query[rank].scatter_reduce_(0, document, own.index, "amax")
         first_key[rank].scatter_reduce_(0, document, own.index, "amin")
+    # The queries of a document's descendants come after all its keys; children come after parents.
+    for document in reversed(range(len(parents))):
+        if (parent := parents[document]) >= 0:
+            last_query[:, parent] = torch.maximum(last_query[:, parent], last_query[:, document])
     # A rank sees keys of another if its last query of a document sees the other's first key.
     sees = (last_query[:, None] >= first_key[None]).any(-1)
     pairs = sees.nonzero()
@@ -49,7 +53,7 @@ class AttentionPlan:
     """The block attention kernel that computes attention of some queries to some keys."""
     device: torch.device
     """Device on which the block kernel's work lists are."""
-    _works: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
+    _works: dict[tuple[int, int | None], list[Any]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -57,6 +61,7 @@ class AttentionPlan:
         starts: torch.Tensor,
         device: torch.device,
         *,
+        parents: Sequence[int] = (),
         ulysses: int = 1,
         block: str | None = None,
     ) -> AttentionPlan:
@@ -66,6 +71,8 @@ class AttentionPlan:
             indices: by rank, positions of its tokens in the packed sequence, [L_r] int64.
             starts: [D + 1] first position of each document, then the sequence's length.
             device: where work lists are kept.
+            parents: for each document, the number of the one that it continues, or -1; see
+                `Positions.of`. Empty where no document continues another.
             ulysses: ranks of a Ulysses group; divides the number of ranks.
             block: a name in `BLOCKS`, by default that of the device.
 
@@ -86,34 +93,32 @@ class AttentionPlan:
             torch.cat(list(indices[start : start + ulysses]))
             for start in range(0, len(indices), ulysses)
         ]
-        positions = [Positions.of(index, starts) for index in joined]
+        positions = [Positions.of(index, starts, parents) for index in joined]
         lengths = [int(index.numel()) for index in indices]
-        return AttentionPlan(
-            lengths, ulysses, positions, _hops(positions, starts), BLOCKS[name](), device
-        )
+        hops = _hops(positions, starts, parents)
+        return AttentionPlan(lengths, ulysses, positions, hops, BLOCKS[name](), device)
 
     @property
     def group_lengths(self) -> list[int]:
         """Number of tokens of each Ulysses group."""
         return [int(own.index.numel()) for own in self.positions]
 
-    def work(self, rank: int, owner: int | None) -> Any:
-        """Work list for queries of Ulysses group `rank` and keys of group `owner`, None if it is
-        empty.
+    def works(self, rank: int, owner: int | None) -> list[Any]:
+        """Work lists for queries of Ulysses group `rank` and keys of group `owner`: one for the
+        keys of the queries' own documents, and one for each level of ancestors; empty ones are
+        left out.
 
         `owner` None stands for the keys of all groups. Made when first asked for, then kept.
         """
         if (rank, owner) not in self._works:
-            if owner is None:
-                keys = Positions(
-                    *(
-                        torch.cat(parts)
-                        for parts in zip(
-                            *((p.index, p.doc_start) for p in self.positions), strict=True
-                        )
-                    )
-                )
-            else:
-                keys = self.positions[owner]
-            self._works[rank, owner] = self.block.prepare(self.positions[rank], keys, self.device)
+            owners = self.positions if owner is None else [self.positions[owner]]
+            keys = Positions(
+                torch.cat([own.index for own in owners]),
+                torch.cat([own.doc_start for own in owners]),
+            )
+            made = [
+                self.block.prepare(queries, keys, self.device)
+                for queries in self.positions[rank].views()
+            ]
+            self._works[rank, owner] = [work for work in made if work is not None]
         return self._works[rank, owner]

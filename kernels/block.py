@@ -6,10 +6,15 @@
 token. Contiguous, zigzag and striped splits, packed documents and each step of ring attention
 differ in these arrays only. To add an implementation, write a class with the three methods of
 `Block` and list it in `megarl.kernels.blocks.BLOCKS`.
+
+A document may continue another one, its parent, as the responses of a group continue their prompt.
+Its tokens then attend to the parent's tokens too, and to those of the parent's parent. For each of
+these levels a block is called once more, with the positions that `Positions.views` gives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,20 +29,59 @@ class Positions:
     """
 
     index: torch.Tensor
-    """[L] int64: position in the packed sequence; all different, in any order."""
+    """[L] int64: position in the packed sequence, all different, in any order. In a view (see
+    `views`): the last position that each query attends to, in which many may agree."""
     doc_start: torch.Tensor
     """[L] int64: position in the packed sequence of the first token of the token's document."""
+    levels: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """For each level of ancestors, the roots first: (first [L], last [L]) int64 positions of the
+    ancestor of each token's document at that level. Where there is none, last is the token's own
+    position, and first the position after it."""
 
     @staticmethod
-    def of(index: torch.Tensor, starts: torch.Tensor) -> Positions:
+    def of(index: torch.Tensor, starts: torch.Tensor, parents: Sequence[int] = ()) -> Positions:
         """Positions of the tokens at `index` [L] of a packed sequence with given document `starts`.
 
-        `starts` is [D + 1] for D documents; its last entry is the length of the sequence.
+        Args:
+            index: [L] positions.
+            starts: [D + 1] for D documents; its last entry is the length of the sequence.
+            parents: [D] for each document, the number of the one that it continues, or -1; empty
+                where no document continues another. A parent comes before its children, and
+                between them only its other descendants (depth-first order).
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
         # `right` skips empty documents that begin at the same position.
-        return Positions(index, edges[torch.searchsorted(edges, index, right=True) - 1])
+        document = torch.searchsorted(edges, index, right=True) - 1
+        levels = []
+        for ancestor in ancestors(parents):
+            mine = ancestor[document]
+            has_one = mine >= 0
+            first = torch.where(has_one, edges[mine], index + 1)
+            levels.append((first, torch.where(has_one, edges[mine + 1] - 1, index)))
+        return Positions(index, edges[document], tuple(levels))
+
+    def views(self) -> list[Positions]:
+        """Positions of the same tokens as queries: first for the keys of their own documents, then
+        for those of each level of ancestors. Together they are all keys that a query attends to;
+        each key is in one view.
+        """
+        own = Positions(self.index, self.doc_start)
+        return [own, *(Positions(last, first) for first, last in self.levels)]
+
+
+def ancestors(parents: Sequence[int]) -> list[torch.Tensor]:
+    """For each level of ancestors, the roots first: [D] int64, for each document the number of its
+    ancestor at that level, or -1. `parents`: as in `Positions.of`.
+    """
+    chains: list[list[int]] = []
+    for parent in parents:
+        chains.append([] if parent < 0 else [*chains[parent], parent])
+    depth = max((len(chain) for chain in chains), default=0)
+    return [
+        torch.tensor([chain[level] if level < len(chain) else -1 for chain in chains])
+        for level in range(depth)
+    ]
 
 
 class Block(Protocol):

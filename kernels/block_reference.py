@@ -11,9 +11,11 @@ from megarl.kernels.block import Positions
 
 
 def visible(queries: Positions, keys: Positions) -> torch.Tensor:
-    """[Lq, Lk] bool: whether each query attends to each key."""
-    index = keys.index[None]
-    return (queries.doc_start[:, None] <= index) & (index <= queries.index[:, None])
+    """[Lq, Lk] bool: whether each query attends to each key, also of its document's ancestors."""
+    index, seen = keys.index[None], torch.zeros(len(queries.index), len(keys.index)).bool()
+    for view in queries.views():
+        seen |= (view.doc_start[:, None] <= index) & (index <= view.index[:, None])
+    return seen
 
 
 def reference_attention(

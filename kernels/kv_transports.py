@@ -44,8 +44,7 @@ class ForwardSums(NamedTuple):
 
         `owner` None stands for those of all groups.
         """
-        work = call.plan.work(call.outer.rank, owner)
-        if work is not None:
+        for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.forward(
                 self.q, kv[:, 0], kv[:, 1], work, call.scale, self.out, self.lse
             )
@@ -69,8 +68,7 @@ class BackwardSums(NamedTuple):
         """
         if grad is None:
             grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
-        work = call.plan.work(call.outer.rank, owner)
-        if work is not None:
+        for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.backward(
                 *(self.grad_out, self.q, kv[:, 0], kv[:, 1], self.out, self.lse, work, call.scale),
                 *(self.grad_q, grad[:, 0], grad[:, 1]),

@@ -58,9 +58,18 @@ class Operator(Protocol):
         ...
 
 
-def _order(index: torch.Tensor) -> torch.Tensor | None:
-    """The permutation [L] that sorts positions, or None if they are sorted."""
-    return None if bool((index[1:] > index[:-1]).all()) else index.argsort()
+def _order(positions: Positions) -> torch.Tensor | None:
+    """The permutation [L] that sorts tokens by `index`, or None if they are sorted.
+
+    In a view many queries have the same last key. Then those with the larger first key come first:
+    they see no key, and must not be between queries that do.
+    """
+    index, first = positions.index, positions.doc_start
+    later, same = index[1:] > index[:-1], index[1:] == index[:-1]
+    if bool((later | (same & (first[1:] <= first[:-1]))).all()):
+        return None
+    by_first = first.argsort(descending=True, stable=True)
+    return by_first[index[by_first].argsort(stable=True)]
 
 
 def _heads(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
@@ -109,7 +118,7 @@ class PieceBlock:
         self.operator = operator
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
-        query_order, key_order = _order(queries.index), _order(keys.index)
+        query_order, key_order = _order(queries), _order(keys)
         index, starts = queries.index, queries.doc_start
         if query_order is not None:
             index, starts = index[query_order], starts[query_order]

@@ -4,15 +4,23 @@ Every rank computes the same result, so that nothing is communicated:
 
     lengths of samples -> split over ranks -> packed sequences of at most a token budget, equally
         many on every rank
+
+Samples with a prefix in common cost less together. `FamilyBalance` keeps them together while work
+stays even.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 ATTENTION_TOKENS = 4096.0
 """Sequence length at which attention costs about as much per token as the linear layers."""
+
+GAIN = 0.02
+"""Families are divided among more ranks only if that lowers the largest work of a rank by this
+share."""
 
 
 def work(length: int) -> float:
@@ -87,3 +95,126 @@ def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list
         if all(len(made) == most for made in packed):
             return packed
         needed = most
+
+
+class Size(NamedTuple):
+    """Tokens of a sample, some of which the samples of its family have in common."""
+
+    length: int
+    """Number of tokens."""
+    family: Hashable = None
+    """Samples of the same family begin with the same `prefix` tokens; None: no other does."""
+    prefix: int = 0
+    """Number of tokens that all samples of the family begin with, below `length`; packed together,
+    they are computed once."""
+
+
+class FamilyBalance:
+    """Like `split` and `rows_in_step`, for samples of families whose prefix is computed once for
+    all members in a packed sequence.
+    """
+
+    def __init__(self, sizes: Sequence[Size], saves: float = 0.0) -> None:
+        """`saves`: share of the tokens of a family's samples that their prefix must save to be
+        computed once; see `megarl.trainer.prefixes.tree_of`.
+        """
+        self.sizes, self.saves = sizes, saves
+
+    def tokens(self, members: Iterable[int]) -> int:
+        """Number of tokens that are computed for the samples `members` in one packed sequence."""
+        return sum(
+            sum(self.sizes[n].length for n in family) - self._common(family) * (len(family) - 1)
+            for family in self._families(members)
+        )
+
+    def work(self, members: Iterable[int]) -> float:
+        """Relative cost of the samples `members`, packed together; as `work`."""
+        return sum(
+            sum(work(self.sizes[n].length) for n in family)
+            - work(self._common(family)) * (len(family) - 1)
+            for family in self._families(members)
+        )
+
+    def _common(self, family: Sequence[int]) -> int:
+        """Number of tokens that are computed once for these members of a family."""
+        prefix, tokens = self.sizes[family[0]].prefix, sum(self.sizes[n].length for n in family)
+        return prefix if prefix * (len(family) - 1) >= self.saves * tokens else 0
+
+    def split(self, parts: int) -> list[list[int]]:
+        """Assign the samples to `parts` ranks, with about even work. Families are divided as little
+        as that allows: each division computes a prefix once more.
+
+        Returns for each rank the ascending indices into `sizes`.
+        """
+        best, least = [[] for _ in range(parts)], float("inf")
+        largest = max((len(one) for one in self._families(range(len(self.sizes)))), default=1)
+        if largest == 1:
+            return split([size.length for size in self.sizes], parts)
+        pieces = 1
+        while True:
+            dealt = self._dealt(pieces, parts)
+            found = max((self.work(one) for one in dealt), default=0.0)
+            if found < least * (1 - GAIN):
+                best, least = dealt, found
+            if pieces >= largest:
+                return best
+            pieces = min(2 * pieces, largest)
+
+    def rows_in_step(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+        """Pack each rank's samples into packed sequences of at most `budget` computed tokens,
+        equally many on every rank; some may be empty. A family that does not fit is divided into as
+        few parts as do.
+
+        `dealt`: for each rank, indices into `sizes`. Returns by rank and packed sequence the
+        positions in the rank's list.
+        """
+        chunks = [
+            [chunk for family in self._families(one) for chunk in self._fitting(family, budget)]
+            for one in dealt
+        ]
+        packed = rows_in_step([[self.tokens(c) for c in one] for one in chunks], budget)
+        found = []
+        for mine, own, made in zip(dealt, chunks, packed, strict=True):
+            place = {number: position for position, number in enumerate(mine)}
+            found.append([sorted(place[n] for c in row for n in own[c]) for row in made])
+        return found
+
+    def _families(self, members: Iterable[int]) -> list[list[int]]:
+        """`members` by family; a sample without one is alone."""
+        found: dict[Hashable, list[int]] = {}
+        for n in members:
+            family = self.sizes[n].family
+            found.setdefault((n,) if family is None else (family, "family"), []).append(n)
+        return list(found.values())
+
+    def _divided(self, family: Sequence[int], parts: int) -> list[list[int]]:
+        """Divide the members of one family into parts of about even work."""
+        prefix = self.sizes[family[0]].prefix
+        weights = [self.sizes[n].length - prefix for n in family]
+        made = split(weights, min(parts, len(family)))
+        return [[family[place] for place in part] for part in made]
+
+    def _fitting(self, family: Sequence[int], budget: int) -> list[list[int]]:
+        """A family in as few parts as fit into `budget` tokens each; a sample that is too long is
+        alone.
+        """
+        for parts in range(1, len(family)):
+            made = self._divided(family, parts)
+            if all(self.tokens(part) <= budget for part in made):
+                return made
+        return [[n] for n in family]
+
+    def _dealt(self, pieces: int, parts: int) -> list[list[int]]:
+        """The samples of each of `parts` ranks if every family is divided into `pieces`: the most
+        work first, to the rank with the least.
+        """
+        whole = self._families(range(len(self.sizes)))
+        chunks = [chunk for family in whole for chunk in self._divided(family, pieces)]
+        chunks.sort(key=lambda chunk: (-self.work(chunk), chunk))
+        heap = [(0.0, rank) for rank in range(parts)]
+        dealt: list[list[int]] = [[] for _ in range(parts)]
+        for chunk in chunks:
+            load, rank = heap[0]
+            heapq.heapreplace(heap, (load + self.work(chunk), rank))
+            dealt[rank] += chunk
+        return [sorted(one) for one in dealt]

@@ -83,29 +83,44 @@ TIE = 1.005
 """A later candidate is chosen only if the earlier one's imbalance is larger by this factor."""
 
 
-def causal_pairs(starts: list[int], index: torch.Tensor) -> int:
-    """Number of (query, key) pairs that causal attention within each document computes for the
-    queries at positions `index`. `starts`: first position of every document.
+def keys_seen(starts: list[int]) -> torch.Tensor:
+    """[T] number of keys that causal attention within each document computes for each position.
+    `starts` [D + 1]: first position of every document, then the length T.
     """
     edges = torch.tensor(starts)
-    return int((index - edges[torch.searchsorted(edges, index, right=True) - 1] + 1).sum())
+    return torch.arange(starts[-1]) - edges[:-1].repeat_interleave(edges.diff()) + 1
 
 
-def imbalance(starts: list[int], indices: Sequence[torch.Tensor], *, linear: bool = True) -> float:
+def imbalance(
+    starts: list[int],
+    indices: Sequence[torch.Tensor],
+    *,
+    linear: bool = True,
+    seen: torch.Tensor | None = None,
+) -> float:
     """Largest work of a rank divided by the mean work of all ranks; 1.0 is the best. With `linear`
-    the work of the linear layers counts too, otherwise only attention.
+    the work of the linear layers counts too, otherwise only attention. `seen` [T]: number of keys
+    that each token attends to, by default that of `keys_seen`.
     """
+    seen = keys_seen(starts) if seen is None else seen
     work = [
-        causal_pairs(starts, index) / ATTENTION_TOKENS + (len(index) if linear else 0)
+        int(seen[index].sum()) / ATTENTION_TOKENS + (len(index) if linear else 0)
         for index in indices
     ]
     return max(work) * len(work) / max(sum(work), 1e-9)
 
 
-def cut(starts: Sequence[int] | torch.Tensor, size: int, how: str = "auto") -> list[torch.Tensor]:
+def cut(
+    starts: Sequence[int] | torch.Tensor,
+    size: int,
+    how: str = "auto",
+    seen: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """Each rank's positions [L_r] int64 in the order in which it keeps them.
 
-    `how` is a name in `CUTS`, or "auto" for the candidate with the most even work.
+    `how` is a name in `CUTS`, or "auto" for the candidate with the most even work. `seen` [T]:
+    number of keys that each token attends to, where documents continue others; by default that of
+    `keys_seen`.
     """
     edges = [int(edge) for edge in starts]
     if how != "auto":
@@ -113,7 +128,7 @@ def cut(starts: Sequence[int] | torch.Tensor, size: int, how: str = "auto") -> l
     best, least = None, float("inf")
     for name in CANDIDATES:
         made = CUTS[name](edges, size)
-        found = imbalance(edges, made)
+        found = imbalance(edges, made, seen=seen)
         if best is None or found * TIE < least:
             best, least = made, found
     assert best is not None

@@ -23,6 +23,7 @@ from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
 from megarl.rollout.waits import PublishAgain
+from megarl.trainer.prefixes import must_save
 from megarl.types import Cursor, Group, Prompt
 
 
@@ -62,6 +63,7 @@ def build_service(
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
         micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
+        prefix_saves=must_save(config.training.share_prefix),
         last_step=config.steps - 1,
         transcripts_per_step=config.observe.transcripts_per_step,
         cursor=cursor,

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from megarl.data.demonstrations import DemonstrationList
-from megarl.parallel import balance
+from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics
 from megarl.types import Samples
@@ -17,10 +17,10 @@ def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], in
     """(samples of this data rank, indices of each of its micro-batches, number of trained tokens
     over all ranks). `samples` are the same on every rank.
     """
-    mesh, lengths = role.mesh, samples.lengths.tolist()
-    dealt = balance.split(lengths, mesh.data.size)
+    mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix)
+    dealt = balance.split(mesh.data.size)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
-    packed = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
+    packed = balance.rows_in_step(dealt, budget)
     # Nothing predicts the first token of a sample.
     num_tokens = int(samples.mask.sum() - samples.mask[samples.offsets[:-1]].sum())
     return samples.select(dealt[mesh.data.rank]), packed[mesh.data.rank], num_tokens

@@ -22,6 +22,7 @@ from megarl.parallel import balance
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.trainer.context import DataRows
+from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
 from megarl.types import MicroBatch, Preference, Samples
 
@@ -141,7 +142,9 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
     samples stay `together` in one packed sequence; the number of samples is a multiple of it.
     """
     mesh = role.mesh
-    lengths = samples.lengths.reshape(-1, together).sum(1).tolist()
+    whole_balance = balance_of(samples, role.training.share_prefix)
+    units = [range(first, first + together) for first in range(0, len(samples), together)]
+    lengths = [whole_balance.tokens(unit) for unit in units]
     dealt = balance.split(lengths, mesh.data.size)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
     packed = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)

@@ -330,6 +330,7 @@ def make_transfer(
         everyone=everyone,
         device=context.device,
         micro_batch_tokens=config.training.micro_batch_tokens,
+        share_prefix=config.training.share_prefix,
     )
 
 
@@ -352,6 +353,7 @@ def make_roles(
             everyone=everyone,
             device=context.device,
             micro_batch_tokens=config.training.micro_batch_tokens,
+            share_prefix=config.training.share_prefix,
         )
         reference = Scorer(transfer, without_adapters=True)
     elif "reference" in config.other_roles:

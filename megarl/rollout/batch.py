@@ -6,6 +6,7 @@ arrays. A rank fetches the arrays of its own samples and assembles its `StepBatc
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.parallel import balance
+from megarl.parallel.balance import FamilyBalance, Size
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
@@ -34,6 +35,11 @@ class SamplePlan:
     """Reward at the end of the rollout; those of earlier turns are in the segments."""
     is_trained: bool = True
     """False for a greedy response, which is only compared with."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and segments."""
+        return len(self.prompt_ids) + sum(part.num_tokens for part in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,7 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
     sampled; text is not tokenised again. `arrays` yields the `TokenArrays` of the segments in
     order.
     """
-    lengths = [
-        len(one.prompt_ids) + sum(part.num_tokens for part in one.segments) for one in samples
-    ]
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    offsets = np.cumsum([0, *(one.length for one in samples)], dtype=np.int64)
     made = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
     for one, start in zip(samples, offsets[:-1].tolist(), strict=True):
         end = start + len(one.prompt_ids)
@@ -116,6 +119,7 @@ def shares(
     with_greedy: bool = False,
     stale: int | None = None,
     carried: Collection[int] = (),
+    prefix_saves: float = math.inf,
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
@@ -128,16 +132,16 @@ def shares(
     None for a policy that rejects none. `carried`: ordinals of groups that were generated before
     the run was resumed, whose tokens do not count for the rate of generation.
 
+    `prefix_saves`: share of its samples' tokens that a group's prompt must save to be computed once
+    (`megarl.trainer.prefixes.must_save`); infinite where prompts are not shared.
+
     With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
     accepted groups trains on nothing.
     """
     rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
-    lengths = [
-        len(one.prompt_ids) + sum(part.num_tokens for part in one.segments) for one in samples
-    ]
-    sizes = [len(_members(group)) for group in accepted]
-    group_of = np.repeat(np.arange(len(accepted)), sizes)
+    group_of = np.repeat(np.arange(len(accepted)), [len(_members(group)) for group in accepted])
+    sizes = _sizes(samples, group_of, are_shared=not math.isinf(prefix_saves))
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
     dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
@@ -148,11 +152,10 @@ def shares(
             for number in np.flatnonzero(mini_batch_of == part).tolist()
             if with_greedy or samples[number].is_trained
         ]
-        split = balance.split([lengths[number] for number in members], num_data_ranks)
+        even = FamilyBalance([sizes[number] for number in members], saves=prefix_saves)
+        split = even.split(num_data_ranks)
         of_rank = [[members[position] for position in positions] for positions in split]
-        rows = balance.rows_in_step(
-            [[lengths[number] for number in numbers] for numbers in of_rank], micro_batch_tokens
-        )
+        rows = even.rows_in_step(split, micro_batch_tokens)
         for rank, numbers in enumerate(of_rank):
             dealt[rank].append([samples[number] for number in numbers])
             packed[rank].append(rows[rank])
@@ -184,6 +187,16 @@ def shares(
 def _members(group: Group) -> list[Rollout]:
     """The rollouts of a group and, at the end, its greedy response if it has one."""
     return group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
+
+
+def _sizes(samples: list[SamplePlan], group_of: np.ndarray, *, are_shared: bool) -> list[Size]:
+    """The sizes of `samples`; with `are_shared` the samples of a group are a family that begins
+    with the prompt. Its last token predicts the response, so each sample has its own.
+    """
+    return [
+        Size(one.length, int(group), len(one.prompt_ids) - 1) if are_shared else Size(one.length)
+        for one, group in zip(samples, group_of, strict=True)
+    ]
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -51,6 +52,7 @@ class RolloutService:
         num_data_ranks: int,
         num_mini_batches: int,
         micro_batch_tokens: int,
+        prefix_saves: float = math.inf,
         last_step: int,
         transcripts_per_step: int,
         cursor: Cursor = START,
@@ -81,7 +83,7 @@ class RolloutService:
             num_mini_batches,
             micro_batch_tokens,
         )
-        self.transcripts_per_step = transcripts_per_step
+        self.prefix_saves, self.transcripts_per_step = prefix_saves, transcripts_per_step
         self._rejects = config.dynamic_sampling.enabled and compares_groups
         self.limits = limits_of(config, rejects=self._rejects, last_step=last_step)
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
@@ -370,6 +372,7 @@ class RolloutService:
             num_data_ranks=self.num_data_ranks,
             num_mini_batches=self.num_mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
+            prefix_saves=self.prefix_saves,
             transcripts=self.transcripts_per_step,
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",

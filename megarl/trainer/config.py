@@ -245,6 +245,10 @@ class TrainingConfig:
     micro_batch_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 8192
     """Maximum number of tokens of a packed sequence for each rank; a longer sample is packed alone.
     With sequence parallelism the limit of a packed sequence is this times `layout.sequence`."""
+    share_prefix: Literal["auto", "on", "off"] = "auto"
+    """Compute a prefix that several samples of a packed sequence have in common, such as the prompt
+    of a group, once for all of them: where that saves at least a sixteenth of their tokens (auto),
+    wherever it saves a token (on), or never."""
     logprobs: Literal["chunked", "liger"] = "chunked"
     """Implementation of log-probs and entropies: megarl's own kernels, or Liger's, which needs a
     GPU and tensor-parallel degree 1."""

@@ -181,9 +181,9 @@ class RoleModel(nn.Module):
 
     def _attend(self, batch: MicroBatch) -> Attend:
         """The attention function for this micro-batch: on this rank alone, or over the
-        sequence-parallel ranks.
+        sequence-parallel ranks and with shared prefixes.
         """
-        if not batch.indices:
+        if not batch.indices and not batch.parents:
             return partial(packed_attention, documents=Documents.of(batch.starts))
         device, block, transport = (
             batch.token_ids.device,
@@ -193,8 +193,12 @@ class RoleModel(nn.Module):
         if transport == "auto":
             transport = "ring" if device.type == "cuda" else "ring_lean"
         named = None if block == "auto" else block
+        indices = batch.indices or (torch.arange(len(batch.token_ids)),)
         plan = AttentionPlan.of(
-            batch.indices, batch.starts, device, ulysses=self._inner.size, block=named
+            *(indices, batch.starts, device),
+            parents=batch.parents,
+            ulysses=self._inner.size,
+            block=named,
         )
         return partial(
             sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=transport

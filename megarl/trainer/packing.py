@@ -1,7 +1,7 @@
 """Samples become packed rows: no padding, labels shifted once, every position knows its sample;
-sequence ranks share a row.
+sequence ranks share a row. Common prefixes of samples may be in a row once (`prefixes.py`).
 
-Samples  ->  MicroBatch of T = sum of their lengths  ->  this rank's tokens of it
+Samples  ->  MicroBatch of T = sum of their lengths, less what is shared  ->  this rank's tokens
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
+from megarl.trainer.prefixes import SharePrefix, Tree, must_save, tree_of
 from megarl.types import MicroBatch, Samples
 
 
@@ -23,42 +24,52 @@ def padding(length: int) -> Samples:
     return Samples.one(-1, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
-def pack(samples: Samples, device: torch.device, places: np.ndarray | None = None) -> MicroBatch:
+def pack(
+    samples: Samples,
+    device: torch.device,
+    places: np.ndarray | None = None,
+    share: SharePrefix = "off",
+) -> MicroBatch:
     """Concatenate `samples` into one packed sequence (a micro-batch) with shifted labels.
 
     Without samples the sequence has two padding tokens, so that the rank still takes part in
     collectives. `places` [T]: index of each token in the columns of the mini-batch, by default its
-    index in `samples`.
+    index in `samples`. `share`: whether common prefixes are in the sequence once.
     """
     if not len(samples):
         samples, places = padding(2), None
     positions_of_targets = np.arange(samples.offsets[-1]) if places is None else places
     offsets, lengths = samples.offsets, samples.lengths
-    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    tree = tree_of(samples, saves=must_save(share)) if share != "off" else None
+    if tree is None:
+        tree = Tree(np.arange(offsets[-1]), offsets, (), np.arange(len(samples)))
+    positions = (np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths))[tree.places]
+    ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
         """Shift a column by one: position t gets the value of token t + 1. The last position of a
-        document has no target.
+        sample has no target.
         """
         shifted = np.empty_like(column)
         shifted[:-1] = column[1:]
         shifted[offsets[1:] - 1] = 0
-        return shifted
+        return shifted[tree.places]
 
     def tensor(column: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(device, dtype)
 
     return MicroBatch(
-        token_ids=tensor(samples.token_ids, torch.int64),
+        token_ids=tensor(samples.token_ids[tree.places], torch.int64),
         position_ids=tensor(positions, torch.int64),
         targets=tensor(of_target(samples.token_ids), torch.int64),
         mask=tensor(of_target(samples.mask), torch.bool),
-        starts=tensor(offsets, torch.int32),
-        sample_ids=tensor(np.repeat(samples.ids, lengths), torch.int64),
+        starts=tensor(tree.starts, torch.int32),
+        sample_ids=tensor(np.repeat(ids, np.diff(tree.starts)), torch.int64),
         engine_logprobs=tensor(of_target(samples.engine_logprobs), torch.float32),
         rewards=tensor(of_target(samples.rewards), torch.float32),
         members=tensor(np.unique(samples.ids), torch.int64),
         places=tensor(of_target(positions_of_targets), torch.int64),
+        parents=tree.parents,
     )
 
 
@@ -68,6 +79,7 @@ def pack_shared(
     axis: Axis,
     how: str = "auto",
     places: np.ndarray | None = None,
+    share: SharePrefix = "off",
 ) -> MicroBatch:
     """Like `pack`, but each sequence-parallel rank keeps only its tokens. All ranks pass the same
     samples.
@@ -76,15 +88,15 @@ def pack_shared(
     tokens for each rank is appended to the packed sequence.
     """
     if axis.size == 1:
-        return pack(samples, device, places)
-    whole = pack(samples, device, places)
-    indices = cut(whole.starts.tolist(), axis.size, how)
+        return pack(samples, device, places, share)
+    whole = pack(samples, device, places, share)
+    indices = _cut(whole, axis.size, how)
     if not all(len(index) for index in indices):
         filler = padding(2 * axis.size)
         if places is not None:
             places = np.concatenate([places, np.zeros(filler.offsets[-1], np.int64)])
-        whole = pack(Samples.concatenate([samples, filler]), device, places)
-        indices = cut(whole.starts.tolist(), axis.size, how)
+        whole = pack(Samples.concatenate([samples, filler]), device, places, share)
+        indices = _cut(whole, axis.size, how)
     mine = indices[axis.rank].to(device)
     return replace(
         whole,
@@ -93,18 +105,26 @@ def pack_shared(
     )
 
 
+def _cut(whole: MicroBatch, size: int, how: str) -> list[torch.Tensor]:
+    """Each sequence-parallel rank's positions in a packed sequence. A token attends to as many keys
+    as its sample has tokens up to it.
+    """
+    return cut(whole.starts.tolist(), size, how, seen=whole.position_ids.cpu() + 1)
+
+
 def pack_mini_batch(
     samples: Samples,
     micro_batches: Sequence[Sequence[int]],
     device: torch.device,
     axis: Axis,
     how: str = "auto",
+    share: SharePrefix = "off",
 ) -> list[MicroBatch]:
     """Pack a mini-batch into micro-batches. `micro_batches`: for each one, the indices of its
     samples.
     """
     return [
-        pack_shared(samples.select(chosen), device, axis, how, samples.places(chosen))
+        pack_shared(samples.select(chosen), device, axis, how, samples.places(chosen), share)
         for chosen in micro_batches
     ]
 

@@ -118,8 +118,11 @@ class Role:
         indices of its samples.
         """
         sequence = self.mesh.sequence
+        training = self.training
         return pack_mini_batch(
-            samples, micro_batches, self.device, sequence, self.training.sequence.cut
+            *(samples, micro_batches, self.device, sequence),
+            how=training.sequence.cut,
+            share=training.share_prefix,
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:

@@ -10,6 +10,7 @@ hub.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ import numpy as np
 import torch
 
 from megarl.activity.spans import activity
-from megarl.parallel import balance
+from megarl.parallel.balance import FamilyBalance, Size
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.redistribute import Redistribution
+from megarl.trainer.prefixes import SharePrefix, must_save, sizes_of
 from megarl.trainer.role import Column, Role
 from megarl.types import MicroBatch, Samples, StepBatch
 
@@ -73,13 +75,16 @@ class BatchTransfer:
         everyone: Axis,
         device: torch.device,
         micro_batch_tokens: int,
+        share_prefix: SharePrefix = "off",
     ) -> None:
         """`role`: the model, on the ranks of `mesh`; None on other ranks. `policy`: mesh of the
         policy's ranks, which hold the batches. `everyone`: all ranks of the job.
         `micro_batch_tokens`: maximum number of tokens of a packed sequence for each rank.
+        `share_prefix`: whether the role computes common prefixes of samples once.
         """
         self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
         self.device, self.micro_batch_tokens = device, micro_batch_tokens
+        self.share_prefix: SharePrefix = share_prefix
         self._plan: _Plan | None = None
         self._here: list[list[int]] = []
         """For each mini-batch, the numbers of this rank's samples as a rank of the role."""
@@ -116,10 +121,14 @@ class BatchTransfer:
 
         samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
         data, budget = self.mesh.data, self.micro_batch_tokens * self.mesh.sequence.size
-        rows = [
-            balance.rows_in_step(gather_objects(one.lengths.tolist(), data), budget)[data.rank]
-            for one in samples
-        ]
+        share = self.share_prefix
+        rows = []
+        for one in samples:
+            shares = gather_objects(sizes_of(one, share), data)
+            even = FamilyBalance([size for sizes in shares for size in sizes], must_save(share))
+            edges = np.cumsum([0, *(len(sizes) for sizes in shares)]).tolist()
+            dealt = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
+            rows.append(even.rows_in_step(dealt, budget)[data.rank])
         mine = StepBatch(
             step=0,
             samples=samples,
@@ -201,33 +210,33 @@ class BatchTransfer:
         `order` is the same on every rank.
         """
         mine = [
-            (int(name), int(length), int(tokens), part)
+            (int(name), size, int(tokens), part)
             for part, samples in enumerate(parts)
-            for name, length, tokens in zip(
-                samples.ids, samples.lengths, _chosen(samples), strict=True
+            for name, size, tokens in zip(
+                samples.ids, sizes_of(samples, self.share_prefix), _chosen(samples), strict=True
             )
         ]
         told = gather_objects(mine, self.everyone)
-        facts: dict[int, tuple[int, int, int]] = {}
+        facts: dict[int, tuple[Size, int, int]] = {}
         holders: dict[int, list[int]] = {}
         for rank, samples in enumerate(told):
             for name, *fact in samples:
                 facts[name] = (fact[0], fact[1], fact[2])
                 holders.setdefault(name, []).append(rank)
         ids = sorted(facts)
-        lengths = [facts[name][0] for name in ids]
+        sizes = [facts[name][0] for name in ids]
         minis = np.array([facts[name][2] for name in ids], dtype=np.int64)
         return _Plan(
             ids=np.array(ids, dtype=np.int64),
-            lengths=lengths,
+            lengths=[size.length for size in sizes],
             tokens=np.array([facts[name][1] for name in ids], dtype=np.int64),
             parts=minis,
             holders=[holders[name] for name in ids],
-            workers=self._deal(lengths, minis),
+            workers=self._deal(sizes, minis),
             order=[samples.ids.tolist() for samples in parts],
         )
 
-    def _deal(self, lengths: Sequence[int], parts: np.ndarray) -> list[list[int]]:
+    def _deal(self, sizes: Sequence[Size], parts: np.ndarray) -> list[list[int]]:
         """For each sample, the ranks of the role that get it: all ranks with the same data-parallel
         index. Each mini-batch is dealt out evenly.
         """
@@ -240,11 +249,11 @@ class BatchTransfer:
             ]
             for data in range(layout.data)
         ]
-        workers: list[list[int]] = [[] for _ in lengths]
+        workers: list[list[int]] = [[] for _ in sizes]
         for part in np.unique(parts).tolist():
             numbers = np.flatnonzero(parts == part).tolist()
-            dealt = balance.split([lengths[n] for n in numbers], layout.data)
-            for data, chosen in enumerate(dealt):
+            even = FamilyBalance([sizes[n] for n in numbers], must_save(self.share_prefix))
+            for data, chosen in enumerate(even.split(layout.data)):
                 for place in chosen:
                     workers[numbers[place]] = ranks[data]
         return workers

@@ -1,5 +1,5 @@
 """The matrix: every layout of 1, 2 and 4 ranks under every ZeRO stage trains exactly as one rank
-does.
+does, and computing prompts once for their group exactly as repeating them.
 
 One launch a number of ranks: a start costs more than a case.
 """
@@ -19,6 +19,9 @@ from support.training_cases import Case, assert_bitwise, assert_equal, layouts, 
 
 from megarl.objectives.config import CorrectionConfig, KLConfig
 
+REPEATED: Case = {"training": {"share_prefix": "off"}, "prompts": (1, 24)}
+SHARED: Case = {"training": {"share_prefix": "on"}, "prompts": (1, 24)}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -30,20 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> Any:
-    return run_ranks(
-        1, training_cases.__file__, "run_cases", [{"layout": (1, 1, 1), "stage": 0, "model": model}]
-    )[0][0]
+    case = {"layout": (1, 1, 1), "stage": 0, "model": model, **REPEATED}
+    return run_ranks(1, training_cases.__file__, "run_cases", [case])[0][0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_matrix(model: str, alone: Any, size: int) -> None:
     cases = [
-        {"layout": layout, "stage": stage, "model": model}
+        {"layout": layout, "stage": stage, "model": model, **SHARED}
         for layout in layouts(size)
         for stage in range(4)
     ]
     again = [
-        {"layout": layout, "stage": number % 4, "model": model}
+        {"layout": layout, "stage": number % 4, "model": model, **SHARED}
         for number, layout in enumerate(layouts(size))
     ]
     found = run_ranks(size, training_cases.__file__, "run_cases", cases + again, timeout_s=900)
@@ -134,13 +136,22 @@ def variants(folder: Path) -> list[Case]:
     ]
 
 
+def _sharing(case: Case, share: str) -> Case:
+    """The case, with prompts computed once or repeated."""
+    return case | {"training": case.get("training", {}) | {"share_prefix": share}}
+
+
 def test_families_schedules_and_settings(tmp_path: Path) -> None:
-    cases = variants(tmp_path)
+    plain = variants(tmp_path)
+    alone = [{"layout": (1, 1, 1), "stage": 0, "sequence": {}} for _ in plain]
     oracle = run_ranks(
         1,
         training_cases.__file__,
         "run_cases",
-        [case | {"layout": (1, 1, 1), "stage": 0, "sequence": {}} for case in cases],
+        [_sharing(case | one, "off") for case, one in zip(plain, alone, strict=True)],
     )
+    cases = [
+        _sharing(case, "off" if number % 4 == 3 else "on") for number, case in enumerate(plain)
+    ]
     found = run_ranks(4, training_cases.__file__, "run_cases", cases, timeout_s=900)
     assert_equal(oracle[0], cases, found)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from megarl.kernels.block import Positions
-from megarl.kernels.block_reference import reference_attention
+from megarl.kernels.block_reference import reference_attention, visible
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.sequence import CUTS, cut
 from support.simulated import SimulatedExchange, simulate
@@ -33,6 +33,7 @@ class Case:
     width: int
     scale: float
     seed: int
+    parents: tuple[int, ...] = ()
 
     @property
     def starts(self) -> torch.Tensor:
@@ -40,11 +41,19 @@ class Case:
 
     def indices(self) -> list[torch.Tensor]:
         if self.how in CUTS:
-            return cut(self.starts, self.ranks, self.how)
+            return cut(self.starts, self.ranks, self.how, self.seen())
         draw = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(int(self.starts[-1]), generator=draw)
         borders = torch.randint(0, len(order) + 1, (self.ranks - 1,), generator=draw).sort().values
         return list(order.tensor_split(borders))  # uneven, and now and then empty
+
+    def positions(self) -> Positions:
+        """Those of the whole sequence."""
+        return Positions.of(torch.arange(int(self.starts[-1])), self.starts, self.parents)
+
+    def seen(self) -> torch.Tensor:
+        """Number of keys that each token attends to."""
+        return visible(self.positions(), self.positions()).sum(1)
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
         """q, k, v and the gradient of the output, over the whole sequence."""
@@ -76,6 +85,12 @@ def degrees() -> st.SearchStrategy[tuple[int, int, tuple[int, int]]]:
 def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
     ranks, ulysses, heads = draw(degrees())
     lengths = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=7)))
+    parents: list[int] = []
+    if draw(st.booleans()):
+        for document in range(len(lengths)):
+            # In depth-first order a document continues the one before it, or one of its ancestors.
+            path = [-1] if not document else [document - 1, *_path(parents, document - 1)]
+            parents.append(draw(st.sampled_from(path)))
     how = draw(st.sampled_from([*CUTS, "permuted"]))
     widths = st.sampled_from([1, 3, 8]) if width is None else st.just(width)
     return Case(
@@ -87,7 +102,16 @@ def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
         draw(widths),
         draw(st.sampled_from([0.1, 0.35, 1.0])),
         draw(st.integers(0, 99)),
+        tuple(parents),
     )
+
+
+def _path(parents: list[int], document: int) -> list[int]:
+    """The ancestors of a document, the nearest first, and -1."""
+    found = [parents[document]]
+    while found[-1] >= 0:
+        found.append(parents[found[-1]])
+    return found
 
 
 class Locked:
@@ -110,7 +134,12 @@ class Locked:
 
 
 def make_plan(case: Case, block: str) -> AttentionPlan:
-    plan = AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=case.ulysses, block=block)
+    plan = AttentionPlan.of(
+        *(case.indices(), case.starts, CPU),
+        parents=case.parents,
+        ulysses=case.ulysses,
+        block=block,
+    )
     if block == "triton":
         plan.block = Locked(plan.block)
     return plan
@@ -148,8 +177,7 @@ def split_attention(
 
 def dense(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    places = Positions.of(torch.arange(int(case.starts[-1])), case.starts)
-    out = reference_attention(q, k, v, places, case.scale)
+    out = reference_attention(q, k, v, case.positions(), case.scale)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 

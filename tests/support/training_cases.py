@@ -52,6 +52,7 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     from megarl.objectives.config import AlgorithmConfig, KLConfig
     from megarl.rollout.batch import shares
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.trainer.prefixes import must_save
     from megarl.types import Samples
     from support.policy import Policy
 
@@ -85,6 +86,7 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             num_mini_batches=case.get("num_mini_batches", 1),
             micro_batch_tokens=case.get("tokens", 70) * mesh.sequence.size,
             transcripts=0,
+            prefix_saves=must_save(policy.training.share_prefix),
         )
         everything = Samples.concatenate(
             [part for rank in range(mesh.data.size) for part in dealt.share(rank).samples]

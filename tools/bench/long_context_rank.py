@@ -71,7 +71,7 @@ def attention(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> d
         plan = AttentionPlan.of(indices, starts, torch.device("cpu"), ulysses=inner.size)
         owners = [None] if transport == "all_gather" else range(outer.size)
         for owner in owners:
-            plan.work(outer.rank, owner)
+            plan.works(outer.rank, owner)
         return plan
 
     lists, plan = peak_memory.peak_of(prepare)

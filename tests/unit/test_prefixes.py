@@ -1,0 +1,230 @@
+"""Shared prefixes: the tree of samples, the tokens that are computed, and what a model makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sequence_cases import Case, assert_close, cases, dense
+
+from megarl.parallel.balance import FamilyBalance, Size
+from megarl.trainer.packing import pack
+from megarl.trainer.prefixes import balance_of, shareable, tree_of
+from megarl.types import Samples
+
+CPU = torch.device("cpu")
+
+
+def samples_of(rows: list[tuple[list[int], int]]) -> Samples:
+    """Samples of (token ids, number of leading tokens that are not trained on)."""
+    return Samples.concatenate(
+        [
+            Samples.one(
+                number,
+                tokens,
+                mask=np.arange(len(tokens)) >= untrained,
+                engine_logprobs=np.arange(len(tokens)) / -8,
+                reward=number,
+            )
+            for number, (tokens, untrained) in enumerate(rows)
+        ]
+    )
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[tuple[list[int], int]]:
+    """Token sequences of few different tokens, which often begin alike."""
+    found = []
+    for _ in range(draw(st.integers(1, 12))):
+        if found and draw(st.booleans()):
+            start = draw(st.sampled_from(found))[0][: draw(st.integers(0, 12))]
+        else:
+            start = []
+        tokens = start + draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))
+        found.append((tokens, draw(st.integers(0, len(tokens)))))
+    return found
+
+
+def count_by_hand(samples: Samples) -> int:
+    """The fewest tokens: each shareable prefix once, counted as a set, and what nobody shares."""
+    prefixes, alone = set(), 0
+    for number, limit in enumerate(shareable(samples).tolist()):
+        tokens = samples.token_ids[samples.offsets[number] : samples.offsets[number + 1]].tolist()
+        prefixes |= {tuple(tokens[:length]) for length in range(1, limit + 1)}
+        alone += len(tokens) - limit
+    return len(prefixes) + alone
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(rows())
+def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
+    drawn: list[tuple[list[int], int]],
+) -> None:
+    samples = samples_of(drawn)
+    tree = tree_of(samples, saves=0.0, deepest=99)
+    wanted = count_by_hand(samples)
+    if tree is None:
+        assert wanted == len(samples.token_ids)
+        return
+    assert len(tree.places) == wanted < len(samples.token_ids)
+    assert sorted(tree.owners[tree.owners >= 0].tolist()) == list(range(len(samples)))
+    for document, owner in enumerate(tree.owners.tolist()):
+        parent = tree.parents[document]
+        assert parent < document
+        between = [d for d in range(parent + 1, document)] if parent >= 0 else []
+        assert all(parent in chain(tree.parents, d) for d in between), "not depth first"
+        if owner >= 0:
+            path = [*reversed(chain(tree.parents, document)), document]
+            places = np.concatenate(
+                [tree.places[tree.starts[d] : tree.starts[d + 1]] for d in path]
+            )
+            first, last = samples.offsets[owner : owner + 2]
+            assert np.array_equal(samples.token_ids[places], samples.token_ids[first:last])
+
+
+def chain(parents: tuple[int, ...], document: int) -> list[int]:
+    """The ancestors of a document, the nearest first."""
+    found = []
+    while (document := parents[document]) >= 0:
+        found.append(document)
+    return found
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(rows(), st.sampled_from(["auto", "on"]))
+def test_every_trained_token_is_in_the_packed_sequence_once(
+    drawn: list[tuple[list[int], int]], share: str
+) -> None:
+    samples = samples_of(drawn)
+    shared, repeated = pack(samples, CPU, share=share), pack(samples, CPU)
+
+    def trained(micro):
+        fields = ("places", "targets", "sample_ids", "engine_logprobs", "rewards", "position_ids")
+        columns = [getattr(micro, name)[micro.mask] for name in (*fields, "token_ids")]
+        order = columns[0].argsort()
+        return [column[order] for column in columns]
+
+    for mine, wanted in zip(trained(shared), trained(repeated), strict=True):
+        assert torch.equal(mine, wanted)
+    assert torch.equal(shared.members, repeated.members)
+    assert int(shared.starts[-1]) == len(shared.token_ids) <= len(repeated.token_ids)
+
+
+def test_a_prompt_and_instructions_before_it_are_computed_once() -> None:
+    """Two prompts that begin with the same 40 tokens, three responses each."""
+    rules, responses = list(range(40)), ([1, 2, 3], [4], [5, 6])
+    samples = samples_of(
+        [
+            ([*rules, *question, *answer], 50)
+            for question in ([7] * 10, [8] * 10)
+            for answer in responses
+        ]
+    )
+    tree = tree_of(samples)
+    assert tree is not None
+    assert tree.parents == (-1, 0, 1, 1, 1, 0, 5, 5, 5)
+    # The last token of a prompt is in every response's part: it predicts the first token.
+    assert np.diff(tree.starts).tolist() == [40, 9, 4, 2, 3, 9, 4, 2, 3]
+    assert tree_of(samples, deepest=1) is not None
+
+
+def test_small_savings_are_not_worth_a_call_of_attention() -> None:
+    samples = samples_of([([1, 2, *[3] * 200], 2), ([1, 2, *[4] * 200], 2)])
+    assert tree_of(samples) is None
+    tree = tree_of(samples, saves=0.0)
+    assert tree is not None and len(tree.places) == 403
+
+
+def test_trained_and_last_tokens_are_never_shared() -> None:
+    """The state at a trained token's predecessor has a loss, and a reward model reads the last."""
+    alike = samples_of([([1, 2, 3, 4, 5], 3)] * 2)
+    assert shareable(alike).tolist() == [2, 2]
+    unscored = samples_of([([1, 2, 3, 4, 5], 5)] * 2)
+    assert shareable(unscored).tolist() == [4, 4]
+    first_trained = samples_of([([1, 2, 3], 0)] * 2)
+    assert shareable(first_trained).tolist() == [0, 0] and tree_of(first_trained) is None
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 6),
+    st.integers(8, 200),
+)
+def test_families_are_dealt_out_whole_within_the_budget(
+    families: list[tuple[int, list[int]]], ranks: int, budget: int
+) -> None:
+    sizes = [
+        Size(prefix + length, number, prefix)
+        for number, (prefix, lengths) in enumerate(families)
+        for length in lengths
+    ]
+    even = FamilyBalance(sizes)
+    dealt = even.split(ranks)
+    assert sorted(n for one in dealt for n in one) == list(range(len(sizes)))
+    packed = even.rows_in_step(dealt, budget)
+    assert len({len(rows) for rows in packed}) == 1
+    for mine, rows in zip(dealt, packed, strict=True):
+        assert sorted(place for row in rows for place in row) == list(range(len(mine)))
+        for row in rows:
+            members = [mine[place] for place in row]
+            assert even.tokens(members) <= budget or len(members) == 1
+    # Sharing never asks for more than repeating the prefixes, but for what keeps ranks even.
+    assert sum(map(even.tokens, dealt)) <= sum(size.length for size in sizes)
+
+
+def test_work_stays_even_over_ranks() -> None:
+    """Eight ranks and five groups of eight: no rank has much more than the mean of what repeating
+    costs least.
+    """
+    draw = np.random.default_rng(0)
+    sizes = [Size(512 + int(n), g, 511) for g in range(5) for n in draw.integers(20, 400, 8)]
+    even = FamilyBalance(sizes, saves=1 / 16)
+    dealt = even.split(8)
+    works = [even.work(one) for one in dealt]
+    assert max(works) < 1.15 * sum(works) / 8
+    assert sum(map(even.tokens, dealt)) < 0.7 * sum(size.length for size in sizes)
+
+
+def test_samples_with_the_same_prompt_are_a_family() -> None:
+    samples = samples_of([([1, 2, 3, 9], 3), ([4, 2, 3, 9], 3), ([1, 2, 3, 8, 7], 3)])
+    even = balance_of(samples, "on")
+    assert even.tokens([0, 2]) == 4 + 5 - 2 and even.tokens([0, 1]) == 8
+    assert balance_of(samples, "off").tokens([0, 2]) == 9
+
+
+def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
+    """The masks of the other tests come from `Positions`; here whole samples are computed."""
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(cases())
+    def check(case: Case) -> None:
+        q, k, v = (x.requires_grad_() for x in case.tensors()[:3])
+        upstream, edges, outputs = case.tensors()[3], case.starts.tolist(), []
+        parents = case.parents or (-1,) * len(case.lengths)
+        for document in range(len(parents)):
+            path = [*reversed(chain(parents, document)), document]
+            index = torch.cat([torch.arange(edges[d], edges[d + 1]) for d in path])
+            heads = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=case.scale, enable_gqa=True
+            )
+            outputs.append(out[0].transpose(0, 1)[-case.lengths[document] :])
+        joined = torch.cat(outputs)
+        wanted = [joined.detach(), *torch.autograd.grad(joined, (q, k, v), upstream)]
+        assert_close(dense(case, case.tensors()), wanted, 1e-10)
+
+    check()
+
+
+@pytest.mark.parametrize("share", ["auto", "on"])
+def test_no_samples_are_padding(share: str) -> None:
+    empty = pack(samples_of([([1], 1)]).select([]), CPU, share=share)
+    assert len(empty.token_ids) == 2 and not empty.mask.any()
