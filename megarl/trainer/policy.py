@@ -24,7 +24,14 @@ from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
-from megarl.trainer.step import GAPS, StepMetrics, mismatch_metrics, optimizer_step, token_weights
+from megarl.trainer.step import (
+    GAPS,
+    StepMetrics,
+    computed_tokens,
+    mismatch_metrics,
+    optimizer_step,
+    token_weights,
+)
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import MicroBatch, StepBatch, StepReport
 
@@ -150,6 +157,7 @@ class PolicyGradient:
             self.empty_steps.has_updated = True
         self.guard.check_weights()
         found = self._report(metrics, num_mini_batches=len(norms))
+        found |= computed_tokens(batch, packed, self.policy)
         found |= {
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,

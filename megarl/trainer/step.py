@@ -117,6 +117,25 @@ class StepMetrics:
         return found
 
 
+def computed_tokens(
+    batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], role: Role
+) -> dict[str, float]:
+    """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences, and
+    `tokens/shared_saved`, by how many its samples have more. All ranks call it together.
+    """
+    metrics = StepMetrics(role.device, ("computed", "held"))
+    metrics.add(computed=sum(len(micro.token_ids) for part in packed for micro in part))
+    # Every rank of the sequence axis has the whole samples.
+    held = sum(len(samples.token_ids) for samples in batch.samples) / role.mesh.sequence.size
+    metrics.add(held=held if packed else 0.0)
+    value = metrics.reduce(role.mesh.gradient)
+    return {
+        "tokens/computed": value["computed"],
+        # Padding of ranks without samples makes the difference negative.
+        "tokens/shared_saved": max(0.0, value["held"] - value["computed"]),
+    }
+
+
 def token_weights(
     batch: StepBatch,
     number: int,

@@ -220,8 +220,8 @@ class BatchTransfer:
         facts: dict[int, tuple[Size, int, int]] = {}
         holders: dict[int, list[int]] = {}
         for rank, samples in enumerate(told):
-            for name, *fact in samples:
-                facts[name] = (fact[0], fact[1], fact[2])
+            for name, size, tokens, part in samples:
+                facts[name] = (size, tokens, part)
                 holders.setdefault(name, []).append(rank)
         ids = sorted(facts)
         sizes = [facts[name][0] for name in ids]
