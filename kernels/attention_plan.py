@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,34 @@ def _hops(positions: Sequence[Positions], starts: torch.Tensor, parents: Sequenc
     return int(((pairs[:, 0] - pairs[:, 1]) % size).max()) if len(pairs) else 0
 
 
+def _hops_within(positions: Sequence[Positions], window: int) -> int:
+    """As `_hops`, with a sliding window."""
+    size, keys = len(positions), [own.index.sort().values for own in positions]
+    found = 0
+    for rank, own in enumerate(positions):
+        views = own.views(window)
+        for distance in range(found + 1, size):
+            other = keys[(rank - distance) % size]
+            if any(
+                bool((torch.searchsorted(other, view.first) < _end(other, view.index)).any())
+                for view in views
+            ):
+                found = distance
+    return found
+
+
+def _end(keys: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """[L] number of `keys`, ascending, up to the positions `last` [L]."""
+    return torch.searchsorted(keys, last, right=True)
+
+
+def _longest(positions: Positions) -> int:
+    """Largest number of tokens that one of these queries attends to."""
+    if not len(positions.index):
+        return 0
+    return int(sum(view.index - view.first + 1 for view in positions.views()).max())
+
+
 @dataclass
 class AttentionPlan:
     """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
@@ -53,6 +81,11 @@ class AttentionPlan:
     """The block attention kernel that computes attention of some queries to some keys."""
     device: torch.device
     """Device on which the block kernel's work lists are."""
+    longest: int
+    """Number of tokens of the longest sample, its ancestors included."""
+    window: int | None = None
+    """A query attends to so many tokens of its sample at most, itself included; None for all."""
+    _within: dict[int, AttentionPlan] = field(default_factory=dict, repr=False)
     _works: dict[tuple[int, int | None], list[Any]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -96,7 +129,19 @@ class AttentionPlan:
         positions = [Positions.of(index, starts, parents) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)
-        return AttentionPlan(lengths, ulysses, positions, hops, BLOCKS[name](), device)
+        longest = max((_longest(own) for own in positions), default=0)
+        return AttentionPlan(lengths, ulysses, positions, hops, BLOCKS[name](), device, longest)
+
+    def within(self, window: int | None) -> AttentionPlan:
+        """The plan of layers with a sliding window of so many tokens, the query included; this plan
+        for None, and where no sample is longer. Made when first asked for, then kept.
+        """
+        if window is None or window >= self.longest:
+            return self
+        if window not in self._within:
+            hops = _hops_within(self.positions, window)
+            self._within[window] = replace(self, hops=hops, window=window, _within={}, _works={})
+        return self._within[window]
 
     @property
     def group_lengths(self) -> list[int]:
@@ -114,11 +159,11 @@ class AttentionPlan:
             owners = self.positions if owner is None else [self.positions[owner]]
             keys = Positions(
                 torch.cat([own.index for own in owners]),
-                torch.cat([own.doc_start for own in owners]),
+                torch.cat([own.first for own in owners]),
             )
             made = [
                 self.block.prepare(queries, keys, self.device)
-                for queries in self.positions[rank].views()
+                for queries in self.positions[rank].views(self.window)
             ]
             self._works[rank, owner] = [work for work in made if work is not None]
         return self._works[rank, owner]

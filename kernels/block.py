@@ -1,11 +1,12 @@
 """The contract of block attention: some queries attend to some keys, masked by token positions.
 
-    query i attends to key j where  doc_start[i] <= index[j] <= index[i]
+    query i attends to key j where  first[i] <= index[j] <= index[i]
 
-`index` is a token's position in the packed sequence, `doc_start` that of its document's first
-token. Contiguous, zigzag and striped splits, packed documents and each step of ring attention
-differ in these arrays only. To add an implementation, write a class with the three methods of
-`Block` and list it in `megarl.kernels.blocks.BLOCKS`.
+`index` is a token's position in the packed sequence, `first` that of its document's first token or,
+with a sliding window, of the first token in the window. Contiguous, zigzag and striped splits,
+packed documents and each step of ring attention differ in these arrays only. To add an
+implementation, write a class with the three methods of `Block` and list it in
+`megarl.kernels.blocks.BLOCKS`.
 
 A document may continue another one, its parent, as the responses of a group continue their prompt.
 Its tokens then attend to the parent's tokens too, and to those of the parent's parent. For each of
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,12 +32,11 @@ class Positions:
     index: torch.Tensor
     """[L] int64: position in the packed sequence, all different, in any order. In a view (see
     `views`): the last position that each query attends to, in which many may agree."""
-    doc_start: torch.Tensor
-    """[L] int64: position in the packed sequence of the first token of the token's document."""
-    levels: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """For each level of ancestors, the roots first: (first [L], last [L]) int64 positions of the
-    ancestor of each token's document at that level. Where there is none, last is the token's own
-    position, and first the position after it."""
+    first: torch.Tensor
+    """[L] int64: position in the packed sequence of the first token of the token's document. In a
+    view: the first position that each query attends to."""
+    levels: tuple[Level, ...] = ()
+    """For each level of ancestors, the roots first, those of each token's document."""
 
     @staticmethod
     def of(index: torch.Tensor, starts: torch.Tensor, parents: Sequence[int] = ()) -> Positions:
@@ -52,22 +52,66 @@ class Positions:
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
         # `right` skips empty documents that begin at the same position.
-        document = torch.searchsorted(edges, index, right=True) - 1
+        document = torch.searchsorted(edges, index.contiguous(), right=True) - 1
+        begins = _sample_positions(edges, parents)
         levels = []
         for ancestor in ancestors(parents):
             mine = ancestor[document]
             has_one = mine >= 0
             first = torch.where(has_one, edges[mine], index + 1)
-            levels.append((first, torch.where(has_one, edges[mine + 1] - 1, index)))
+            distance = index - edges[document] + begins[document] - begins[mine]
+            levels.append(
+                Level(
+                    first,
+                    torch.where(has_one, edges[mine + 1] - 1, index),
+                    torch.where(has_one, first + distance, index),
+                )
+            )
         return Positions(index, edges[document], tuple(levels))
 
-    def views(self) -> list[Positions]:
+    def views(self, window: int | None = None) -> list[Positions]:
         """Positions of the same tokens as queries: first for the keys of their own documents, then
         for those of each level of ancestors. Together they are all keys that a query attends to;
         each key is in one view.
+
+        `window`: a query attends to so many tokens of its sample at most, itself included; None
+        for all before it.
         """
-        own = Positions(self.index, self.doc_start)
-        return [own, *(Positions(last, first) for first, last in self.levels)]
+        if window is None:
+            return [
+                Positions(self.index, self.first),
+                *(Positions(level.last, level.first) for level in self.levels),
+            ]
+        own = Positions(self.index, self.first.maximum(self.index - window + 1))
+        return [
+            own,
+            *(
+                Positions(level.last, level.first.maximum(level.as_if - window + 1))
+                for level in self.levels
+            ),
+        ]
+
+
+class Level(NamedTuple):
+    """For some tokens, the ancestor of each one's document at one level."""
+
+    first: torch.Tensor
+    """[L] int64 position of the ancestor's first token; where there is no ancestor, the position
+    after the token's own."""
+    last: torch.Tensor
+    """[L] int64 position of the ancestor's last token; without an ancestor the token's own."""
+    as_if: torch.Tensor
+    """[L] int64 position that the token would have if its sample went on from the ancestor's first
+    token without a gap; without an ancestor the token's own."""
+
+
+def _sample_positions(edges: torch.Tensor, parents: Sequence[int]) -> torch.Tensor:
+    """[D] position of each document's first token in its sample. `edges`: starts of documents."""
+    lengths, begins = edges.diff().tolist(), [0] * (len(edges) - 1)
+    for document, parent in enumerate(parents):
+        if parent >= 0:
+            begins[document] = begins[parent] + lengths[parent]
+    return torch.tensor(begins)
 
 
 def ancestors(parents: Sequence[int]) -> list[torch.Tensor]:

@@ -10,24 +10,32 @@ import torch
 from megarl.kernels.block import Positions
 
 
-def visible(queries: Positions, keys: Positions) -> torch.Tensor:
-    """[Lq, Lk] bool: whether each query attends to each key, also of its document's ancestors."""
+def visible(queries: Positions, keys: Positions, window: int | None = None) -> torch.Tensor:
+    """[Lq, Lk] bool: whether each query attends to each key, also of its document's ancestors.
+    `window`: see `Positions.views`.
+    """
     index, seen = keys.index[None], torch.zeros(len(queries.index), len(keys.index)).bool()
-    for view in queries.views():
-        seen |= (view.doc_start[:, None] <= index) & (index <= view.index[:, None])
+    for view in queries.views(window):
+        seen |= (view.first[:, None] <= index) & (index <= view.index[:, None])
     return seen
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: Positions,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention over a whole packed sequence by softmax and autograd.
 
-    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D].
+    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D]. `window`: see `Positions.views`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    scores = scores.masked_fill(~visible(positions, positions).to(q.device), -torch.inf)
+    mask = visible(positions, positions, window).to(q.device)
+    scores = scores.masked_fill(~mask, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 

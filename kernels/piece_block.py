@@ -64,7 +64,7 @@ def _order(positions: Positions) -> torch.Tensor | None:
     In a view many queries have the same last key. Then those with the larger first key come first:
     they see no key, and must not be between queries that do.
     """
-    index, first = positions.index, positions.doc_start
+    index, first = positions.index, positions.first
     later, same = index[1:] > index[:-1], index[1:] == index[:-1]
     if bool((later | (same & (first[1:] <= first[:-1]))).all()):
         return None
@@ -119,17 +119,19 @@ class PieceBlock:
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
         query_order, key_order = _order(queries), _order(keys)
-        index, starts = queries.index, queries.doc_start
+        index, starts = queries.index, queries.first
         if query_order is not None:
             index, starts = index[query_order], starts[query_order]
         in_order = keys.index if key_order is None else keys.index[key_order]
-        spans, upto = spans_of(index.contiguous(), starts.contiguous(), in_order.contiguous())
+        spans, limits = spans_of(index.contiguous(), starts.contiguous(), in_order.contiguous())
         if not spans:
             return None
         query_order, key_order = (
             None if order is None else order.to(device) for order in (query_order, key_order)
         )
-        return Work(query_order, key_order, [piece.to(device) for piece in pieces_of(spans, upto)])
+        return Work(
+            query_order, key_order, [piece.to(device) for piece in pieces_of(spans, limits)]
+        )
 
     def forward(
         self,

@@ -3,8 +3,9 @@
 With queries and keys sorted by position, each query sees a range of keys that grows from query to
 query: a staircase. A staircase splits into rectangles (all visible) and causal triangles, which
 need no mask; contiguous, zigzag and striped splits contain nothing else. Irregular staircases
-become small tiles with an explicit mask. Small pieces of similar shape, as from many short
-documents, are padded and computed as one batch.
+become small tiles with an explicit mask. With a sliding window the range also loses keys at its
+beginning: a band, which splits into rectangles and the tiles at its two edges. Small pieces of
+similar shape, as from many short documents, are padded and computed as one batch.
 
 A `Piece` here is a range of queries and keys; `megarl.parallel.reshard.boxes.Piece` is unrelated.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +29,9 @@ SMALL_SCORES = 128 * 128
 as long as launching one kernel call."""
 BATCH_SCORES = 2**20
 """Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
+BAND_TILE = 512
+"""Maximum number of queries in a tile of a band; a quarter of the band's width where that is less.
+The tile's triangle at the lower edge of the band is computed as a square."""
 SIDE_RATIO = 1.25
 """Approximate maximum ratio between the lengths of regions in a batch; bounds the padding."""
 
@@ -41,12 +46,26 @@ class Span:
     k1: int
     kind: str
     """Which keys of the region the queries attend to: "full" (all), "causal" (a square region,
-    lower triangle), "stairs" (given by an explicit mask)."""
+    lower triangle), "stairs" or "band start" (given by `Limits`, through an explicit mask). A query
+    is in one region of each kind at most, so that regions of a kind may be one batch."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(number of queries, number of keys)."""
         return self.q1 - self.q0, self.k1 - self.k0
+
+
+MASKED = ("stairs", "band start")
+"""Kinds of `Span` that need an explicit mask."""
+
+
+class Limits(NamedTuple):
+    """The range of keys, sorted by position, that each query attends to."""
+
+    first: torch.Tensor
+    """[Lq] int64 first key."""
+    upto: torch.Tensor
+    """[Lq] int64 last key, plus 1."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +153,51 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
     yield from tiles(len(rows))
 
 
+def _bands(rows: list[int], first: list[int], upto: list[int]) -> Iterator[Span]:
+    """The regions of queries whose first key changes from query to query. Arguments: as of
+    `_stretches`.
+    """
+    width = max(u - f for f, u in zip(first, upto, strict=True))
+    most = max(TILE, min(BAND_TILE, width // 4))
+    a = 0
+    while a < len(rows):
+        b, direction = a + 1, 0
+        while b < len(rows) and b - a < most and rows[b] == rows[b - 1] + 1:
+            step = first[b] - first[b - 1]
+            if first[b] >= upto[b - 1] or step * direction < 0:
+                break  # another document, or not a band
+            direction, b = direction or step, b + 1
+        low, high = min(first[a:b]), upto[b - 1]
+        inner_low, inner_high = max(first[a:b]), upto[a]
+        if inner_low >= inner_high:
+            yield Span(rows[a], rows[b - 1] + 1, low, high, "stairs")
+        else:
+            yield Span(rows[a], rows[b - 1] + 1, inner_low, inner_high, "full")
+            if low < inner_low:
+                at = [i for i in range(a, b) if first[i] < inner_low]
+                yield Span(rows[at[0]], rows[at[-1]] + 1, low, inner_low, "band start")
+            if inner_high < high:
+                above = next(i for i in range(a, b) if upto[i] > inner_high)
+                is_triangle = upto[above:b] == list(range(inner_high + 1, high + 1))
+                kind = "causal" if is_triangle else "stairs"
+                yield Span(rows[above], rows[b - 1] + 1, inner_high, high, kind)
+        a = b
+
+
 def spans_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
-) -> tuple[list[Span], torch.Tensor]:
-    """Split a causal attention problem over documents into regions whose mask is full, causal, or
-    neither (see `Span.kind`). Pairs of query and key outside the regions are not attended to.
+) -> tuple[list[Span], Limits]:
+    """Split an attention problem into regions whose mask is full, causal, or neither (see
+    `Span.kind`). Pairs of query and key outside the regions are not attended to.
 
-    `queries` and `keys` are ascending positions. `starts` [Lq]: position of the first token of each
-    query's document. Returns the regions and, for each query, the end of its keys: [Lq].
+    `queries` and `keys` are ascending positions. `starts` [Lq]: the first position that each query
+    attends to; the last one is its own. Returns the regions and the range of each query's keys.
     """
-    all_upto = torch.searchsorted(keys, queries, right=True)
-    all_first = torch.searchsorted(keys, starts)
-    seen = (all_upto > all_first).nonzero()[:, 0]
-    rows, first, upto = seen.tolist(), all_first[seen].tolist(), all_upto[seen].tolist()
+    limits = Limits(torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True))
+    seen = (limits.upto > limits.first).nonzero()[:, 0]
+    rows, first, upto = seen.tolist(), limits.first[seen].tolist(), limits.upto[seen].tolist()
+    if any(f1 != f0 and f1 < u0 for f0, f1, u0 in zip(first, first[1:], upto, strict=False)):
+        return list(_bands(rows, first, upto)), limits
     spans = []
     for a, b in _stretches(first, upto, rows):
         # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
@@ -164,24 +215,23 @@ def spans_of(
             # Queries before `above` see no key of the tile.
             above = next(i for i in range(a, b) if upto[i] > low)
             spans.append(Span(rows[above], q1, low, high, "stairs"))
-    return spans, all_upto
+    return spans, limits
 
 
-def _mask(span: Span, upto: torch.Tensor) -> torch.Tensor:
-    """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0.
-    `upto` [Lq]: end of each query's keys.
-    """
-    hidden = torch.arange(span.k0, span.k1)[None] >= upto[span.q0 : span.q1, None]
+def _mask(span: Span, limits: Limits) -> torch.Tensor:
+    """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0."""
+    keys, rows = torch.arange(span.k0, span.k1)[None], slice(span.q0, span.q1)
+    hidden = (keys >= limits.upto[rows, None]) | (keys < limits.first[rows, None])
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _single(span: Span, upto: torch.Tensor) -> Piece:
+def _single(span: Span, limits: Limits) -> Piece:
     """The kernel call for one region of queries and keys."""
-    mask = _mask(span, upto)[None, None] if span.kind == "stairs" else None
+    mask = _mask(span, limits)[None, None] if span.kind in MASKED else None
     return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
 
 
-def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
+def _batched(spans: list[Span], limits: Limits) -> Piece:
     """One kernel call for several regions of one kind, padded to the same shape.
 
     In causal regions the padding lies after every real query.
@@ -199,25 +249,25 @@ def _batched(spans: list[Span], upto: torch.Tensor) -> Piece:
     queries, keys = q_wanted.minimum(q_last), k_wanted.minimum(k_last)
     is_real = q_wanted <= q_last
     mask = None
-    if spans[0].kind == "stairs":
-        limit = upto[queries].minimum(k_last + 1)
-        mask = torch.zeros(len(spans), n, m).masked_fill_(
-            k_wanted[:, None] >= limit[:, :, None], -torch.inf
-        )[:, None]
+    if spans[0].kind in MASKED:
+        end = limits.upto[queries].minimum(k_last + 1)[:, :, None]
+        wanted = k_wanted[:, None]
+        hidden = (wanted >= end) | (wanted < limits.first[queries][:, :, None])
+        mask = torch.zeros(len(spans), n, m).masked_fill_(hidden, -torch.inf)[:, None]
     elif spans[0].kind == "full" and bool((k_wanted > k_last).any()):
         mask = torch.zeros(len(spans), m).masked_fill_(k_wanted > k_last, -torch.inf)[:, None, None]
     real = None if bool(is_real.all()) else is_real.flatten().nonzero()[:, 0]
     return Piece(queries, keys, spans[0].kind == "causal", mask, real)
 
 
-def pieces_of(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
+def pieces_of(spans: list[Span], limits: Limits) -> list[Piece]:
     """Kernel calls for all regions `spans`; small ones of similar shape are batched."""
     groups: dict[tuple[str, int, int], list[Span]] = {}
     pieces = []
     for span in spans:
         n, m = span.shape
         if n * m > SMALL_SCORES:
-            pieces.append(_single(span, upto))
+            pieces.append(_single(span, limits))
         else:
             key = (
                 span.kind,
@@ -230,5 +280,5 @@ def pieces_of(spans: list[Span], upto: torch.Tensor) -> list[Piece]:
         most = max(1, BATCH_SCORES // area)
         for start in range(0, len(group), most):
             some = group[start : start + most]
-            pieces.append(_single(some[0], upto) if len(some) == 1 else _batched(some, upto))
+            pieces.append(_single(some[0], limits) if len(some) == 1 else _batched(some, limits))
     return pieces

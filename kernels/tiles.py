@@ -146,7 +146,7 @@ def visits(
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (
-        _extremes(x, size_q) for x in (queries.index, queries.doc_start)
+        _extremes(x, size_q) for x in (queries.index, queries.first)
     )
     low_k, high_k = _extremes(keys.index, size_k)
     some = (low_s[:, None] <= high_k) & (low_k <= high_q[:, None])
@@ -191,11 +191,11 @@ class Work:
     def of(queries: Positions, keys: Positions, device: torch.device) -> Work | None:
         """The work list on `device`, or None where no query attends to any key."""
         in_order = keys.index.sort().values
-        first = torch.searchsorted(in_order, queries.doc_start)
+        first = torch.searchsorted(in_order, queries.first)
         if not (first < torch.searchsorted(in_order, queries.index, right=True)).any():
             return None
         index_q = _padded(queries.index, -1, device)
-        start_q = _padded(queries.doc_start, FAR, device)
+        start_q = _padded(queries.first, FAR, device)
         return Work(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.host_memory import KEEPS_FREED_MEMORY
+
 RAY_SETTINGS = {
     # Every rank must agree, and Ray's own default differs by role.
     "RAY_AUTH_MODE": "token",
@@ -77,6 +79,7 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
             # vLLM compiles a few sampling functions even for an eager engine: seconds in which the
             # first request waits, for a count over [sequences, vocab].
             "TORCHDYNAMO_DISABLE": "1",
+            **KEEPS_FREED_MEMORY,
         }
     return settings
 

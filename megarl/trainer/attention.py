@@ -15,14 +15,15 @@ from transformers import AttentionInterface, PreTrainedModel
 ATTENTION = "megarl_packed"
 
 
-UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+UNSUPPORTED = ("softcap", "s_aux")
 """Keyword arguments of transformers' attention that megarl's attention does not support. Most of
 them are already refused at start-up by `refuse_unsupported`."""
 
 
 Attend = Callable[..., torch.Tensor]
-"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float) -> [T, Hq, D]: a function that computes
-the attention of every layer for one micro-batch."""
+"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None) -> [T, Hq, D]: a
+function that computes the attention of every layer for one micro-batch. `window`: a query attends
+to so many tokens at most, itself included."""
 
 
 def _attention(
@@ -32,6 +33,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     attend: Attend | None = None,
     **features: object,
 ) -> tuple[torch.Tensor, None]:
@@ -46,7 +48,7 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, scale=scale)[None], None
+    return attend(q, k, v, scale=scale, window=sliding_window)[None], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -59,12 +61,8 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
     text = config.get_text_config()
     found = []
     types = set(getattr(text, "layer_types", None) or [])
-    window = getattr(text, "sliding_window", None)
-    uses_window = getattr(text, "use_sliding_window", window is not None)
-    if types - {"full_attention"} or (not types and window is not None and uses_window):
-        found.append(
-            f"layer types {sorted(types)}" if types else f"sliding window of {window} tokens"
-        )
+    if others := types - {"full_attention", "sliding_attention"}:
+        found.append(f"layer types {sorted(others)}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, name, None):
             found.append(f"{name} = {getattr(text, name)}")
@@ -97,7 +95,13 @@ def prove_attention(model: PreTrainedModel) -> None:
     """
     calls: list[tuple[int, ...]] = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
         calls.append(tuple(q.shape))
         return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
 

@@ -34,6 +34,7 @@ from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
 from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
+from megarl.host_memory import keep_freed_memory
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier, broadcast_object, on_first
@@ -334,6 +335,8 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+        if device.type == "cpu":
+            keep_freed_memory()
         stack.callback(mesh_module.finalise)
         num_rows = broadcast_object(inputs.num_rows, mesh_module.all_ranks())
         config = with_steps(config, num_rows)

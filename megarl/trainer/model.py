@@ -180,11 +180,9 @@ class RoleModel(nn.Module):
         return (ends & (batch.sample_ids >= 0)).nonzero()[:, 0]
 
     def _attend(self, batch: MicroBatch) -> Attend:
-        """The attention function for this micro-batch: on this rank alone, or over the
-        sequence-parallel ranks and with shared prefixes.
+        """The attention function for this micro-batch: within each document on this rank alone; or
+        over the sequence-parallel ranks, with shared prefixes, or within a sliding window.
         """
-        if not batch.indices and not batch.parents:
-            return partial(packed_attention, documents=Documents.of(batch.starts))
         device, block, transport = (
             batch.token_ids.device,
             self.sequence.block,
@@ -200,6 +198,22 @@ class RoleModel(nn.Module):
             ulysses=self._inner.size,
             block=named,
         )
-        return partial(
-            sequence_attention, plan=plan, inner=self._inner, outer=self._outer, transport=transport
-        )
+        documents = None
+        if not batch.indices and not batch.parents:
+            documents = Documents.of(batch.starts)
+
+        def attend(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            scale: float,
+            window: int | None = None,
+        ) -> torch.Tensor:
+            layer = plan.within(window)
+            if documents is not None and layer is plan:
+                return packed_attention(q, k, v, documents, scale)
+            return sequence_attention(
+                *(q, k, v, layer, self._inner, self._outer), scale=scale, transport=transport
+            )
+
+        return attend

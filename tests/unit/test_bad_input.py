@@ -394,10 +394,8 @@ CASES = {
     "no end-of-sequence token": Case(["eos"], prepare=tokenizer_change(eos_token=None)),
     "no padding token": Case(["pad"], prepare=tokenizer_change(pad_token=None)),
     "attention we do not have": Case(
-        ["sliding", "does not support"],
-        prepare=config_change(
-            use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2
-        ),
+        ["chunked_attention", "does not support"],
+        prepare=config_change(layer_types=["chunked_attention"] * 2),
     ),
     "optimizer for GPUs only": Case(
         ["training.optimizer.kind is 'apex'", "set it to 'torch'"],

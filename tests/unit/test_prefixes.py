@@ -213,8 +213,10 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
             path = [*reversed(chain(parents, document)), document]
             index = torch.cat([torch.arange(edges[d], edges[d + 1]) for d in path])
             heads = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
+            distance = torch.arange(len(index))[:, None] - torch.arange(len(index))
+            mask = (distance >= 0) & (distance < (case.window or len(index)))
             out = F.scaled_dot_product_attention(
-                *heads, is_causal=True, scale=case.scale, enable_gqa=True
+                *heads, attn_mask=mask, scale=case.scale, enable_gqa=True
             )
             outputs.append(out[0].transpose(0, 1)[-case.lengths[document] :])
         joined = torch.cat(outputs)

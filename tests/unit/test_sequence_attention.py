@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,24 @@ def test_longer_documents_and_every_cut(transport: str, how: str) -> None:
     case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3)
     found, _ = split_attention(case, "cpu", transport, case.tensors(torch.float32))
     assert_close(found, dense(case, case.tensors()), 1e-5)
+
+
+@pytest.mark.parametrize("how", [*CUTS, "permuted"])
+@pytest.mark.parametrize(("window", "parents"), [(100, ()), (100, (-1, 0, 0, 2, 0)), (1, ())])
+def test_longer_documents_within_a_window(how: str, window: int, parents: tuple[int, ...]) -> None:
+    """Long enough for bands with rectangles and triangles, also over the end of a shared prefix."""
+    case = Case((301, 300, 70, 450, 9), 4, 2, how, (4, 2), 8, 0.35, 3, parents, window)
+    found, _ = split_attention(case, "cpu", "ring", case.tensors())
+    assert_close(found, dense(case, case.tensors()), TOLERANCE[torch.float64])
+
+
+def test_a_ring_within_a_window_stops_at_the_neighbour() -> None:
+    """Eight ranks with 64 tokens each and a window of 64: one step, not seven."""
+    case = Case((512,), 8, 1, "contiguous", (2, 2), 8, 0.35, 0, (), 64)
+    assert make_plan(case, "cpu").hops == 1
+    assert make_plan(replace(case, window=65), "cpu").hops == 1
+    assert make_plan(replace(case, window=66), "cpu").hops == 2
+    assert make_plan(replace(case, window=None), "cpu").hops == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

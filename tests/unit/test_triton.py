@@ -65,7 +65,7 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
         (ROW[:16], ROW[15:]),
     ]:
         positions_q, positions_k = Positions.of(queries, STARTS), Positions.of(keys, STARTS)
-        mask = (positions_q.doc_start[:, None] <= keys) & (keys <= queries[:, None])
+        mask = (positions_q.first[:, None] <= keys) & (keys <= queries[:, None])
         work, runs = visits(positions_q, positions_k, 16, 8, by_keys)
         mask = mask.T if by_keys else mask
         met = torch.zeros(mask.shape, dtype=torch.int64)

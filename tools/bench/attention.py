@@ -8,7 +8,9 @@ CPU: forward and backward of one attention layer in float32. `one rank` is one p
 thread and no schedule; the others are `--ranks` gloo ranks with one thread each, which start
 together, and the time is that of the last to end. All take turns within a round. Before that each
 schedule's output and gradients are checked against those of one rank, and a difference ends the
-run. Ulysses is left out where the ranks cannot share the heads. `others` is the share of the CPU
+run. Ulysses is left out where the ranks cannot share the heads. With `--window` all have a sliding
+window, but for `one rank, no window`; the table then says how many pairs of query and key are left
+of all. `others` is the share of the CPU
 that processes outside of the run took in a round: above a few percent the times are worth little,
 and the CPU seconds of the busiest rank, which waiting does not lengthen, say more.
 
@@ -97,6 +99,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "default": 1,
         "help": "CPU: documents in the packed sequence, of uneven lengths",
+    },
+    "--window": {
+        "type": int,
+        "default": 0,
+        "help": "CPU: sliding window in tokens, beside one rank without; 0 for none",
     },
     "--packed": {
         "type": int,

@@ -39,6 +39,7 @@ class Ranks:
         )
         self.whole = make_tensors(args, args.tokens, torch.float32, device)
         self.starts = documents(args.tokens, args.documents)
+        self.window: int | None = args.window or None
 
     def runs(self) -> dict[str, Callable[[], list[torch.Tensor]]]:
         """Forward and backward of each schedule by name, "one rank" first.
@@ -46,10 +47,13 @@ class Ranks:
         Raises `RuntimeError` if a schedule's output or gradients differ from those of one rank.
         """
         args = self.args
-        plan = AttentionPlan.of([torch.arange(args.tokens)], self.starts, self.device)
+        full = AttentionPlan.of([torch.arange(args.tokens)], self.starts, self.device)
+        plan = full.within(self.window)
         runs: dict[str, Callable[[], list[torch.Tensor]]] = {
             "one rank": lambda: layer(self.whole, plan, Alone(), Alone(), "ring")
         }
+        if plan is not full:
+            runs["one rank, no window"] = lambda: layer(self.whole, full, Alone(), Alone(), "ring")
         expected = runs["one rank"]()
         shares_heads = args.heads % args.ranks == 0 and (
             args.kv_heads % args.ranks == 0 or args.ranks % args.kv_heads == 0
@@ -74,6 +78,7 @@ class Ranks:
         mesh = self.ulysses_mesh if is_ulysses else self.ring_mesh
         indices = cut(self.starts, self.args.ranks, how)
         plan = AttentionPlan.of(indices, self.starts, self.device, ulysses=mesh.ulysses.size)
+        plan = plan.within(self.window)
         mine = indices[mesh.sequence.rank]
         inner, outer = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         tensors = [x[mine] for x in self.whole]
@@ -101,7 +106,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         for name, run in runs.items():
             barrier(everybody)
             start, start_cpu_s = time.perf_counter(), time.process_time()
-            if everybody.rank == 0 or name != "one rank":
+            if everybody.rank == 0 or not name.startswith("one rank"):
                 run()
             cpu_s = time.process_time() - start_cpu_s
             barrier(everybody)
@@ -112,7 +117,19 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         others.append(max(0.0, machine_busy_s() - worked - ours_s) / wall_s)
     ranks.close()
     finalise()
-    return {"seconds": seconds, "busiest": busiest, "others": others}
+    pairs = [_pairs(ranks.starts, window) for window in (ranks.window, None)]
+    return {
+        "seconds": seconds,
+        "busiest": busiest,
+        "others": others,
+        "share_of_pairs": pairs[0] / pairs[1],
+    }
+
+
+def _pairs(starts: torch.Tensor, window: int | None) -> int:
+    """(query, key) pairs that attention within documents and a window computes."""
+    seen = torch.cat([torch.arange(1, n + 1) for n in starts.diff().tolist()])
+    return int((seen if window is None else seen.clamp_max(window)).sum())
 
 
 def table_of(measured: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +143,11 @@ def table_of(measured: dict[str, Any]) -> dict[str, Any]:
         }
         for key, base in (("x_one_rank", "one rank"), ("x_contiguous_ring", "contiguous ring")):
             table[name][key] = spread([b / a for a, b in zip(values, seconds[base], strict=True)])
-    return {"schedules": table, "others": spread(measured["others"])}
+    return {
+        "schedules": table,
+        "others": spread(measured["others"]),
+        "share_of_pairs": measured["share_of_pairs"],
+    }
 
 
 def show(result: dict[str, Any]) -> list[str]:
@@ -139,5 +160,7 @@ def show(result: dict[str, Any]) -> list[str]:
         keys = ("seconds", "busiest_cpu_s", "x_one_rank", "x_contiguous_ring")
         cells = [cell(row[key], ".2f") for key in keys]
         lines.append(f"{name:20} {cells[0]:>24} {cells[1]:>24} {cells[2]:>22} {cells[3]:>22}")
+    if result["share_of_pairs"] < 1:
+        lines.append(f"the window leaves {result['share_of_pairs']:.1%} of the pairs")
     lines.append(f"others: {cell(result['others'], '.0%')} of the CPU")
     return [*lines, *warn_if_not_quiet(result["others"]["max"])]

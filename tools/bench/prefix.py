@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         _wait(device)
                         seconds[way].append(time.perf_counter() - began)
             peaks = {
-                way: peak_memory.peak_of(lambda one=one: one.step(made[0]), device)[0].allocated
+                way: peak_memory.peak_of(partial(one.step, made[0]), device)[0].allocated
                 for way, one in trainers.items()
             }
             ratio = work_ratio(trainers["shared"].role.engine.module.model, shape)
@@ -269,9 +270,9 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     yield f"{'case':12} {'  '.join(names)}  memory  difference"
     for one in result["cases"]:
         speed = statistics.mean(one["speed_up"])
-        tokens = one["tokens"]
+        tokens, seconds = one["tokens"], one["seconds"]
         yield (
-            f"{one['case']:12} {one['seconds']['repeated']:6.3f} s {one['seconds']['shared']:6.3f} s"
+            f"{one['case']:12} {seconds['repeated']:6.3f} s {seconds['shared']:6.3f} s"
             f" {speed:5.2f} ({min(one['speed_up']):.2f}-{max(one['speed_up']):.2f})"
             f" {one['bound']:6.2f} {speed / one['bound']:6.0%}"
             f" {tokens['repeated']:7,.0f} -> {tokens['shared']:,.0f}"
