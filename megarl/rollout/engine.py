@@ -49,6 +49,10 @@ class Pulse:
     the prompts."""
     tokens: int
     """Tokens generated so far."""
+    prompt_tokens: int
+    """Tokens of the prompts of all answered requests, earlier turns included."""
+    cached_tokens: int
+    """How many of them were in the cache, so that they were not computed for that request."""
     requests: int
     """Requests that are not yet answered."""
     is_paused: bool
@@ -97,6 +101,7 @@ class Engine:
         that succeeds ends the pause."""
         self._steps, self._tokens = 0, 0
         """Engine steps, and tokens generated, so far."""
+        self._prompt_tokens, self._cached_tokens = 0, 0
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
         self._on_cpu = is_on_cpu(environment)
@@ -173,7 +178,10 @@ class Engine:
         )
         # The salt keeps a prefix cached under old weights from serving a request under new ones.
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
-        output = (await self._run(prompt, request, "sample")).outputs[0]
+        final = await self._run(prompt, request, "sample")
+        self._prompt_tokens += len(prompt_ids)
+        self._cached_tokens += final.num_cached_tokens or 0
+        output = final.outputs[0]
         # An engine that was never published to reports a version that is no number.
         known = [span for span in output.weight_versions or () if span.version.isdecimal()]
         spans = [(int(span.version), span.end - span.start) for span in known]
@@ -212,6 +220,8 @@ class Engine:
         return Pulse(
             steps=self._steps,
             tokens=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             requests=self._open,
             is_paused=self._is_paused,
             is_dead=self.is_lost,

@@ -53,9 +53,20 @@ class Route:
     """Number of the engine; None before the first request."""
 
 
+@dataclass
+class _Home:
+    """The engine that the newest request of a prompt went to."""
+
+    engine: int
+    requests: int = 0
+    """Open requests of the prompt, on all engines."""
+
+
 class EnginePool:
-    """All engines of a run. The first request of a rollout goes to the living engine with the
-    fewest open requests, its later ones to the same engine.
+    """All engines of a run. The first request of a rollout goes to the engine that has its group's
+    other requests, whose cache has the prompt, as long as it has less than a group's requests more
+    than another one; else to the living engine with the fewest. Later requests of the rollout go to
+    the same engine.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
@@ -65,6 +76,8 @@ class EnginePool:
         limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
         self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
         self._load = [0] * len(self.engines)
+        self._homes: dict[int, _Home] = {}
+        """{prompt index: the engine of its group}, while the group has open requests."""
         self._lost: set[int] = set()
         """Numbers of the engines that are dead and not yet replaced."""
         self._has_living = asyncio.Event()
@@ -101,8 +114,9 @@ class EnginePool:
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
-            number = await self._choose(route)
+            number = await self._choose(route, prompt)
             self._load[number] += 1
+            self._homes[prompt.index].requests += 1
             try:
                 async with self._slots[number]:
                     engine = self.engines[number]
@@ -139,16 +153,26 @@ class EnginePool:
                 ) from None
             finally:
                 self._load[number] -= 1
+                self._homes[prompt.index].requests -= 1
+                if not self._homes[prompt.index].requests:
+                    del self._homes[prompt.index]
 
-    async def _choose(self, route: Route) -> int:
-        """The number of a living engine: the one of `route`, or else the one with the fewest open
-        requests, which `route` then names. Waits while no engine lives.
+    async def _choose(self, route: Route, prompt: Prompt) -> int:
+        """The number of a living engine: the one of `route`; or else, as the class says, that of
+        the group or the one with the fewest open requests, which `route` then names. Waits while no
+        engine lives.
         """
         # Whoever replaces engines ends the run where none can be started.
         await self._has_living.wait()
         if route.engine is None or route.engine in self._lost:
             living = [number for number in range(len(self.engines)) if number not in self._lost]
             route.engine = min(living, key=self._load.__getitem__)
+            home = self._homes.get(prompt.index)
+            if home is not None and home.engine in living:
+                ahead = self._load[home.engine] - self._load[route.engine]
+                if ahead < self._config.group_size:
+                    route.engine = home.engine
+        self._homes.setdefault(prompt.index, _Home(route.engine)).engine = route.engine
         return route.engine
 
     def _lose(self, number: int, engine: EngineHandle) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,13 @@ def test_a_new_engine_wakes_a_waiting_rank() -> None:
 
 
 class Engine:
-    """An engine that raises the errors it is given, one a request, and answers afterwards."""
+    """An engine that raises the errors it is given, one a request, and answers afterwards; where it
+    has a gate, once that is open.
+    """
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.seeds = list(errors), list[int]()
+        self.gate: asyncio.Event | None = None
 
     async def generate(
         self, prompt_ids: np.ndarray, segments: Sequence[Segment], *, seed: int, **rest: Any
@@ -142,12 +146,16 @@ class Engine:
         self.seeds.append(seed)
         if self.errors:
             raise self.errors.pop(0)
+        if self.gate is not None:
+            await self.gate.wait()
         return Segment("model", 1, None, [(0, 1)], "stop")
 
 
-def request(pool: EnginePool, seed: int, route: Route | None = None) -> Any:
+def request(
+    pool: EnginePool, seed: int, route: Route | None = None, *, prompt: Prompt = PROMPT
+) -> Any:
     return pool.generate(
-        PROMPT,
+        prompt,
         np.asarray([1, 2]),
         [],
         seed=seed,
@@ -168,6 +176,39 @@ def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
         pool.replace(0, fresh := Engine())
         await asyncio.gather(*(request(pool, seed) for seed in range(4)))
         assert fresh.seeds
+
+    asyncio.run(scene())
+
+
+def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_another() -> None:
+    """Three groups of eight on two engines: whole groups while loads allow, and nothing is kept of
+    a group that has ended.
+    """
+
+    async def scene() -> None:
+        engines = [Engine(), Engine()]
+        for engine in engines:
+            engine.gate = asyncio.Event()
+        pool = EnginePool(engines, RolloutConfig(group_size=8))
+        running = []
+        for index in range(3):
+            prompt = replace(PROMPT, index=index)
+            running += [
+                asyncio.create_task(request(pool, 10 * index + n, prompt=prompt)) for n in range(8)
+            ]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert pool._load == [16, 8]
+        assert engines[0].seeds == [*range(8), *range(20, 28)]
+        assert engines[1].seeds == [*range(10, 18)]
+        # The next samples of the first group find its engine too far ahead.
+        more = asyncio.create_task(request(pool, 99, prompt=replace(PROMPT, index=0)))
+        await asyncio.sleep(0.01)
+        assert engines[1].seeds[-1] == 99
+        for engine in engines:
+            engine.gate.set()
+        await asyncio.gather(*running, more)
+        assert pool._load == [0, 0] and not pool._homes
 
     asyncio.run(scene())
 
@@ -222,7 +263,7 @@ def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def pulse(steps: int, requests: int = 1, *, paused: bool = False, dead: bool = False) -> Pulse:
-    return Pulse(steps, 0, requests, paused, dead)
+    return Pulse(steps, 0, 0, 0, requests, paused, dead)
 
 
 def test_an_engine_is_hung_if_it_has_requests_and_makes_no_step() -> None:

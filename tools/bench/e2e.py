@@ -17,6 +17,8 @@ probability of about 1/vocabulary a token: at a limit of 64 most replies are cut
 lengths vary (with `--vocabulary 4096` nearly all are cut off). The reward is a checksum of the
 text: rewards of a group differ, and nothing is learned that would change the lengths.
 
+Prompts have 12 to 24 tokens, or as many as the environment variable BENCH_PROMPT_TOKENS says.
+
 What is measured: seconds from a step's begin to its end, by a TrainerCallback in TRL and by
 `time/step_s` in megarl. Of megarl that includes publishing the weights to the engine and the check
 that they arrived. Excluded are start-up and the first step, because both compile and allocate

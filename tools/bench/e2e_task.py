@@ -5,6 +5,7 @@ of what it measures. Imports the standard library only: TRL's environment reads 
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 
 PROMPTS, SAMPLES = 32, 8
 BATCH = PROMPTS * SAMPLES
-MAX_PROMPT_TOKENS = 24
+PROMPT_TOKENS = int(os.environ.get("BENCH_PROMPT_TOKENS", "0"))
+"""Tokens of every prompt; 0 for 12 to 24."""
+MAX_PROMPT_TOKENS = PROMPT_TOKENS or 24
+MIN_PROMPT_TOKENS = PROMPT_TOKENS or 12
 ROWS = 4096
 SEED = 1
 LEARNING_RATE = 1e-4
@@ -124,7 +128,7 @@ def write_task(folder: Path, vocabulary: int) -> int:
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(described))
     draw = random.Random(SEED)
     texts = (
-        "".join(draw.choices(LETTERS, k=draw.randint(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS)))
+        "".join(draw.choices(LETTERS, k=draw.randint(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)))
         for _ in range(ROWS)
     )
     (folder / "prompts.jsonl").write_text(
