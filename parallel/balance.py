@@ -180,12 +180,18 @@ class FamilyBalance:
         return found
 
     def _families(self, members: Iterable[int]) -> list[list[int]]:
-        """`members` by family; a sample without one is alone."""
+        """`members` by family; a sample is alone if it has none, or if nothing is computed once for
+        those of its family.
+        """
         found: dict[Hashable, list[int]] = {}
         for n in members:
             family = self.sizes[n].family
             found.setdefault((n,) if family is None else (family, "family"), []).append(n)
-        return list(found.values())
+        return [
+            part
+            for family in found.values()
+            for part in ([family] if self._common(family) else [[n] for n in family])
+        ]
 
     def _divided(self, family: Sequence[int], parts: int) -> list[list[int]]:
         """Divide the members of one family into parts of about even work."""
@@ -195,14 +201,29 @@ class FamilyBalance:
         return [[family[place] for place in part] for part in made]
 
     def _fitting(self, family: Sequence[int], budget: int) -> list[list[int]]:
-        """A family in as few parts as fit into `budget` tokens each; a sample that is too long is
+        """A family in parts that fit into `budget` tokens each, about as few as there can be: the
+        longest sample first, each into the first part with room. A sample that is too long is
         alone.
         """
-        for parts in range(1, len(family)):
-            made = self._divided(family, parts)
-            if all(self.tokens(part) <= budget for part in made):
-                return made
-        return [[n] for n in family]
+        if self.tokens(family) <= budget:
+            return [list(family)]
+        prefix, parts = self.sizes[family[0]].prefix, list[list[int]]()
+        left: list[int] = []
+        """Tokens that each part has room for."""
+        for n in sorted(family, key=lambda n: (-self.sizes[n].length, n)):
+            own = self.sizes[n].length - prefix
+            place = next((at for at, room in enumerate(left) if own <= room), len(parts))
+            if place == len(parts):
+                parts.append([])
+                left.append(budget - prefix)
+            parts[place].append(n)
+            left[place] -= own
+        # Too few to share: what the parts save may be below what sharing must save.
+        return [
+            part
+            for made in parts
+            for part in ([made] if self.tokens(made) <= budget else [[n] for n in made])
+        ]
 
     def _dealt(self, pieces: int, parts: int) -> list[list[int]]:
         """The samples of each of `parts` ranks if every family is divided into `pieces`: the most

@@ -156,12 +156,20 @@ class VocabularyParallelEmbedding(nn.Module):
     """Token ids [...] -> embeddings [..., K].
 
     Each rank looks up its own tokens, results are summed. Token id `padding`, if given, gets no
-    gradient, as in `torch.nn.Embedding`.
+    gradient, as in `torch.nn.Embedding`. Embeddings are multiplied by `scale`, rounded to their
+    dtype.
     """
 
-    def __init__(self, weight: nn.Parameter, first: int, padding: int | None, axis: Axis) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        first: int,
+        padding: int | None,
+        axis: Axis,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.weight, self.first, self.axis = weight, first, axis
+        self.weight, self.first, self.axis, self.scale = weight, first, axis, scale
         holds_padding = padding is not None and first <= padding < first + weight.shape[0]
         self.padding = padding - first if padding is not None and holds_padding else None
 
@@ -169,7 +177,10 @@ class VocabularyParallelEmbedding(nn.Module):
         local = token_ids - self.first
         others = (local < 0) | (local >= self.weight.shape[0])
         found = nn.functional.embedding(local.masked_fill(others, 0), self.weight, self.padding)
-        return sum_values(found.masked_fill(others[..., None], 0.0), self.axis)
+        whole = sum_values(found.masked_fill(others[..., None], 0.0), self.axis)
+        if self.scale == 1.0:
+            return whole
+        return whole * torch.tensor(self.scale, dtype=whole.dtype, device=whole.device)
 
 
 def whole_shapes(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ import torch
 
 from megarl.data.preferences import PreferenceList
 from megarl.loops.held_out import chunks
-from megarl.parallel import balance
+from megarl.parallel.balance import FamilyBalance, Size
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.trainer.context import DataRows
@@ -142,18 +142,31 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
     samples stay `together` in one packed sequence; the number of samples is a multiple of it.
     """
     mesh = role.mesh
-    whole_balance = balance_of(samples, role.training.share_prefix)
-    units = [range(first, first + together) for first in range(0, len(samples), together)]
-    lengths = [whole_balance.tokens(unit) for unit in units]
-    dealt = balance.split(lengths, mesh.data.size)
+    even = _units(balance_of(samples, role.training.share_prefix), together)
+    dealt = even.split(mesh.data.size)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
-    packed = balance.rows_in_step([[lengths[i] for i in rank] for rank in dealt], budget)
+    packed = even.rows_in_step(dealt, budget)
 
     def whole(units: Sequence[int]) -> list[int]:
         return [unit * together + part for unit in units for part in range(together)]
 
     mine = samples.select(whole(dealt[mesh.data.rank]))
     return role.pack(mine, [whole(units) for units in packed[mesh.data.rank]])
+
+
+def _units(even: FamilyBalance, together: int) -> FamilyBalance:
+    """The balance of units of so many consecutive samples each. Units whose samples are all of one
+    family are a family again.
+    """
+    units = []
+    for first in range(0, len(even.sizes), together):
+        members = range(first, first + together)
+        sizes = [even.sizes[n] for n in members]
+        is_one = len({size.family for size in sizes}) == 1
+        units.append(
+            sizes[0]._replace(length=even.tokens(members)) if is_one else Size(even.tokens(members))
+        )
+    return FamilyBalance(units, even.saves)
 
 
 def totals(

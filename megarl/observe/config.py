@@ -12,6 +12,7 @@ STEP_METRICS = (
     *("groups/drawn", "groups/rejected", "groups/stale", "staleness/max", "staleness/mean"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),
     *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),
+    *("tokens/computed", "tokens/shared_saved"),
     *("reward/greedy_mean", "accuracy_greedy", "kl_coefficient"),
     *("correction/mean", "correction/dropped_share"),
     *("loss", "entropy", "clip_share", "kl", "grad_norm", "learning_rate", "skipped_steps"),

@@ -63,6 +63,8 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
     types = set(getattr(text, "layer_types", None) or [])
     if others := types - {"full_attention", "sliding_attention"}:
         found.append(f"layer types {sorted(others)}")
+    if getattr(text, "use_bidirectional_attention", None):
+        found.append("attention to later tokens")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, name, None):
             found.append(f"{name} = {getattr(text, name)}")

@@ -22,7 +22,14 @@ from megarl.objectives.corrections import mismatch
 from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.trainer.step import GAPS, StepMetrics, mismatch_metrics, optimizer_step, token_weights
+from megarl.trainer.step import (
+    GAPS,
+    StepMetrics,
+    computed_tokens,
+    mismatch_metrics,
+    optimizer_step,
+    token_weights,
+)
 from megarl.trainer.teacher import Teacher
 from megarl.types import MicroBatch, StepBatch, StepReport
 
@@ -85,6 +92,7 @@ class Distillation:
         teacher.forget()
         self.guard.check_weights()
         found = self._report(metrics, num_mini_batches=len(norms))
+        found |= computed_tokens(batch, packed, self.policy)
         found |= {
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,

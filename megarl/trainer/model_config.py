@@ -18,7 +18,10 @@ from megarl.trainer.config import ModelConfig
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Settings of config.json that every model has, at least 1."""
-OTHER_COUNTS = ("num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings")
+OTHER_COUNTS = (
+    *("num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
+    "sliding_window",
+)
 """Settings of config.json that are at least 1 where a model has them."""
 LARGEST_COUNT = 2**31 - 1
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -88,7 +88,8 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
         strict=True,
     ):
         data = np.ascontiguousarray(samples.token_ids[first : first + common]).tobytes()
-        found.append(Size(length, blake2b(data, digest_size=16).hexdigest(), common))
+        family = blake2b(data, digest_size=16).hexdigest() if common else None
+        found.append(Size(length, family, common))
     return found
 
 
@@ -104,6 +105,8 @@ class _Set:
     """Number of the document that they continue, or -1."""
     depth: int
     """Number of prefixes above."""
+    is_family: bool = False
+    """Whether the samples agree on all that each of them may share."""
 
 
 def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree | None:
@@ -128,10 +131,19 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
             for sample in one.members:
                 add(sample, one.begin, int(lengths[sample]), one.parent, sample)
             continue
+        if one.depth == deepest - 1 and not one.is_family:
+            # The last prefixes that there may be are the longest: all that a family shares.
+            waiting += reversed(_families(samples, limits, one))
+            continue
         agreed = _agreed(samples, one.members, limits, one.agreed)
         begin, parent, depth = one.begin, one.parent, one.depth
-        saved = (agreed - begin) * (len(one.members) - 1)
-        if saved > 0 and saved >= saves * float((lengths[one.members] - begin).sum()):
+        others, whole = len(one.members) - 1, float(lengths[one.members].sum())
+        saved, rest = (agreed - begin) * others, whole - begin * len(one.members)
+        # Of a whole family the balance expects that it is shared; see `FamilyBalance.tokens`.
+        is_expected = bool((limits[one.members] == agreed).all()) and (
+            agreed * others >= saves * whole
+        )
+        if saved > 0 and (saved >= saves * rest or is_expected):
             parent = add(one.members[0], begin, agreed, parent, -1)
             begin, depth = agreed, depth + 1
         waiting += reversed(
@@ -148,6 +160,16 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
         parents=tuple(parents),
         owners=np.array(owners),
     )
+
+
+def _families(samples: Samples, limits: np.ndarray, one: _Set) -> list[_Set]:
+    """Divide the members of `one` by all that they may share."""
+    found: dict[bytes, list[int]] = {}
+    for member in one.members:
+        first = samples.offsets[member]
+        shared = samples.token_ids[first : first + limits[member]]
+        found.setdefault(np.ascontiguousarray(shared).tobytes(), []).append(member)
+    return [replace(one, members=members, is_family=True) for members in found.values()]
 
 
 def _agreed(samples: Samples, members: list[int], limits: np.ndarray, at_least: int) -> int:

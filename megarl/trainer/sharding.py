@@ -96,6 +96,10 @@ WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
 
 LINEAR_STYLES = ("colwise", "rowwise")
 
+SCALED_EMBEDDINGS = ("Gemma3TextScaledWordEmbedding",)
+"""Classes of transformers that multiply a plain embedding by their `scalar_embed_scale`, and do
+nothing else."""
+
 
 def pattern(name: str) -> str:
     """A module's name in the form of transformers' tensor-parallel plans: `*` for layer numbers."""
@@ -157,13 +161,17 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     parameter.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    _refuse_other("the model's embedding", embedding, nn.Embedding)
+    scale = 1.0
+    if type(embedding).__name__ in SCALED_EMBEDDINGS:
+        scale = float(embedding.scalar_embed_scale)  # pyright: ignore[reportArgumentType]
+    else:
+        _refuse_other("the model's embedding", embedding, nn.Embedding)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
     tied, name = head.weight is embedding.weight, _name(model, embedding)
     words = work.cut(name, embedding.weight, 0)
     first = work.shards[name].edges[work.axis.rank]
     model.set_input_embeddings(
-        VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis)
+        VocabularyParallelEmbedding(words, first, embedding.padding_idx, work.axis, scale)
     )
     head.weight = words if tied else work.cut(_name(model, head), head.weight, 0)
 

@@ -46,6 +46,12 @@ def _output_bias_difference(settings: Mapping[str, Any]) -> str:
     )
 
 
+def _untied_difference(settings: Mapping[str, Any]) -> str:
+    """How vLLM treats an output head of its own differently from transformers, or an empty
+    string."""
+    return "" if settings["tie_word_embeddings"] else "output head is not tied, but vLLM ties it"
+
+
 @dataclass(frozen=True)
 class Family:
     """How a model type differs from the common decoder-only transformer."""
@@ -61,6 +67,8 @@ class Family:
     """Whether the MLP's projections have a bias."""
     head_norms: bool = False
     """Whether queries and keys are normalised, head by head."""
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the norms of a layer, besides those of heads."""
     experts: bool = False
     """Whether layers may be mixtures of experts."""
     differs: Callable[[Mapping[str, Any]], str] = _no_difference
@@ -77,6 +85,17 @@ _COMMON = {
 }
 _QWEN = _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _LLAMA = _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None}
+_GEMMA = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
 _SPARSE = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -103,6 +122,17 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
     ),
     "mistral": Family(_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8}),
+    "gemma3_text": Family(
+        _GEMMA,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        head_norms=True,
+        layer_norms=(
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ),
+        differs=_untied_difference,
+    ),
     "qwen3_moe": Family(
         _QWEN | _SPARSE, head_norms=True, experts=True, differs=_output_bias_difference
     ),
@@ -128,10 +158,7 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
         table += (_experts if _is_sparse(layer, family, settings) else _dense)(
             f"{prefix}.mlp", family, settings
         )
-        table += [
-            _unstacked(f"{prefix}.{name}.weight", (hidden,))
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ]
+        table += [_unstacked(f"{prefix}.{name}.weight", (hidden,)) for name in family.layer_norms]
     table.append(_unstacked("model.norm.weight", (hidden,)))
     if classifies(config):
         table.append(_unstacked("score.weight", (1, hidden)))

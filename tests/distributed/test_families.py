@@ -37,7 +37,7 @@ forward pass of ours.
 
 LAYOUTS = [(1, 1, 4), (1, 2, 2)]
 WITHOUT_TENSOR = [(1, 4, 1), (2, 2, 1)]
-NOT_CUT = ("gemma3_text, windows", "olmo3, windows")
+NOT_CUT = ("olmo3, windows",)
 """Families that tensor parallelism refuses, by the part that it cannot cut."""
 TEMPERATURE = 0.8
 

@@ -53,6 +53,12 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
     for results in found:
         for case, repeated in zip(again, results[len(cases) :], strict=True):
             assert_bitwise(results[cases.index(case)], repeated)
+        for case, (reports, *_) in zip(cases, results, strict=False):
+            saved = reports[0]["tokens/shared_saved"]
+            assert saved > 0 or case["layout"][0] > 1, "prompts were repeated"
+            if saved:
+                computed = reports[0]["tokens/computed"]
+                assert computed + saved == alone[0][0]["tokens/computed"]
 
 
 def variants(folder: Path) -> list[Case]:

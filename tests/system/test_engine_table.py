@@ -55,6 +55,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         {"tie_word_embeddings": True, "num_key_value_heads": 8},
     ),
+    "gemma3_text, windows": (
+        "gemma3_text",
+        {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3_text, biases, 200 words": (
+        "gemma3_text",
+        {"head_dim": 8, "attention_bias": True, "vocab_size": 200},
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, a dense layer, wide heads, tied": (
         "qwen3_moe",

@@ -393,6 +393,7 @@ CASES = {
     "vocabularies at odds": Case(["vocab", "16"], prepare=config_change(vocab_size=16)),
     "no end-of-sequence token": Case(["eos"], prepare=tokenizer_change(eos_token=None)),
     "no padding token": Case(["pad"], prepare=tokenizer_change(pad_token=None)),
+    "a window of nothing": Case(["sliding_window is 0"], prepare=config_change(sliding_window=0)),
     "attention we do not have": Case(
         ["chunked_attention", "does not support"],
         prepare=config_change(layer_types=["chunked_attention"] * 2),

@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {}),
     "mistral, wide heads, one key head": ("mistral", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 8}),
+    "gemma3_text, biases": ("gemma3_text", {"head_dim": 16, "attention_bias": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, a dense layer, wide heads, tied": (
         "qwen3_moe",

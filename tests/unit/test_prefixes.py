@@ -93,6 +93,19 @@ def chain(parents: tuple[int, ...], document: int) -> list[int]:
     return found
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(rows(), st.sampled_from([0.0, 1 / 16]), st.integers(1, 4))
+def test_no_more_is_computed_than_the_balance_expects(
+    drawn: list[tuple[list[int], int]], saves: float, deepest: int
+) -> None:
+    """However deep the tree may be: or packed sequences would exceed their budget."""
+    samples = samples_of(drawn)
+    even = FamilyBalance(balance_of(samples, "on").sizes, saves)
+    tree = tree_of(samples, saves=saves, deepest=deepest)
+    computed = len(samples.token_ids) if tree is None else len(tree.places)
+    assert computed <= even.tokens(range(len(samples)))
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(rows(), st.sampled_from(["auto", "on"]))
 def test_every_trained_token_is_in_the_packed_sequence_once(
@@ -178,6 +191,14 @@ def test_families_are_dealt_out_whole_within_the_budget(
             assert even.tokens(members) <= budget or len(members) == 1
     # Sharing never asks for more than repeating the prefixes, but for what keeps ranks even.
     assert sum(map(even.tokens, dealt)) <= sum(size.length for size in sizes)
+
+
+def test_a_long_response_leaves_the_others_their_prompt() -> None:
+    """One response takes most of a row, another one more than a row: the rest stays together."""
+    sizes = [Size(4000 + n, 0, 3999) for n in [500] * 15 + [12000, 20000]]
+    (rows,) = FamilyBalance(sizes).rows_in_step([range(17)], 16384)
+    assert [row for row in rows if 16 in row] == [[16]]
+    assert len(rows) == 3 and max(map(len, rows)) == 15
 
 
 def test_work_stays_even_over_ranks() -> None:
