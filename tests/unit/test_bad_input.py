@@ -393,7 +393,12 @@ CASES = {
     "vocabularies at odds": Case(["vocab", "16"], prepare=config_change(vocab_size=16)),
     "no end-of-sequence token": Case(["eos"], prepare=tokenizer_change(eos_token=None)),
     "no padding token": Case(["pad"], prepare=tokenizer_change(pad_token=None)),
-    "a window of nothing": Case(["sliding_window is 0"], prepare=config_change(sliding_window=0)),
+    "a window of nothing": Case(
+        ["sliding_window is 0"],
+        prepare=config_change(
+            use_sliding_window=True, sliding_window=0, layer_types=["sliding_attention"] * 2
+        ),
+    ),
     "attention we do not have": Case(
         ["chunked_attention", "does not support"],
         prepare=config_change(layer_types=["chunked_attention"] * 2),
