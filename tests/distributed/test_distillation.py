@@ -194,6 +194,9 @@ def test_one_rank_learns_by_the_formula(models: Any, alone: dict[str, Any]) -> N
     assert "mismatch/mean_abs" not in alone["top-k"][0][0], "computed at another temperature"
 
 
+COMPUTED = ("tokens/computed", "tokens/shared_saved")
+
+
 def test_every_layout_learns_alike(models: Any, alone: dict[str, Any]) -> None:
     names = list(SETTINGS)
     cases = [
@@ -209,7 +212,12 @@ def test_every_layout_learns_alike(models: Any, alone: dict[str, Any]) -> None:
                 continue
             reports, weights = alone[name]
             for theirs, ours in zip(result[0], reports, strict=True):
-                assert theirs == pytest.approx(ours, rel=1e-5, abs=1e-5), (name, where)
+                # How often a prompt is repeated depends on the number of ranks.
+                mine, wanted = (
+                    {key: value for key, value in one.items() if key not in COMPUTED}
+                    for one in (theirs, ours)
+                )
+                assert mine == pytest.approx(wanted, rel=1e-5, abs=1e-5), (name, where)
             for key, weight in weights.items():
                 error = float((result[1][key] - weight).norm() / weight.norm())
                 assert error < 1e-5, (name, where, key)
