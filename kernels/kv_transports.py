@@ -51,7 +51,9 @@ class ForwardSums(NamedTuple):
 
 
 class BackwardSums(NamedTuple):
-    """Saved tensors of this rank's queries, and the sum of their gradient."""
+    """What the backward pass needs of this rank's queries, and the gradient that it adds up.
+    Shapes are those of `ForwardSums`.
+    """
 
     grad_out: torch.Tensor
     q: torch.Tensor
@@ -62,9 +64,11 @@ class BackwardSums(NamedTuple):
     def add(
         self, call: Call, kv: torch.Tensor, owner: int | None, grad: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Gradient [Lk, 2, Hkv, D] of kv from this rank's queries, added to `grad` where given.
+        """Backward pass of this rank's queries' attention to the keys and values `kv`
+        [Lk, 2, Hkv, D] of Ulysses group `owner`; None stands for those of all groups.
 
-        Also adds to `grad_q`. `owner` is as in `ForwardSums.add`.
+        Adds the gradient of the queries to `grad_q`. Returns the gradient of `kv`, in its shape; if
+        `grad` is given, the gradient is added to `grad` in place, and `grad` is returned.
         """
         if grad is None:
             grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)

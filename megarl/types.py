@@ -178,7 +178,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """Total reward: the verdict's and those of the turns."""
+        """Sum of the verdict's reward and the rewards of the turns before it."""
         return total_reward(self.segments, self.verdict)
 
     @property

@@ -19,8 +19,8 @@ ATTENTION_TOKENS = 4096.0
 """Sequence length at which attention costs about as much per token as the linear layers."""
 
 GAIN = 0.02
-"""Families are divided among more ranks only if that lowers the largest work of a rank by this
-share."""
+"""The samples of a family are divided into more parts, for more ranks, only if that lowers the
+largest work of a rank by this share."""
 
 
 def work(length: int) -> float:
@@ -186,7 +186,7 @@ class FamilyBalance:
         found: dict[Hashable, list[int]] = {}
         for n in members:
             family = self.sizes[n].family
-            found.setdefault((n,) if family is None else (family, "family"), []).append(n)
+            found.setdefault(("alone", n) if family is None else family, []).append(n)
         return [
             part
             for family in found.values()

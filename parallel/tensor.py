@@ -72,7 +72,11 @@ def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Sum the gradient over the axis, of a parameter that all ranks have whole but use in part."""
+    """Make the gradient of `parameter` the sum over the ranks of `axis`, in every backward pass.
+
+    For a parameter of which every rank has a whole copy while its output goes to this rank's heads
+    or outputs only, such as the norm of query heads: each rank's gradient is then a part of it.
+    """
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
     )

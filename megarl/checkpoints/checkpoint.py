@@ -286,7 +286,9 @@ class Checkpoints:
 
     @cached_property
     def _weights(self) -> WeightExport:
-        """Which rank writes which weights; the same for every checkpoint of the run."""
+        """The plan by which ranks write the model's weights: which elements each rank owns. It is
+        the same for every checkpoint of the run, so it is made once.
+        """
         assert self.engine is not None
         module, mesh = self.engine.module, self.mesh
         shapes = module.shapes()

@@ -263,8 +263,8 @@ def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillati
 def make_teacher(
     context: RunContext, config: RunConfig, inputs: RunInputs, policy: Role | None, everyone: Axis
 ) -> Teacher | None:
-    """The teacher of `megarl distill`; None otherwise. `policy`: the policy on this rank. All ranks
-    of the job call it together.
+    """Create the teacher model of a `megarl distill` run; returns None for other runs. `policy`:
+    the policy, None on a rank that has no part of it. All ranks of the job call it together.
     """
     if not isinstance(config, DistillConfig):
         return None

@@ -141,7 +141,7 @@ def shares(
     rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
     group_of = np.repeat(np.arange(len(accepted)), [len(_members(group)) for group in accepted])
-    sizes = _sizes(samples, group_of, are_shared=not math.isinf(prefix_saves))
+    sizes = [_size(one, int(group)) for one, group in zip(samples, group_of, strict=True)]
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
     dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
@@ -189,14 +189,11 @@ def _members(group: Group) -> list[Rollout]:
     return group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
 
 
-def _sizes(samples: list[SamplePlan], group_of: np.ndarray, *, are_shared: bool) -> list[Size]:
-    """The sizes of `samples`; with `are_shared` the samples of a group are a family that begins
-    with the prompt. Its last token predicts the response, so each sample has its own.
+def _size(sample: SamplePlan, group: int) -> Size:
+    """The size of a sample, which begins with the prompt of its `group`. Each sample computes the
+    last token of the prompt for itself, since that predicts the response.
     """
-    return [
-        Size(one.length, int(group), len(one.prompt_ids) - 1) if are_shared else Size(one.length)
-        for one, group in zip(samples, group_of, strict=True)
-    ]
+    return Size(sample.length, family=group, prefix=len(sample.prompt_ids) - 1)
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:

@@ -102,6 +102,7 @@ class Engine:
         self._steps, self._tokens = 0, 0
         """Engine steps, and tokens generated, so far."""
         self._prompt_tokens, self._cached_tokens = 0, 0
+        """Prompt tokens of all answered requests, and how many of them were in the cache."""
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
         self._on_cpu = is_on_cpu(environment)

@@ -43,8 +43,9 @@ class Distillation:
     def __init__(
         self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
     ) -> None:
-        """`compares_engines`: whether the metrics `mismatch/...` are computed, since the engines
-        sample from the distribution whose log-probs are computed here.
+        """`compares_engines`: compute the metrics `mismatch/...`, which compare the policy's
+        log-probs with those of the engines. That makes sense only if distillation has the
+        temperature of the rollouts, and the engines sample without top-p, top-k and min-p.
         """
         self.policy, self.config = policy, distillation
         self.compares_engines = compares_engines

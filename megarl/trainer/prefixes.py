@@ -70,14 +70,14 @@ def must_save(share: SharePrefix) -> float:
 
 
 def balance_of(samples: Samples, share: SharePrefix) -> FamilyBalance:
-    """How the work of `samples` is dealt out, where those with the same untrained beginning are a
-    family.
+    """The object that divides `samples` over ranks and packed sequences. Samples whose shareable
+    tokens are the same are a family, which is kept together.
     """
     return FamilyBalance(sizes_of(samples, share), must_save(share))
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """The sizes of `samples`, with a digest of their common beginning as their family."""
+    """The size of each of `samples`. Its family is the digest of its shareable tokens."""
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
     found = []
@@ -95,7 +95,7 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
 
 @dataclass(frozen=True)
 class _Set:
-    """Samples that agree on their first `agreed` tokens."""
+    """Samples that begin with the same `agreed` tokens, while the tree is made."""
 
     members: list[int]
     begin: int
@@ -163,7 +163,9 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
 
 
 def _families(samples: Samples, limits: np.ndarray, one: _Set) -> list[_Set]:
-    """Divide the members of `one` by all that they may share."""
+    """Divide the samples of the set `one` into families: sets of samples whose shareable tokens are
+    the same.
+    """
     found: dict[bytes, list[int]] = {}
     for member in one.members:
         first = samples.offsets[member]
@@ -190,7 +192,9 @@ def _agreed(samples: Samples, members: list[int], limits: np.ndarray, at_least: 
 def _divided(
     samples: Samples, members: list[int], limits: np.ndarray, agreed: int
 ) -> Iterator[list[int]]:
-    """Divide `members` by their token at index `agreed`; those that may share no more are alone."""
+    """Divide samples that begin with the same `agreed` tokens by the token after them. A sample
+    that may share no further token is a part of its own.
+    """
     by_token: dict[int, list[int]] = {}
     for member in members:
         ends = limits[member] <= agreed

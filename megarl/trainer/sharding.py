@@ -163,7 +163,8 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     scale = 1.0
     if type(embedding).__name__ in SCALED_EMBEDDINGS:
-        scale = float(embedding.scalar_embed_scale)  # pyright: ignore[reportArgumentType]
+        scaled: Any = embedding
+        scale = float(scaled.scalar_embed_scale)
     else:
         _refuse_other("the model's embedding", embedding, nn.Embedding)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)

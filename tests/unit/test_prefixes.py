@@ -141,7 +141,9 @@ def test_a_prompt_and_instructions_before_it_are_computed_once() -> None:
     assert tree.parents == (-1, 0, 1, 1, 1, 0, 5, 5, 5)
     # The last token of a prompt is in every response's part: it predicts the first token.
     assert np.diff(tree.starts).tolist() == [40, 9, 4, 2, 3, 9, 4, 2, 3]
-    assert tree_of(samples, deepest=1) is not None
+    # With one level, the whole prompt of each group, and nothing of both.
+    shallow = tree_of(samples, deepest=1)
+    assert shallow is not None and shallow.parents == (-1, 0, 0, 0, -1, 4, 4, 4)
 
 
 def test_small_savings_are_not_worth_a_call_of_attention() -> None:

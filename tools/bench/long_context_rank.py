@@ -155,7 +155,9 @@ WHAT = {"attention": attention, "model": model}
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
-    """All rows, schedules and subjects for one size, on this rank."""
+    """Measure on this rank every schedule, with attention alone and with a whole model, for each
+    length of the sequence, with the number of ranks that this launch has.
+    """
     import peak_memory
     import torch
 

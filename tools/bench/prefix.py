@@ -32,13 +32,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common import Others, command_line, require_positive, run_tool, warn_if_not_quiet
 from e2e_task import MODEL
 
 SEED = 1
-WAYS = {"repeated": "off", "shared": "auto"}
+WAYS: dict[str, Literal["auto", "off"]] = {"repeated": "off", "shared": "auto"}
+"""{way to pack: `training.share_prefix`}"""
 
 
 def case(text: str) -> tuple[int, int, int]:
@@ -124,7 +125,7 @@ class Trainer:
 
         on_gpu = args.device == "cuda"
         training = TrainingConfig(
-            share_prefix=WAYS[way],  # type: ignore[arg-type]
+            share_prefix=WAYS[way],
             micro_batch_tokens=args.tokens,
             num_threads=args.threads,
             precision="bfloat16" if on_gpu else "float32",
