@@ -6,6 +6,9 @@ are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). T
 starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no atomics:
 equal inputs give equal bits.
 
+With a soft cap (CAPPED) a score x in base 2 becomes cap2 tanh(x / cap2) with cap2 = cap log2(e), and
+its gradient is multiplied by 1 - tanh^2.
+
 Suffixes of arguments: _l and _h are strides of a token and of a head.
 """
 
@@ -82,6 +85,13 @@ def _add_rows(
 
 
 @triton.jit
+def _capped(scores, scale2, cap2):
+    """Scores after a soft cap, in base 2."""
+    twice = tl.math.exp2(scores * (scale2 / cap2 * (2.0 * LOG2_E)))  # e^(2 x / cap)
+    return cap2 - 2.0 * cap2 / (twice + 1.0)
+
+
+@triton.jit
 def _program(rows_ptr, num_rows, section):
     """(head, pointer to the work list's row) of this program.
 
@@ -97,9 +107,9 @@ def _program(rows_ptr, num_rows, section):
 @triton.jit
 def _forward_runs(
     acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
-    k_l, k_h, v_l, v_h, num_keys, scale2,
+    k_l, k_h, v_l, v_h, num_keys, scale2, cap2,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in runs `first` to `last`.
 
@@ -112,6 +122,10 @@ def _forward_runs(
                 k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
             )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            unit = scale2
+            if CAPPED:
+                scores = _capped(scores, scale2, cap2)
+                unit = 1.0
             if PARTIAL:
                 index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
                 scores = tl.where(
@@ -119,11 +133,11 @@ def _forward_runs(
                     scores,
                     float("-inf"),
                 )
-            higher = tl.maximum(top, tl.max(scores, 1) * scale2)
+            higher = tl.maximum(top, tl.max(scores, 1) * unit)
             base = higher
             if PARTIAL:  # a row without visible keys: -inf - -inf is NaN
                 base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.math.exp2(scores * scale2 - base[:, None])
+            p = tl.math.exp2(scores * unit - base[:, None])
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
             v = _walk(
@@ -137,9 +151,9 @@ def _forward_runs(
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, section, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2,
+    num_queries, num_keys, num_rows, section, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries, of one head, to every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
@@ -163,7 +177,7 @@ def forward_kernel(
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         acc, total, top = _forward_runs(
             acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
         )  # fmt: skip
     seen = total > 0
     total = tl.where(seen, total, 1.0)
@@ -201,9 +215,9 @@ def row_sums_kernel(
 @triton.jit
 def _grad_keys_runs(
     grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, head, lse2_ptr, delta_ptr, index_q_ptr, start_q_ptr, runs, first, last,
-    q_l, q_h, grad_l, grad_h, num_queries, scale2,
+    q_l, q_h, grad_l, grad_h, num_queries, scale2, cap2,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the query tiles in runs `first` to `last` to one tile of keys."""
     for run in range(first, last):
@@ -214,7 +228,11 @@ def _grad_keys_runs(
                 q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
             )
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.math.exp2(scores * scale2 - tl.load(lse2_ptr + offsets)[None, :])
+            unit = scale2
+            if CAPPED:
+                scores = _capped(scores, scale2, cap2)
+                unit = 1.0
+            p = tl.math.exp2(scores * unit - tl.load(lse2_ptr + offsets)[None, :])
             if PARTIAL:
                 index_q = tl.load(index_q_ptr + offsets)[None, :]
                 start_q = tl.load(start_q_ptr + offsets)[None, :]
@@ -235,6 +253,8 @@ def _grad_keys_runs(
             grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
             grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
             grad_scores = p * (grad_p - tl.load(delta_ptr + offsets)[None, :])
+            if CAPPED:
+                grad_scores *= 1.0 - (scores / cap2) * (scores / cap2)
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
@@ -244,9 +264,9 @@ def grad_keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
     index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
     num_queries, num_keys, num_rows, section, padded,
-    q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2,
+    q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values of one KV head, summed over its query heads."""
     head, row = _program(rows_ptr, num_rows, section)
@@ -265,8 +285,8 @@ def grad_keys_kernel(
             first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
             grad_k, grad_v = _grad_keys_runs(
                 grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, query_head, lse2_head, delta_head, index_q_ptr, start_q_ptr,
-                runs, first, last, q_l, q_h, grad_l, grad_h, num_queries, scale2,
-                COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+                runs, first, last, q_l, q_h, grad_l, grad_h, num_queries, scale2, cap2,
+                COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
             )  # fmt: skip
     _add_rows(grad_k_ptr + head * gk_h, start, gk_l, num_keys, grad_k * scale, ROWS, WIDTH, HEAD)
     _add_rows(grad_v_ptr + head * gv_h, start, gv_l, num_keys, grad_v, ROWS, WIDTH, HEAD)
@@ -275,9 +295,9 @@ def grad_keys_kernel(
 @triton.jit
 def _grad_queries_runs(
     grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
-    k_l, k_h, v_l, v_h, num_keys, scale2,
+    k_l, k_h, v_l, v_h, num_keys, scale2, cap2,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the key tiles in runs `first` to `last` to one tile of queries."""
     for run in range(first, last):
@@ -291,22 +311,27 @@ def _grad_queries_runs(
             )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-            p = tl.math.exp2(scores * scale2 - lse2[:, None])
+            unit = scale2
+            if CAPPED:
+                scores = _capped(scores, scale2, cap2)
+                unit = 1.0
+            p = tl.math.exp2(scores * unit - lse2[:, None])
             if PARTIAL:
                 index_k = tl.load(index_k_ptr + start + tl.arange(0, COLUMNS))[None, :]
                 p = tl.where((start_q[:, None] <= index_k) & (index_k <= index_q[:, None]), p, 0.0)
-            grad_q = tl.dot(
-                (p * (grad_p - delta[:, None])).to(k.dtype), k, grad_q, input_precision=PRECISION
-            )
+            grad_scores = p * (grad_p - delta[:, None])
+            if CAPPED:
+                grad_scores *= 1.0 - (scores / cap2) * (scores / cap2)
+            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
     return grad_q
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_rows", "section", "padded"])
 def grad_queries_kernel(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_q_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
-    num_queries, num_keys, num_rows, section, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2,
+    num_queries, num_keys, num_rows, section, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries of one head from every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
@@ -326,6 +351,6 @@ def grad_queries_kernel(
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         grad_q = _grad_queries_runs(
             grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED,
+            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
         )  # fmt: skip
     _add_rows(grad_q_ptr + head * gq_h, start, gq_l, num_queries, grad_q * scale, ROWS, WIDTH, HEAD)

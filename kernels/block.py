@@ -151,12 +151,14 @@ class Block(Protocol):
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
 
         q is [Lq, Hq, D], k and v are [Lk, Hkv, D], last dimension contiguous. `out` is the
         normalised output over the keys seen so far and `lse` its log-sum-exp of the scaled scores;
-        before the first block they are 0 and -inf.
+        before the first block they are 0 and -inf. With `cap` a scaled score s becomes
+        cap tanh(s / cap).
         """
         ...
 
@@ -173,6 +175,7 @@ class Block(Protocol):
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         """Add this block's gradients to `grad_q`, `grad_k` and `grad_v`, in place.
 

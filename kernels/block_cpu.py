@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from megarl.kernels.dense import dense_backward, dense_forward
 from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:
     """`Operator` for CPU, in float32 or float64.
 
-    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`.
+    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which knows no soft cap; with one,
+    attention is computed by matrix products.
     """
 
     upcasts = True
@@ -23,7 +25,10 @@ class CpuOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cap is not None:
+            return dense_forward(q, k, v, causal, mask, scale, cap)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, causal, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale
         )
@@ -39,7 +44,10 @@ class CpuOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if cap is not None:
+            return dense_backward(grad_out, q, k, v, out, lse, causal, mask, scale, cap)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *(grad_out, q, k, v, out, lse, 0.0, causal),
             attn_mask=None if mask is None else mask.to(q.dtype),

@@ -23,62 +23,22 @@ import os
 
 import torch
 
+from megarl.kernels.dense import dense_backward, dense_forward
 from megarl.kernels.piece_block import PieceBlock
 
 WIDEST = {"flash": 256, "cudnn": 128}
 """Largest head width by block; cuDNN 9.10's 256 on Hopper is not used."""
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Masked scores [B, Hkv, group, n, m] of q [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D].
-
-    `mask` [B, 1, n or 1, m] is added: 0, or -inf for hidden keys.
+def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) -> None:
+    """Raise `ValueError` for dtypes, head widths and soft caps that the named kernel does not
+    support.
     """
-    return q @ k.transpose(-1, -2) * scale + mask[:, :, None]
-
-
-def masked_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with an explicit mask, by matrix products: (out [B, Hq, n, D], lse [B, Hq, n]).
-
-    q [B, Hq, n, D], k and v [B, Hkv, m, D], mask [B, 1, n or 1, m]. lse is the log-sum-exp of the
-    scaled scores. Computes in float32, or float64 for float64 inputs. Every query must see at least
-    one key.
-    """
-    heads, dtype = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
-    q, k, v = q.to(dtype).unflatten(1, heads), k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]
-    scores = _scores(q, k, mask, scale)
-    lse = scores.logsumexp(-1, keepdim=True)
-    return ((scores - lse).exp() @ v).flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
-
-
-def masked_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v for `masked_forward`: attention with an explicit mask, by matmuls.
-
-    Inputs as in `masked_forward`; `out` and `lse` are those over all keys.
-    """
-    heads, dtype = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, mask.dtype)
-    q, grad_out, out = (x.to(dtype).unflatten(1, heads) for x in (q, grad_out, out))
-    k, v = (x.to(dtype)[:, :, None] for x in (k, v))
-    p = (_scores(q, k, mask, scale) - lse.unflatten(1, heads)[..., None]).exp()
-    delta = (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = p * (grad_out @ v.transpose(-1, -2) - delta) * scale
-    grad_k, grad_v = grad_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out
-    return (grad_scores @ k).flatten(1, 2), grad_k.sum(2), grad_v.sum(2)
-
-
-def _check(name: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
-    """Raise `ValueError` for dtypes and head widths that the named kernel does not support."""
+    if cap is not None:
+        raise ValueError(
+            f"the {name} block computes no soft cap of scores ({cap:g}); set"
+            " training.sequence.block to triton"
+        )
     assert not causal or q.shape[2] == k.shape[2], "the alignment of a causal piece must not matter"
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -105,10 +65,11 @@ class FlashOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check("flash", q, k, causal)
+        _check("flash", q, k, causal, cap)
         if mask is not None:
-            return masked_forward(q, k, v, mask, scale)
+            return dense_forward(q, k, v, causal, mask, scale)
         rows = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             *rows, None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale
@@ -126,10 +87,11 @@ class FlashOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check("flash", q, k, causal)
+        _check("flash", q, k, causal, cap)
         if mask is not None:
-            return masked_backward(grad_out, q, k, v, out, lse, mask, scale)
+            return dense_backward(grad_out, q, k, v, out, lse, causal, mask, scale)
         rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
         # The kernel reads lse through a raw pointer without checking that it is contiguous.
@@ -185,10 +147,11 @@ class CudnnOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check("cudnn", q, k, causal)
+        _check("cudnn", q, k, causal, cap)
         if mask is not None:
-            return masked_forward(q, k, v, mask, scale)
+            return dense_forward(q, k, v, causal, mask, scale)
         group = q.shape[1] // k.shape[1]
         out, stats, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             _dense(q),
@@ -215,10 +178,11 @@ class CudnnOperator:
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check("cudnn", q, k, causal)
+        _check("cudnn", q, k, causal, cap)
         if mask is not None:
-            return masked_backward(grad_out, q, k, v, out, lse, mask, scale)
+            return dense_backward(grad_out, q, k, v, out, lse, causal, mask, scale)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         stats = lse.contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats

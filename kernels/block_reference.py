@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megarl.kernels.block import Positions
+from megarl.kernels.dense import soft_cap, through_cap
 
 
 def visible(queries: Positions, keys: Positions, window: int | None = None) -> torch.Tensor:
@@ -27,16 +28,22 @@ def reference_attention(
     positions: Positions,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a whole packed sequence by softmax and autograd.
 
-    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D]. `window`: see `Positions.views`.
+    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D]. `window`: see `Positions.views`. `cap`
+    and `sinks`: see `sequence_attention`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap)
     mask = visible(positions, positions, window).to(q.device)
     scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 class ReferenceBlock:
@@ -57,9 +64,10 @@ class ReferenceBlock:
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         q, k, v = _upcast(q, k, v, out.dtype)
-        scores = _scores(q, k, work, scale)
+        scores = _scores(q, k, work, scale, cap)
         block_lse = scores.logsumexp(-1)
         total = torch.logaddexp(lse, block_lse)
         # Rows without visible keys are -inf on both sides, and -inf - -inf is NaN.
@@ -81,15 +89,17 @@ class ReferenceBlock:
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         num_kv = k.shape[1]
         q, k, v = _upcast(q, k, v, grad_q.dtype)
         grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        p = (_scores(q, k, work, scale) - finite[:, :, None]).exp()
+        scores = _scores(q, k, work, scale, cap)
+        p = (scores - finite[:, :, None]).exp()
         delta = (grad_out * out).sum(-1).T
         grad_p = torch.einsum("qhd,khd->hqk", grad_out, v)
-        grad_scores = p * (grad_p - delta[:, :, None]) * scale
+        grad_scores = through_cap(p * (grad_p - delta[:, :, None]), scores, cap, ~work) * scale
         grad_q += torch.einsum("hqk,khd->qhd", grad_scores, k)
         grad_k += _sum_heads(torch.einsum("hqk,qhd->khd", grad_scores, q), num_kv)
         grad_v += _sum_heads(torch.einsum("hqk,qhd->khd", p, grad_out), num_kv)
@@ -107,9 +117,11 @@ def _upcast(
     )
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scaled scores [Hq, Lq, Lk], -inf where `mask` [Lq, Lk] is False."""
-    return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -torch.inf)
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Scaled and capped scores [Hq, Lq, Lk], -inf where `mask` [Lq, Lk] is False."""
+    return soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap).masked_fill(~mask, -torch.inf)
 
 
 def _sum_heads(grad: torch.Tensor, num_kv: int) -> torch.Tensor:

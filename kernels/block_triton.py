@@ -58,12 +58,13 @@ class TritonBlock:
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
 
         Both are float32.
         """
-        common = self._common(q, k, v, scale)
+        common = self._common(q, k, v, scale, cap)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
         rows, runs = work.visits(tile, by_keys=False)
@@ -73,7 +74,8 @@ class TritonBlock:
         walked, described = self._walked(tile, k, v)
         forward_kernel[(len(rows) * q.shape[1],)](
             q, *walked, out, lse, work.index_q, work.start_q, work.index_k, rows, runs,
-            len(q), len(k), len(rows), section, *_strides(q, k, v, out), lse.stride(0), scale * LOG2_E.value,
+            len(q), len(k), len(rows), section, *_strides(q, k, v, out), lse.stride(0),
+            scale * LOG2_E.value, _base2(cap),
             DESCRIBED=described, **_shape(tile), **common,
         )  # fmt: skip
 
@@ -90,11 +92,12 @@ class TritonBlock:
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         """Add gradients of these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v`
         [Lk, Hkv, D], in place. All three are float32.
         """
-        common = self._common(q, k, v, scale)
+        common = self._common(q, k, v, scale, cap)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
             and lse.stride(1) == 1
@@ -108,7 +111,7 @@ class TritonBlock:
             ROWS=ROW_SUM_ROWS, WIDTH=common["WIDTH"], HEAD=common["HEAD"], num_warps=4,
         )  # fmt: skip
         positions = (work.index_q, work.start_q, work.index_k)
-        scales = (scale, scale * LOG2_E.value)
+        scales = (scale, scale * LOG2_E.value, _base2(cap))
         head_bytes = 2 * q.shape[2] * q.itemsize
 
         tile = self._tile("grad_keys", q)
@@ -149,7 +152,9 @@ class TritonBlock:
         ], True
 
     @staticmethod
-    def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
+    def _common(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float | None
+    ) -> dict[str, Any]:
         """Compile-time constants of all kernels; raises `ValueError` for unsupported inputs."""
         if (
             q.dtype not in (torch.float32, torch.float16, torch.bfloat16)
@@ -159,17 +164,23 @@ class TritonBlock:
                 "the Triton block takes q, k and v of one type of float32, float16 and bfloat16,"
                 f" got {q.dtype}, {k.dtype} and {v.dtype}; the block named reference takes float64"
             )
-        if q.shape[2] > 256 or not scale > 0:
+        if q.shape[2] > 256 or not scale > 0 or not (cap is None or cap > 0):
             raise ValueError(
-                f"the Triton block takes head widths up to 256 and scales over 0, got {q.shape[2]}"
-                f" and {scale}"
+                "the Triton block takes head widths up to 256, scales over 0 and soft caps over 0,"
+                f" got {q.shape[2]}, {scale} and {cap}"
             )
         return {
             "GROUP": q.shape[1] // k.shape[1],
             "WIDTH": padded_width(q.shape[2]),
             "HEAD": q.shape[2],
             "PRECISION": "ieee" if q.dtype == torch.float32 else None,
+            "CAPPED": cap is not None,
         }
+
+
+def _base2(cap: float | None) -> float:
+    """The soft cap of scores in base 2; 1 without one, which the kernels do not read then."""
+    return 1.0 if cap is None else cap * LOG2_E.value
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:

@@ -50,6 +50,10 @@ BLOCKS: dict[str, Callable[[], Block]] = {
 packages."""
 
 
+WITHOUT_SOFT_CAP = ("flash", "cudnn")
+"""Names of the blocks that raise `ValueError` where scores have a soft cap."""
+
+
 def default_block(device: torch.device) -> str:
     """Name of the block for this device: triton on GPUs, else cpu."""
     return "triton" if device.type == "cuda" else "cpu"

@@ -27,6 +27,8 @@ class Call(NamedTuple):
     """Communication with the ranks of the same number in the other Ulysses groups: the ring."""
     scale: float
     transport: Transport
+    cap: float | None = None
+    """Soft cap of the scaled scores; see `Block.forward`."""
 
 
 class ForwardSums(NamedTuple):
@@ -46,7 +48,7 @@ class ForwardSums(NamedTuple):
         """
         for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.forward(
-                self.q, kv[:, 0], kv[:, 1], work, call.scale, self.out, self.lse
+                self.q, kv[:, 0], kv[:, 1], work, call.scale, self.out, self.lse, call.cap
             )
 
 
@@ -75,7 +77,7 @@ class BackwardSums(NamedTuple):
         for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.backward(
                 *(self.grad_out, self.q, kv[:, 0], kv[:, 1], self.out, self.lse, work, call.scale),
-                *(self.grad_q, grad[:, 0], grad[:, 1]),
+                *(self.grad_q, grad[:, 0], grad[:, 1], call.cap),
             )
         return grad
 

@@ -12,6 +12,9 @@ Backward recomputes each chunk's logits from m, log s and H, the only saved stat
 are kept apart, since their sum would round log s away. Results are float32, or float64 for float64
 inputs.
 
+With a soft cap c (Gemma 2, arXiv:2408.00118) z = c tanh(hidden weight^T / c) / temperature, and the
+gradient of the product is dz (1 - (z temperature / c)^2).
+
 The rows of `weight` may be split over tensor-parallel ranks (`VocabularyShard`): forward then does
 two all-reduces a chunk, backward one in all. To add an implementation, write a function with the
 signature of `_chunked` and list it in `BACKENDS`.
@@ -102,6 +105,12 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
     return logits
 
 
+def cap_(logits: torch.Tensor, cap: float | None) -> None:
+    """Replace logits by cap tanh(logits / cap); nothing where `cap` is None."""
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
+
+
 def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total [V, H] += grad [C, V]^T hidden [C, H], in the precision of `total`."""
     if total.dtype == grad.dtype and not onednn_supports(hidden):
@@ -170,7 +179,7 @@ class _LinearLogProbs(torch.autograd.Function):
     """The chunked log-probs and entropies with their gradients, as in the module's formulas."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, shard):
+    def forward(ctx, hidden, weight, targets, temperature, shard, cap):
         dtype, num_rows = accumulator(hidden.dtype), weight.shape[0]
         logprobs, entropy, m, log_s = torch.empty(
             4, hidden.shape[0], dtype=dtype, device=hidden.device
@@ -178,6 +187,7 @@ class _LinearLogProbs(torch.autograd.Function):
         chunks, buffer = token_chunks(hidden, weight, shard)
         for chunk in chunks:
             logits = chunk_logits(hidden[chunk], weight, buffer) if num_rows else buffer[:0]
+            cap_(logits, cap)
             m[chunk], s, t, z_y = row_statistics(logits, targets[chunk], temperature, shard)
             log_s[chunk] = s.log()
             logprobs[chunk] = z_y - log_s[chunk]
@@ -185,7 +195,7 @@ class _LinearLogProbs(torch.autograd.Function):
         # Copies: a view would keep the other statistics alive.
         logprobs, entropy = logprobs.clone(), entropy.clone()
         ctx.save_for_backward(hidden, weight, targets, m, log_s, entropy)
-        ctx.temperature, ctx.shard = temperature, shard
+        ctx.temperature, ctx.shard, ctx.cap = temperature, shard, cap
         return logprobs, entropy
 
     @staticmethod
@@ -202,6 +212,9 @@ class _LinearLogProbs(torch.autograd.Function):
         chunks, buffer = token_chunks(hidden, weight, shard)
         for chunk in chunks if weight.shape[0] else []:
             grad = chunk_logits(hidden[chunk], weight, buffer)
+            cap_(grad, ctx.cap)
+            # The gradient takes the place of the logits.
+            slope = None if ctx.cap is None else 1.0 - (grad / ctx.cap).square_()
             per_token = (
                 m[chunk],
                 log_s[chunk],
@@ -212,6 +225,8 @@ class _LinearLogProbs(torch.autograd.Function):
             passes.gradient_(
                 grad, targets[chunk], shard.first if shard else 0, ctx.temperature, *per_token
             )
+            if slope is not None:
+                grad.mul_(slope)
             if grad_hidden is not None:
                 grad_hidden[chunk] = product(grad, weight.T)
             if grad_weight is not None:
@@ -221,9 +236,7 @@ class _LinearLogProbs(torch.autograd.Function):
         given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
         return (
             *(grad.to(dtype) if grad is not None else None for grad, dtype in given),
-            None,
-            None,
-            None,
+            *(None, None, None, None),
         )
 
 
@@ -233,9 +246,10 @@ def _chunked(
     targets: torch.Tensor,
     temperature: float,
     shard: VocabularyShard | None,
+    cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies chunk by chunk, for all devices, dtypes and split vocabularies."""
-    return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard)
+    return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard, cap)
 
 
 def _liger(
@@ -244,11 +258,12 @@ def _liger(
     targets: torch.Tensor,
     temperature: float,
     shard: VocabularyShard | None,
+    cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies by Liger; see `megarl.kernels.logprobs_liger`."""
     from megarl.kernels.logprobs_liger import liger_logprobs
 
-    return liger_logprobs(hidden, weight, targets, temperature, shard)
+    return liger_logprobs(hidden, weight, targets, temperature, shard, cap)
 
 
 BACKENDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
@@ -265,6 +280,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     shard: VocabularyShard | None = None,
     backend: str = "chunked",
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` and entropies under softmax(hidden weight^T / temperature).
 
@@ -280,6 +296,7 @@ def linear_logprobs(
             gradients
             must be the same on every rank, and so are the results and the gradient of `hidden`.
         backend: a name in `BACKENDS`.
+        cap: soft cap of the logits before the temperature, above 0; None for none.
 
     Raises:
         ValueError: shapes or dtypes do not match, or the backend cannot run here.
@@ -301,6 +318,8 @@ def linear_logprobs(
         )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; set it above 0")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"the soft cap of logits is {cap}; set it above 0, or None for none")
     if backend not in BACKENDS:
         raise ValueError(f"no log-prob backend {backend!r}; there are {', '.join(BACKENDS)}")
-    return BACKENDS[backend](hidden, weight, targets, temperature, shard)
+    return BACKENDS[backend](hidden, weight, targets, temperature, shard, cap)

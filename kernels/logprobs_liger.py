@@ -25,11 +25,15 @@ def liger_logprobs(
     targets: torch.Tensor,
     temperature: float,
     shard: VocabularyShard | None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of targets and entropies by Liger; arguments as in `logprobs.linear_logprobs`.
 
-    Raises `ValueError` where Liger cannot run: no CUDA GPU, a split vocabulary, or no package.
+    Raises `ValueError` where Liger cannot run: no CUDA GPU, a split vocabulary, a soft cap, or no
+    package.
     """
+    if cap is not None:
+        raise ValueError(REFUSED.format("does not take a soft cap of logits"))
     if shard is not None:
         raise ValueError(REFUSED.format("does not take a vocabulary split over ranks"))
     if not hidden.is_cuda:

@@ -32,10 +32,12 @@ class Operator(Protocol):
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]).
 
-        The log-sum-exp has the dtype of the sums, float32 or float64.
+        The log-sum-exp has the dtype of the sums, float32 or float64. With `cap` a scaled score s
+        becomes cap tanh(s / cap); `ValueError` where the kernel has no such thing.
         """
         ...
 
@@ -50,6 +52,7 @@ class Operator(Protocol):
         causal: bool,
         mask: torch.Tensor | None,
         scale: float,
+        cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v, in their shapes.
 
@@ -142,6 +145,7 @@ class PieceBlock:
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         if self.operator.upcasts:
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
@@ -158,7 +162,7 @@ class PieceBlock:
                 _heads(v, piece.keys),
             )
             more, more_lse = self.operator.forward(
-                piece_q, piece_k, piece_v, piece.causal, piece.mask, scale
+                piece_q, piece_k, piece_v, piece.causal, piece.mask, scale, cap
             )
             more = more.to(out.dtype)
             if isinstance(piece.queries, slice):
@@ -194,6 +198,7 @@ class PieceBlock:
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         kind = grad_q.dtype if self.operator.upcasts else q.dtype
         grad_out, q, k, v, out = (x.to(kind) for x in (grad_out, q, k, v, out))
@@ -234,6 +239,7 @@ class PieceBlock:
                 piece.causal,
                 piece.mask,
                 scale,
+                cap,
             )
             _add(grad_q, piece.queries, gradients[0])
             _add(grad_k, piece.keys, gradients[1])

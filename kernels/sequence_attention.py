@@ -23,31 +23,48 @@ from torch.autograd.function import once_differentiable
 from megarl.kernels.attention_plan import AttentionPlan
 from megarl.kernels.exchange import Exchange
 from megarl.kernels.kv_transports import TRANSPORTS, BackwardSums, Call, ForwardSums
-from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, sum_dtype
+from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads, sum_dtype
 
 
 class _OverTokens(torch.autograd.Function):
-    """Attention of this group's queries to the keys of all groups; heads are independent."""
+    """Attention of this group's queries to the keys of all groups; heads are independent.
+
+    A sink [Hq] is a key with a score of its own and the value 0, which every query of a head sees.
+    It comes last: with z the log-sum-exp over all keys, and p = e^(sink - z') that of the sink,
+
+        z' = log(e^z + e^sink)    out' = out e^(z - z')    grad sink = -sum p rowsum(grad out')
+
+    and with z' and out' the blocks' gradients are right as they are.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, call: Call):
+    def forward(ctx, q, k, v, sinks, call: Call):
         dtype = sum_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
         call.transport.forward(call, torch.stack((k, v), 1), ForwardSums(q, out, lse))
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(dtype)[:, None])
+            out.mul_((lse - total).exp_().T[:, :, None])
+            lse = total
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         grad_q = torch.zeros(q.shape, dtype=sum_dtype(q.dtype), device=q.device)
         sums = BackwardSums(grad_out.contiguous(), q, out, lse, grad_q)
         grad_kv = ctx.call.transport.backward(ctx.call, torch.stack((k, v), 1), sums).to(k.dtype)
-        return grad_q.to(q.dtype), grad_kv[:, 0], grad_kv[:, 1], None
+        grad_sinks = None
+        if sinks is not None:
+            delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+            grad_sinks = -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta).sum(1)
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        return grad_q.to(q.dtype), grad_kv[:, 0], grad_kv[:, 1], grad_sinks, None
 
 
 def _check(
@@ -99,6 +116,8 @@ def sequence_attention(
     outer: Exchange,
     scale: float,
     transport: str,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within each document, whichever ranks have its tokens; [L, Hq, D].
 
@@ -112,17 +131,22 @@ def sequence_attention(
         outer: the ranks with the same number in each group.
         scale: factor of the scores before the softmax.
         transport: a name in `TRANSPORTS`.
+        cap: soft cap; a scaled score s becomes cap tanh(s / cap). None for no cap.
+        sinks: [Hq] attention sinks: for each query head the score of one more key, with the value
+            0, which all its queries see. It is not scaled or capped. None for no sinks.
 
     Raises:
-        ValueError: shapes, exchanges or numbers of heads do not match the plan.
+        ValueError: the block has no soft cap, or shapes, exchanges or numbers of heads do not match the plan.
     """
     if transport not in TRANSPORTS:
         raise ValueError(
             f"no attention transport is called {transport!r}; set one of {', '.join(TRANSPORTS)}"
         )
     _check(q, k, v, plan, inner, outer)
-    call = Call(plan, inner, outer, scale, TRANSPORTS[transport])
+    call = Call(plan, inner, outer, scale, TRANSPORTS[transport], cap)
     if inner.size == 1:
-        return _OverTokens.apply(q, k, v, call)
-    out = _OverTokens.apply(*TokensToHeads.apply(q, k, v, call), call)
+        return _OverTokens.apply(q, k, v, sinks, call)
+    if sinks is not None:
+        sinks = sinks[needed_heads(len(sinks), inner.size, inner.rank)]
+    out = _OverTokens.apply(*TokensToHeads.apply(q, k, v, call), sinks, call)
     return HeadsToTokens.apply(out, call)

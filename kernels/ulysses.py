@@ -39,13 +39,12 @@ def _heads_to_tokens(x: torch.Tensor, call: Call) -> list[torch.Tensor]:
     return call.inner.all_to_all(list(x.contiguous().split(lengths)), [shape] * call.inner.size)
 
 
-def _needed(x: torch.Tensor, size: int, rank: int) -> slice:
-    """The heads of x [L, H, D] that rank number `rank` of the Ulysses group computes.
+def needed_heads(num_heads: int, size: int, rank: int) -> slice:
+    """The heads that rank number `rank` of a Ulysses group of `size` ranks computes.
 
     Heads are divided evenly over the ranks. With fewer heads than ranks, several ranks compute the
     same head.
     """
-    num_heads = x.shape[1]
     first = rank * num_heads // size
     return slice(first, first + max(1, num_heads // size))
 
@@ -60,7 +59,7 @@ class TokensToHeads(torch.autograd.Function):
     def forward(ctx, q, k, v, call: Call):
         size = call.inner.size
         parts = [
-            torch.cat([x[:, _needed(x, size, rank)] for x in (q, k, v)], 1) for rank in range(size)
+            torch.cat([x[:, needed_heads(x.shape[1], size, rank)] for x in (q, k, v)], 1) for rank in range(size)
         ]
         own_heads = _tokens_to_heads(parts, call)
         heads = [x.shape[1] for x in (q, k, v)]
@@ -80,7 +79,7 @@ class TokensToHeads(torch.autograd.Function):
             for total, grad in zip(
                 sums, part.split([max(1, count // size) for count in ctx.heads], 1), strict=True
             ):
-                total[:, _needed(total, size, rank)] += grad
+                total[:, needed_heads(total.shape[1], size, rank)] += grad
         return *(total.to(ctx.dtype) for total in sums), None
 
 

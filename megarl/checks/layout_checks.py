@@ -8,6 +8,7 @@ import transformers
 
 from megarl.checks.gpu_checks import check_precision
 from megarl.kernels.block_cuda import WIDEST
+from megarl.kernels.blocks import WITHOUT_SOFT_CAP
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.schema import require
@@ -15,6 +16,7 @@ from megarl.trainer.attention import prove_attention
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
+from megarl.trainer.logits import logit_transform
 from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
@@ -66,7 +68,7 @@ def check_cut(
     if local_device().type == "cuda":
         check_precision(training)
     if training.logprobs == "liger":
-        refuse_liger(training.layout.tensor)
+        refuse_liger(training.layout.tensor, hf)
     if training.sequence.block != "auto":
         refuse_block(training, hf)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
@@ -84,13 +86,16 @@ def check_cut(
         )
 
 
-def refuse_liger(tensor: int) -> None:
-    """Raise `ValueError` if Liger's log-probs cannot run: Liger needs a GPU, its package, and a
-    vocabulary that is not split over tensor-parallel ranks.
+def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` if Liger's log-probs cannot run: Liger needs a GPU, its package, logits
+    without a soft cap, and a vocabulary that is not split over tensor-parallel ranks.
     """
     missing = {
         "a GPU": local_device().type == "cuda",
         "training.layout.tensor 1": tensor == 1,
+        f"logits without a soft cap (model type {hf.model_type} has one)": (
+            logit_transform(hf).cap is None
+        ),
         "the package liger-kernel": importlib.util.find_spec("liger_kernel") is not None,
     }
     lacking = [name for name, there in missing.items() if not there]
@@ -102,7 +107,7 @@ def refuse_liger(tensor: int) -> None:
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
     """Raise `ValueError` if the configured attention kernel (`training.sequence.block`) does not
-    support the device or the model's head width.
+    support the device, the model's head width or its attention scores.
     """
     block, on_gpu, text = (
         training.sequence.block,
@@ -110,7 +115,7 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
         hf.get_text_config(),
     )
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    widest = WIDEST.get(block)
+    widest, cap = WIDEST.get(block), getattr(text, "attn_logit_softcapping", None)
     missing = {
         "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
         "ranks without GPUs": not on_gpu or block != "cpu",
@@ -118,6 +123,9 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
         "training.precision 'bfloat16'": widest is None or training.precision == "bfloat16",
         f"heads of 8, 16, ... {widest} (here {width})": (
             widest is None or (width % 8 == 0 and width <= widest)
+        ),
+        f"scores without a soft cap (attn_logit_softcapping of {hf.model_type} is {cap})": (
+            not cap or block not in WITHOUT_SOFT_CAP
         ),
     }
     lacking = [name for name, there in missing.items() if not there]

@@ -13,6 +13,7 @@ from megarl.objectives.config import COMPARING
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.attention import prove_attention, refuse_unsupported
+from megarl.trainer.logits import refuse_transform
 from megarl.trainer.config import (
     CriticConfig,
     ModelConfig,
@@ -74,7 +75,10 @@ def check_role(
         )
         if judges or teaches:
             refuse_other_tokenizer(name, config.model, role.model)
+        if teaches:
+            refuse_transform(theirs, f"{name}.model.path")
         if isinstance(config, DistillConfig):
+            refuse_transform(hf, "model.path")
             require(
                 config.distillation.top_k <= mine,
                 f"distillation.top_k is {config.distillation.top_k}, but model.path has {mine}"

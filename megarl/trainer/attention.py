@@ -12,18 +12,15 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from megarl.trainer.logits import unknown_logits
+
 ATTENTION = "megarl_packed"
 
-
-UNSUPPORTED = ("softcap", "s_aux")
-"""Keyword arguments of transformers' attention that megarl's attention does not support. Most of
-them are already refused at start-up by `refuse_unsupported`."""
-
-
 Attend = Callable[..., torch.Tensor]
-"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None) -> [T, Hq, D]: a
-function that computes the attention of every layer for one micro-batch. `window`: a query attends
-to so many tokens at most, itself included."""
+"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
+sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the attention of every layer for one
+micro-batch. `window`: a query attends to so many tokens at most, itself included. `cap` and
+`sinks`: see `megarl.kernels.sequence_attention.sequence_attention`."""
 
 
 def _attention(
@@ -34,21 +31,18 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     attend: Attend | None = None,
-    **features: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention with transformers' signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] ->
-    [1, T, Hq, D].
+    [1, T, Hq, D]. `s_aux`: attention sinks [Hq].
     """
     assert attend is not None and attention_mask is None and query.shape[0] == 1
-    asked = [name for name in UNSUPPORTED if features.get(name) is not None]
-    if asked:
-        raise ValueError(
-            f"{type(module).__name__} asks for {', '.join(asked)}, which training does not support"
-        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, scale=scale, window=sliding_window)[None], None
+    return attend(q, k, v, scale=scale, window=sliding_window, cap=softcap, sinks=s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -65,9 +59,6 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         found.append(f"layer types {sorted(others)}")
     if getattr(text, "use_bidirectional_attention", None):
         found.append("attention to later tokens")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(text, name, None):
-            found.append(f"{name} = {getattr(text, name)}")
     rope = getattr(text, "rope_parameters", None) or {}
     for kind in {
         str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
@@ -76,12 +67,7 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         # depend on the neighbours.
         if kind == "longrope" or kind.startswith("dynamic"):
             found.append(f"{kind} rotary embeddings")
-    if getattr(text, "logits_scaling", 1.0) not in (None, 1.0) or getattr(
-        text, "logit_scale", 1.0
-    ) not in (None, 1.0):
-        found.append("scaled logits")
-    if config.model_type in ("gpt_oss",):
-        found.append("attention sinks")
+    found += unknown_logits(text)
     if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
         found.append("mixture of experts")
     if found:

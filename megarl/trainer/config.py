@@ -18,6 +18,8 @@ from megarl.schema import (
     require,
 )
 
+SharePrefix = Literal["auto", "on", "off"]
+
 
 @config
 class ModelConfig:
@@ -245,7 +247,7 @@ class TrainingConfig:
     micro_batch_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 8192
     """Maximum number of tokens of a packed sequence for each rank; a longer sample is packed alone.
     With sequence parallelism the limit of a packed sequence is this times `layout.sequence`."""
-    share_prefix: Literal["auto", "on", "off"] = "auto"
+    share_prefix: SharePrefix = "auto"
     """Compute a prefix that several samples of a packed sequence have in common, such as the prompt
     of a group, once for all of them: where that saves at least a sixteenth of their tokens (auto),
     wherever it saves a token (on), or never."""

@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 
 from megarl.kernels.divergence import Divergence, linear_divergence
 from megarl.kernels.logprobs import VocabularyShard, linear_logprobs
+from megarl.trainer.logits import LogitTransform
 
 HeadName = Literal["logprobs", "value", "scalar", "states"]
 SCORING: tuple[HeadName, ...] = ("value", "scalar")
@@ -66,6 +67,8 @@ class LogProbHead(nn.Linear):
     shard: VocabularyShard | None = None
     """The part of the vocabulary that `weight` holds under tensor parallelism."""
     backend = "chunked"
+    transform = LogitTransform()
+    """What the model does to its logits."""
 
     def forward(
         self,
@@ -81,8 +84,10 @@ class LogProbHead(nn.Linear):
         """
         if soft_targets is None:
             return linear_logprobs(
-                hidden, self.weight, targets, temperature, self.shard, self.backend
+                *(hidden, self.weight, targets, temperature / self.transform.factor),
+                *(self.shard, self.backend, self.transform.cap),
             )
+        assert self.transform.is_identity, "distillation knows plain logits only"
         found = linear_divergence(
             hidden,
             self.weight,

@@ -6,7 +6,7 @@ MicroBatch (this rank's T tokens of a packed sequence)
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -33,6 +33,7 @@ from megarl.trainer.heads import (
     refuse_head,
     use_score_head,
 )
+from megarl.trainer.logits import logit_transform
 from megarl.trainer.lora import Adapters, add_adapters, is_adapter
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
@@ -126,6 +127,7 @@ class RoleModel(nn.Module):
             old.weight,
         )
         head.backend = training.logprobs
+        head.transform = logit_transform(self.model.config)
         vocab, axis = head_shard(self.model, self.shards), self.mesh.tensor
         if vocab is not None:
             head.shard = VocabularyShard(
@@ -181,7 +183,8 @@ class RoleModel(nn.Module):
 
     def _attend(self, batch: MicroBatch) -> Attend:
         """The attention function for this micro-batch: within each document on this rank alone; or
-        over the sequence-parallel ranks, with shared prefixes, or within a sliding window.
+        over the sequence-parallel ranks, with shared prefixes, within a sliding window, with a soft
+        cap or sinks.
         """
         device, block, transport = (
             batch.token_ids.device,
@@ -192,12 +195,16 @@ class RoleModel(nn.Module):
             transport = "ring" if device.type == "cuda" else "ring_lean"
         named = None if block == "auto" else block
         indices = batch.indices or (torch.arange(len(batch.token_ids)),)
-        plan = AttentionPlan.of(
-            *(indices, batch.starts, device),
-            parents=batch.parents,
-            ulysses=self._inner.size,
-            block=named,
-        )
+
+        @cache
+        def plan() -> AttentionPlan:
+            return AttentionPlan.of(
+                *(indices, batch.starts, device),
+                parents=batch.parents,
+                ulysses=self._inner.size,
+                block=named,
+            )
+
         documents = None
         if not batch.indices and not batch.parents:
             documents = Documents.of(batch.starts)
@@ -208,12 +215,15 @@ class RoleModel(nn.Module):
             v: torch.Tensor,
             scale: float,
             window: int | None = None,
+            cap: float | None = None,
+            sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            layer = plan.within(window)
-            if documents is not None and layer is plan:
-                return packed_attention(q, k, v, documents, scale)
+            if documents is not None and cap is None and sinks is None:
+                if window is None or window >= documents.longest:
+                    return packed_attention(q, k, v, documents, scale)
+            layer = plan().within(window)
             return sequence_attention(
-                *(q, k, v, layer, self._inner, self._outer), scale=scale, transport=transport
+                *(q, k, v, layer, self._inner, self._outer, scale, transport), cap=cap, sinks=sinks
             )
 
         return attend

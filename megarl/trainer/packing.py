@@ -15,7 +15,8 @@ import torch
 from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
-from megarl.trainer.prefixes import SharePrefix, Tree, must_save, tree_of
+from megarl.trainer.config import SharePrefix
+from megarl.trainer.prefixes import Tree, must_save, tree_of
 from megarl.types import MicroBatch, Samples
 
 

@@ -17,16 +17,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
 
 import numpy as np
 
 from megarl.parallel.balance import FamilyBalance, Size
+from megarl.trainer.config import SharePrefix
 from megarl.types import Samples
 
-SharePrefix = Literal["auto", "on", "off"]
-"""Whether common prefixes of samples are computed once: where it saves at least `SAVES` of the
-tokens, wherever it saves a token, or never."""
 SAVES = 1 / 16
 """Share of the tokens of a set of samples that a common prefix must save to be computed once: below
 it, the further call of attention for every layer costs more than the tokens."""

@@ -96,7 +96,10 @@ WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
 
 LINEAR_STYLES = ("colwise", "rowwise")
 
-SCALED_EMBEDDINGS = ("Gemma3TextScaledWordEmbedding",)
+SCALED_EMBEDDINGS = (
+    *("GemmaTextScaledWordEmbedding", "Gemma2TextScaledWordEmbedding"),
+    "Gemma3TextScaledWordEmbedding",
+)
 """Classes of transformers that multiply a plain embedding by their `scalar_embed_scale`, and do
 nothing else."""
 

@@ -22,7 +22,8 @@ from megarl.parallel.balance import FamilyBalance, Size
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.redistribute import Redistribution
-from megarl.trainer.prefixes import SharePrefix, must_save, sizes_of
+from megarl.trainer.config import SharePrefix
+from megarl.trainer.prefixes import must_save, sizes_of
 from megarl.trainer.role import Column, Role
 from megarl.types import MicroBatch, Samples, StepBatch
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec
+from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec, Section
 
 Switch = bool | str
 """Whether a model type has a property: True, False, or the setting in config.json that says so."""
@@ -69,6 +69,9 @@ class Family:
     """Whether queries and keys are normalised, head by head."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Names of the norms of a layer, besides those of heads."""
+    stacked: bool = False
+    """Whether the checkpoint has query, key and value projections as one tensor, and gate and up
+    projections as another, as engines store them."""
     experts: bool = False
     """Whether layers may be mixtures of experts."""
     differs: Callable[[Mapping[str, Any]], str] = _no_difference
@@ -96,6 +99,11 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
+_GEMMA2 = _GEMMA | {"vocab_size": 256000}
+_SANDWICH = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 _SPARSE = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -127,11 +135,27 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms=True,
-        layer_norms=(
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        ),
+        layer_norms=_SANDWICH,
         differs=_untied_difference,
+    ),
+    "gemma2": Family(
+        _GEMMA2,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        layer_norms=_SANDWICH,
+        differs=_untied_difference,
+    ),
+    "granite": Family(
+        _LLAMA | {"attention_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "phi3": Family(
+        _COMMON
+        | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192}
+        | {"num_key_value_heads": None},
+        stacked=True,
     ),
     "qwen3_moe": Family(
         _QWEN | _SPARSE, head_norms=True, experts=True, differs=_output_bias_difference
@@ -288,6 +312,17 @@ def _column_parallel(
     return weights + (biases if bias else [])
 
 
+def _stacked(
+    prefix: str, stack: str, parts: Mapping[str, tuple[int, Cut, int]], inputs: int, *, bias: bool
+) -> list[ParameterSpec]:
+    """As `_column_parallel`, for a checkpoint in which the layers are one tensor called `stack`."""
+    assert not bias, "no family has biases there"
+    rows = sum(outputs for outputs, _, _ in parts.values())
+    sections = tuple(Section(*part) for part in parts.values())
+    name = f"{prefix}.{stack}.weight"
+    return [ParameterSpec(name, (rows, inputs), "sections", name, sections=sections)]
+
+
 def _row_parallel(name: str, outputs: int, inputs: int, *, bias: bool) -> list[ParameterSpec]:
     """Parameter specs of a linear layer that is split by inputs.
 
@@ -307,9 +342,8 @@ def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list
         "k_proj": (heads * width, "kv_heads", heads),
         "v_proj": (heads * width, "kv_heads", heads),
     }
-    made = _column_parallel(
-        prefix, "qkv_proj", parts, hidden, bias=_is_on(family.qkv_bias, settings)
-    )
+    make = _stacked if family.stacked else _column_parallel
+    made = make(prefix, "qkv_proj", parts, hidden, bias=_is_on(family.qkv_bias, settings))
     made += _row_parallel(
         f"{prefix}.o_proj", hidden, queries, bias=_is_on(family.output_bias, settings)
     )
@@ -328,7 +362,8 @@ def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[Par
         "gate_proj": (inner, "outputs", 0),
         "up_proj": (inner, "outputs", 0),
     }
-    return _column_parallel(prefix, "gate_up_proj", parts, hidden, bias=bias) + _row_parallel(
+    make = _stacked if family.stacked else _column_parallel
+    return make(prefix, "gate_up_proj", parts, hidden, bias=bias) + _row_parallel(
         f"{prefix}.down_proj", hidden, inner, bias=bias
     )
 

@@ -8,14 +8,14 @@ Hugging Face checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, matrix
 from megarl.parallel.reshard.part import Kinds
 from megarl.parallel.tensor import Shard
 
-Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab"]
+Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab", "sections"]
 """How tensor-parallel ranks split a weight [outputs, inputs]:
 
 * whole: not split, every rank has all of it
@@ -23,10 +23,20 @@ Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab"]
 * inputs: columns, evenly (attention output and down projections)
 * kv_heads: rows by KV head; with fewer heads than ranks, neighbouring ranks share a head
 * vocab: rows by token id, evenly or not
+* sections: rows of several layers that the checkpoint stores as one tensor, each by a cut of its own
 """
 
 VOCAB_PADDING = 64
 """vLLM pads a vocabulary to a multiple of this before splitting it (DEFAULT_VOCAB_PADDING_SIZE)."""
+
+
+class Section(NamedTuple):
+    """Rows of one layer in a tensor of several."""
+
+    rows: int
+    cut: Cut
+    heads: int = 0
+    """As `ParameterSpec.heads`."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,20 @@ class ParameterSpec:
     """The engine's parameter; tensors with the same one are stacked in the table's order."""
     heads: int = 0
     """Number of KV heads where `cut` is "kv_heads", else 0."""
+    sections: tuple[Section, ...] = ()
+    """The layers of which a tensor is stacked where `cut` is "sections", in its order."""
 
 
 def training_shards(table: Sequence[ParameterSpec], tensor: int) -> dict[str, Shard]:
     """{tensor name: how `tensor` training ranks split it}; unsplit tensors are left out.
 
-    KV heads that do not divide over the ranks are unsplit: every rank has all of them.
+    KV heads that do not divide over the ranks are unsplit: every rank has all of them. So are
+    tensors of several layers.
     """
     shards = {}
     for parameter in table:
         is_shared = parameter.cut == "kv_heads" and parameter.heads % tensor
-        if tensor == 1 or parameter.cut == "whole" or is_shared:
+        if tensor == 1 or parameter.cut in ("whole", "sections") or is_shared:
             continue
         dim = 1 if parameter.cut == "inputs" else 0
         shards[parameter.name] = Shard.even(dim, parameter.shape[dim], tensor)
@@ -77,7 +90,8 @@ def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) ->
             owned.add(parameter.name, real, parameter.engine)
             owned.add(ZEROS, padding, parameter.engine)
         else:
-            owned.add(parameter.name, _part(parameter, rank, tensor), parameter.engine)
+            for box in _parts(parameter, rank, tensor):
+                owned.add(parameter.name, box, parameter.engine)
     return owned
 
 
@@ -94,7 +108,9 @@ def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kin
     first: dict[tuple[object, ...], list[ParameterSpec]] = {}
     like: dict[str, str] = {}
     for members in stacked.values():
-        kind = tuple((one.shape, one.cut, one.heads, shards.get(one.name)) for one in members)
+        kind = tuple(
+            (one.shape, one.cut, one.heads, one.sections, shards.get(one.name)) for one in members
+        )
         for one, other in zip(members, first.setdefault(kind, members), strict=True):
             like[one.name] = other.name
     return Kinds(
@@ -118,6 +134,21 @@ def _vocab_part(parameter: ParameterSpec, rank: int, tensor: int) -> tuple[Box, 
     first = min(rank * share, box.bottom)
     real = box._replace(top=first, bottom=min(first + share, box.bottom))
     return real, real._replace(top=0, bottom=share - real.rows)
+
+
+def _parts(parameter: ParameterSpec, rank: int, tensor: int) -> list[Box]:
+    """The boxes that tensor-parallel rank `rank` owns of a tensor that is not a vocabulary, in the
+    order in which the engine stores them. Raises `ValueError` as `_part`.
+    """
+    if parameter.cut != "sections":
+        return [_part(parameter, rank, tensor)]
+    boxes, top = [], 0
+    for rows, cut, heads in parameter.sections:
+        layer = replace(parameter, shape=(rows, *parameter.shape[1:]), cut=cut, heads=heads)
+        box = _part(layer, rank, tensor)
+        boxes.append(box._replace(top=top + box.top, bottom=top + box.bottom))
+        top += rows
+    return boxes
 
 
 def _part(parameter: ParameterSpec, rank: int, tensor: int) -> Box:

@@ -25,8 +25,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text, windows": {"sliding_window": 6, "query_pre_attn_scalar": 5}
               | {"layer_types": ["sliding_attention", "full_attention"]},
     "olmo3, windows": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "gemma": {},
+    "gemma2, soft caps": {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
+              | {"sliding_window": 6},
+    "gpt_oss, sinks": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2}
+              | {"layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 5.0},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": False},
+    "phi3, window": {"sliding_window": 6, "partial_rotary_factor": 0.5},
+    "smollm3, without rope": {"no_rope_layers": [1, 0]},
     "olmo": {},
+    "olmo2": {},
     "starcoder2": {},
     "ernie4_5": {},
     "gpt_neox": {},
@@ -37,7 +46,7 @@ forward pass of ours.
 
 LAYOUTS = [(1, 1, 4), (1, 2, 2)]
 WITHOUT_TENSOR = [(1, 4, 1), (2, 2, 1)]
-NOT_CUT = ("olmo3, windows",)
+NOT_CUT = ("olmo2", "olmo3, windows", "gpt_oss, sinks", "phi3, window")
 """Families that tensor parallelism refuses, by the part that it cannot cut."""
 TEMPERATURE = 0.8
 
@@ -72,6 +81,7 @@ def build(config: Any, attention: str) -> Any:
     import torch
     import transformers
 
+    torch.manual_seed(7)  # some models draw their vectors, such as sinks
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
     )

@@ -61,6 +61,22 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
                 assert computed + saved == alone[0][0]["tokens/computed"]
 
 
+GRANITE = dict(
+    embedding_multiplier=3.0,
+    residual_multiplier=0.5,
+    attention_multiplier=0.2,
+    logits_scaling=2.0,
+)
+CAPS = dict(
+    head_dim=16,
+    query_pre_attn_scalar=16,
+    sliding_window=12,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=4.0,
+    tied=True,
+)
+
+
 def variants(folder: Path) -> list[Case]:
     """Models, schedules and settings, each under the layouts where it could go wrong; without
     `layout` for the oracle.
@@ -70,6 +86,8 @@ def variants(folder: Path) -> list[Case]:
     llama = {"model": write(folder / "llama", kind="llama", attention_bias=True, mlp_bias=True)}
     mistral = {"model": write(folder / "mistral", kind="mistral", head_dim=24)}
     wide = {"model": write(folder / "wide", num_attention_heads=8, num_key_value_heads=4)}
+    granite = {"model": write(folder / "granite", kind="granite", **GRANITE)}
+    caps = {"model": write(folder / "caps", kind="gemma2", **CAPS)}
     recomputed = {"gradient_checkpointing": True}
     per_token = {
         "advantage": "reinforce_plus_plus_tokens",
@@ -139,6 +157,12 @@ def variants(folder: Path) -> list[Case]:
             "groups": (1, 1),
             "algorithm": {"entropy_coefficient": 0.01},
         },
+        # Factors of embeddings, residuals and logits; soft caps and a window in every second layer.
+        granite | {"layout": (1, 2, 2), "stage": 1},
+        caps | {"layout": (1, 2, 2), "stage": 3},
+        caps
+        | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
+        | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
     ]
 
 

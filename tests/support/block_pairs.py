@@ -38,6 +38,7 @@ def attention(
     rank: int,
     scale: float,
     upstream: torch.Tensor,
+    cap: float | None = None,
 ):
     """out, lse and the gradients of q, k and v of `rank`'s queries over both ranks' keys, block by
     block as a ring would.
@@ -53,10 +54,11 @@ def attention(
     work = [block.prepare(places[rank], keys, q.device) for keys in places]
     order = [i for i in (1 - rank, rank) if work[i] is not None]
     for i in order:
-        block.forward(q, *kv[i], work[i], scale, out, lse)
+        block.forward(q, *kv[i], work[i], scale, out, lse, cap)
     for i in order:
         block.backward(
-            upstream, q, *kv[i], out, lse, work[i], scale, grads[0], grads[1 + i], grads[3 + i]
+            *(upstream, q, *kv[i], out, lse, work[i], scale),
+            *(grads[0], grads[1 + i], grads[3 + i], cap),
         )
     return [out, lse, *(grad - 0.5 for grad in grads)]
 
@@ -80,6 +82,7 @@ def compare(
     block,
     device: torch.device,
     starts: torch.Tensor = STARTS,
+    cap: float | None = None,
 ) -> None:
     """Assert that `block` on `device` computes what the reference block does in float64."""
     scale = width**-0.5 * 1.5
@@ -89,10 +92,12 @@ def compare(
     tensors = [torch.randn(*shape, width, generator=draw).to(dtype) for shape in shapes]
     upstream = torch.randn(tensors[0].shape, generator=draw).to(dtype)
     wanted = attention(
-        ReferenceBlock(), [x.double() for x in tensors], places, rank, scale, upstream.double()
+        *(ReferenceBlock(), [x.double() for x in tensors], places, rank, scale),
+        *(upstream.double(), cap),
     )
     found = attention(
-        block, [among_others(x, device) for x in tensors], places, rank, scale, upstream.to(device)
+        *(block, [among_others(x, device) for x in tensors], places, rank, scale),
+        *(upstream.to(device), cap),
     )
     for name, a, b in zip(("out", "lse", "q", "k0", "k1", "v0", "v1"), found, wanted, strict=True):
         a, seen = a.cpu().double(), b > -torch.inf

@@ -35,6 +35,8 @@ class Case:
     seed: int
     parents: tuple[int, ...] = ()
     window: int | None = None
+    cap: float | None = None
+    has_sinks: bool = False
 
     @property
     def starts(self) -> torch.Tensor:
@@ -55,6 +57,12 @@ class Case:
     def seen(self) -> torch.Tensor:
         """Number of keys that each token attends to."""
         return visible(self.positions(), self.positions(), self.window).sum(1)
+
+    def sinks(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """The sink of each query head, if the case has sinks."""
+        if not self.has_sinks:
+            return None
+        return torch.linspace(-2.0, 3.0, self.heads[0], dtype=torch.float64).to(dtype)
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
         """q, k, v and the gradient of the output, over the whole sequence."""
@@ -106,6 +114,8 @@ def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
         tuple(parents),
         # With a window of 1 the gradient of q is 0: in float32, rounding and nothing else.
         draw(st.none() | st.integers(2, 40)),
+        draw(st.sampled_from([None, None, 0.7, 4.0])),
+        draw(st.booleans()),
     )
 
 
@@ -159,8 +169,12 @@ def rank_body(
     inner, outer = exchange.split(case.ulysses)
     mine = case.indices()[exchange.rank]
     q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
-    out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
-    grads = torch.autograd.grad(out, (q, k, v), tensors[3][mine])
+    sinks = case.sinks(q.dtype)
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks.requires_grad_()]
+    out = sequence_attention(
+        *(q, k, v, plan, inner, outer, case.scale, transport), cap=case.cap, sinks=sinks
+    )
+    grads = torch.autograd.grad(out, inputs, tensors[3][mine])
     return [out.detach(), *grads], (inner.calls, outer.calls)
 
 
@@ -168,20 +182,27 @@ def split_attention(
     case: Case, block: str, transport: str, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Any]:
     """Output and gradients over the whole sequence, put together from the ranks', and the calls that all
-    of them made.
+    of them made. The gradients of sinks, if there are any, are summed over ranks.
     """
     found = simulate(case.ranks, rank_body, case, make_plan(case, block), transport, tensors)
     made = found[0][1]
     assert all(calls == made for _, calls in found), "ranks called the exchange differently"
     index = torch.cat(case.indices())
     joined = [torch.cat([results[i] for results, _ in found]) for i in range(4)]
-    return [torch.empty_like(x).index_copy_(0, index, x) for x in joined], made
+    whole = [torch.empty_like(x).index_copy_(0, index, x) for x in joined]
+    if case.has_sinks:
+        whole.append(torch.stack([results[4] for results, _ in found]).sum(0))
+    return whole, made
 
 
 def dense(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = reference_attention(q, k, v, case.positions(), case.scale, case.window)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+    sinks = case.sinks(q.dtype)
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks.requires_grad_()]
+    out = reference_attention(
+        *(q, k, v, case.positions(), case.scale), window=case.window, cap=case.cap, sinks=sinks
+    )
+    return [out.detach(), *torch.autograd.grad(out, inputs, tensors[3])]
 
 
 def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:

@@ -54,6 +54,9 @@ def write_model(
         "qwen3": transformers.Qwen3Config,
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
+        "gemma2": transformers.Gemma2Config,
+        "granite": transformers.GraniteConfig,
+        "phi3": transformers.Phi3Config,
     }[kind]
     if kind == "mistral":
         sizes["sliding_window"] = None

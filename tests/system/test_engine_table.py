@@ -63,6 +63,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"head_dim": 8, "attention_bias": True, "vocab_size": 200},
     ),
+    "gemma2": ("gemma2", {"head_dim": 16}),
+    "gemma2, biases, 200 words": (
+        "gemma2",
+        {"head_dim": 8, "attention_bias": True, "vocab_size": 200},
+    ),
+    "granite": ("granite", {}),
+    "granite, biases, tied, four key heads": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 4},
+    ),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, 200 words, four key heads": (
+        "phi3",
+        {"pad_token_id": 0, "vocab_size": 200, "num_key_value_heads": 4},
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, a dense layer, wide heads, tied": (
         "qwen3_moe",

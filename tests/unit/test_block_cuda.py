@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,6 +194,7 @@ def test_any_rows_equal_dense_attention(
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())
     def check(case: Case) -> None:
+        case = replace(case, cap=None)  # which these kernels refuse
         tensors = case.tensors()
         assert_close(
             split_attention(case, name, "ring", tensors)[0],

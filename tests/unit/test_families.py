@@ -48,6 +48,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, wide heads, one key head": ("mistral", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma3_text": ("gemma3_text", {"head_dim": 8}),
     "gemma3_text, biases": ("gemma3_text", {"head_dim": 16, "attention_bias": True}),
+    "gemma2": ("gemma2", {"head_dim": 8}),
+    "gemma2, biases": ("gemma2", {"head_dim": 16, "attention_bias": True}),
+    "granite": ("granite", {}),
+    "granite, biases, tied": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, tied": ("phi3", {"tie_word_embeddings": True, "pad_token_id": 0}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, a dense layer, wide heads, tied": (
         "qwen3_moe",
@@ -123,7 +132,12 @@ def test_old_and_new_names_of_a_setting_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize(
-    "case", [case for case, (kind, _) in CASES.items() if not FAMILIES[kind].experts]
+    "case",
+    [
+        case
+        for case, (kind, _) in CASES.items()
+        if not (FAMILIES[kind].experts or FAMILIES[kind].stacked)
+    ],
 )
 def test_a_table_is_cut_as_the_trainer_cuts(tmp_path: Path, case: str, tensor: int) -> None:
     config = small(case)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def dense_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The obvious way, with the whole logits; a word of probability 0 adds nothing to the entropy."""
-    log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=1)
+    logits = hidden @ weight.T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = torch.log_softmax(logits / temperature, dim=1)
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(1)
 
@@ -82,7 +89,9 @@ class Case:
         grads = torch.autograd.grad(outputs, (h, w), list(upstream.to(outputs[0].dtype)))
         return [*(output.detach() for output in outputs), grads[0][:, :-1], grads[1]]
 
-    def evaluate_cut(self, dtype: torch.dtype) -> tuple[list[list[torch.Tensor]], Ranks]:
+    def evaluate_cut(
+        self, dtype: torch.dtype, cap: float | None = None
+    ) -> tuple[list[list[torch.Tensor]], Ranks]:
         """`evaluate` on a thread per shard, with the weight's gradients put together."""
         ranks = Ranks(len(self.sizes))
         shards = ranks.shards(self.sizes)
@@ -91,7 +100,7 @@ class Case:
             shard = shards[rank]
             rows = slice(shard.first, shard.first + self.sizes[rank])
             return self.evaluate(
-                lambda *inputs: fused.linear_logprobs(*inputs, shard=shard), dtype, rows
+                lambda *inputs: fused.linear_logprobs(*inputs, shard=shard, cap=cap), dtype, rows
             )
 
         found = ranks.run(body)
@@ -277,6 +286,23 @@ def test_a_target_outside_the_vocabulary_is_found(target: int) -> None:
         fused.linear_logprobs(torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([0]), 1.0, shard)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+@pytest.mark.parametrize("sizes", [[23], [9, 0, 14]])
+def test_a_soft_cap_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], cap: float, dtype: torch.dtype
+) -> None:
+    """Several chunks of tokens, one shard or some of which one is empty."""
+    monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", 4 * 14 * dtype.itemsize)
+    case = Case(sizes, temperature=0.8)
+    wanted = case.evaluate(partial(dense_logprobs, cap=cap), torch.float64)
+    for found in case.evaluate_cut(dtype, cap)[0]:
+        assert_close(found, wanted, TOLERANCE[dtype])
+    if len(sizes) == 1:
+        found = case.evaluate(partial(fused.linear_logprobs, cap=cap), dtype)
+        assert_close(found, wanted, TOLERANCE[dtype])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     nothing, shard = (
         torch.zeros(3, dtype=torch.int64),
@@ -288,6 +314,11 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.zeros(3, 4), torch.zeros(6, 4), "largest shard has 5", {"shard": shard}),
         (torch.zeros(3, 4), torch.zeros(6, 4), "set it above 0", {"temperature": 0.0}),
         (torch.zeros(3, 4), torch.zeros(6, 4), "there are chunked, liger", {"backend": "none"}),
+        (torch.zeros(3, 4), torch.zeros(6, 4), "soft cap of logits is 0.0", {"cap": 0.0}),
+        (
+            *(torch.zeros(3, 4), torch.zeros(6, 4), "'liger' does not take a soft cap"),
+            {"cap": 2.0, "backend": "liger"},
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             fused.linear_logprobs(hidden, weight, nothing, **more)

@@ -97,6 +97,40 @@ def test_work_of_mixed_lengths_is_even(size: int) -> None:
         assert imbalance(row, cut(row, size, "auto"), linear=False) <= 1.05
 
 
+def trees(draw: random.Random, total: int) -> tuple[list[int], torch.Tensor]:
+    """A row of prompts with 2 to 16 responses each, some prompts behind a shared instruction: the
+    starts of its documents, and the number of keys that each token attends to. Log-normal lengths:
+    prompts from 16 to 4,096 tokens, responses from 16 to 16,384.
+    """
+    starts, seen = [0], []
+
+    def add(before: int, median: float, longest: int) -> int:
+        length = int(min(max(draw.lognormvariate(median, 1.0), 16), longest, total - starts[-1]))
+        starts.append(starts[-1] + length)
+        seen.append(torch.arange(before + 1, before + length + 1))
+        return before + length
+
+    while starts[-1] < total:
+        instruction = add(0, 5.5, 4096) if draw.random() < 0.3 else 0
+        for _ in range(draw.randint(1, 3) if instruction else 1):
+            prompt = add(instruction, 5.5, 4096)
+            for _ in range(draw.randint(2, 16)):
+                add(prompt, 6.5, 16384)
+    return starts, torch.cat(seen)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_work_of_mixed_trees_is_even(size: int) -> None:
+    worst = 0.0
+    for seed in range(30):
+        row, seen = trees(random.Random(seed), 65536)
+        indices = cut(row, size, "auto", seen)
+        assert imbalance(row, indices, seen=seen) <= 1.01
+        worst = max(worst, imbalance(row, indices, linear=False, seen=seen))
+    print(f"{size} ranks: attention of the busiest over the mean {worst:.3f}")
+    assert worst <= 1.05
+
+
 def test_a_cut_that_needs_no_messages_is_preferred() -> None:
     """Four documents on four ranks: nobody needs another's keys."""
     row = [0, 64, 128, 192, 256]

@@ -27,6 +27,7 @@ from support.sequence_cases import (
 from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
+from megarl.kernels import dense as dense_kernels
 from megarl.kernels import pieces
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
@@ -77,6 +78,17 @@ def test_longer_documents_and_every_cut(transport: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [*CUTS, "permuted"])
+def test_longer_documents_with_a_soft_cap_and_sinks(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Long enough for causal triangles and rectangles of several chunks of queries."""
+    monkeypatch.setattr(dense_kernels, "CHUNK_SCORES", 2**14)
+    case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3, cap=0.8, has_sinks=True)
+    found, _ = split_attention(case, "cpu", "ring", case.tensors())
+    assert_close(found, dense(case, case.tensors()), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("how", [*CUTS, "permuted"])
 @pytest.mark.parametrize(("window", "parents"), [(100, ()), (100, (-1, 0, 0, 2, 0)), (1, ())])
 def test_longer_documents_within_a_window(how: str, window: int, parents: tuple[int, ...]) -> None:
     """Long enough for bands with rectangles and triangles, also over the end of a shared prefix."""
@@ -120,8 +132,12 @@ def test_cpu_block_equals_the_reference_block_on_any_places(
     monkeypatch.setattr(pieces, "SMALL_SCORES", small)
 
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 2**16))
-    def check(lengths: list[int], seed: int) -> None:
+    @given(
+        st.lists(st.integers(0, 40), min_size=1, max_size=6),
+        st.integers(0, 2**16),
+        st.sampled_from([None, 0.9]),
+    )
+    def check(lengths: list[int], seed: int, cap: float | None) -> None:
         draw = torch.Generator().manual_seed(seed)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         order = (
@@ -146,9 +162,9 @@ def test_cpu_block_equals_the_reference_block_on_any_places(
         results = []
         for block, work in zip(blocks, works, strict=True):
             sums, grads = (out.clone(), lse.clone()), [torch.ones_like(x) for x in (q, k, v)]
-            block.forward(q, k, v, work, 0.4, *sums)
+            block.forward(q, k, v, work, 0.4, *sums, cap)
             final = results[0][:2] if results else sums
-            block.backward(upstream, q, k, v, *final, work, 0.4, *grads)
+            block.backward(upstream, q, k, v, *final, work, 0.4, *grads, cap)
             results.append([*sums, *grads])
         for wanted, found in zip(*results, strict=True):
             assert torch.equal(wanted == -torch.inf, found == -torch.inf)

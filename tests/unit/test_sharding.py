@@ -162,14 +162,24 @@ LONG = {
 
 REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
     "scaled embedding": (
-        transformers.GemmaConfig(**SMALL, head_dim=8),
+        transformers.VaultGemmaConfig(**SMALL, head_dim=8, final_logit_softcapping=None),
         2,
-        "GemmaTextScaledWordEmbedding",
+        "VaultGemmaTextScaledWordEmbedding",
     ),
     "parameters on a part of the activations": (
         transformers.ApertusConfig(**SMALL),
         2,
         "mlp.act_fn.alpha",
+    ),
+    "a soft cap of logits in a model that is not known to have one": (
+        transformers.VaultGemmaConfig(**SMALL, head_dim=8),
+        1,
+        "final_logit_softcapping = 30.0",
+    ),
+    "a factor of logits in a model that is not known to have one": (
+        transformers.LlamaConfig(**SMALL, logit_scale=0.5),
+        1,
+        "logit_scale = 0.5",
     ),
     "another attention": (
         transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4),

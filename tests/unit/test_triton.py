@@ -116,6 +116,15 @@ def test_attention_with_odd_heads_and_widths(
 
 
 @on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.8, 50.0])
+def test_attention_with_a_soft_cap(cap: float, dtype: torch.dtype) -> None:
+    from megarl.kernels.block_triton import TritonBlock
+
+    compare(LAYOUTS["zigzag"], 1, (4, 2), 16, dtype, TritonBlock(SMALL), DEVICE, cap=cap)
+
+
+@on_device
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
 @pytest.mark.parametrize("width", [16, 32] if INTERPRETED else [16, 32, 64, 128, 256])
 def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> None:
