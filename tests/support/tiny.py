@@ -55,6 +55,7 @@ def write_model(
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
         "gemma2": transformers.Gemma2Config,
+        "gemma3_text": transformers.Gemma3TextConfig,
         "granite": transformers.GraniteConfig,
         "phi3": transformers.Phi3Config,
     }[kind]

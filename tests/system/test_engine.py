@@ -39,6 +39,22 @@ KINDS = {
     "qwen2, tied": dict(kind="qwen2", tied=True),
     "qwen3, untied, vocabulary of 70": dict(kind="qwen3", tied=False, vocab_size=70, head_dim=32),
 }
+LOCAL = dict(tied=True, head_dim=32, sliding_window=16, query_pre_attn_scalar=20)
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma2": dict(kind="gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=4.0, **LOCAL),
+    "gemma3_text": dict(
+        kind="gemma3_text", layer_types=["sliding_attention", "full_attention"], **LOCAL
+    ),
+    "granite": dict(
+        kind="granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "phi3": dict(kind="phi3", sliding_window=16),
+}
+"""{family: a small model with what is particular to it}"""
 
 
 class PlainPolicy:
@@ -49,7 +65,10 @@ class PlainPolicy:
     def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        # transformers' other attentions leave out soft caps.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).to(device)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -206,6 +225,13 @@ def test_a_prompt_is_computed_once_for_its_group_and_version(side: Side) -> None
 
 def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> None:
     publish_five_times(side, gap, BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_an_engine_computes_what_other_families_do(kind: str, tmp_path: Path) -> None:
+    with opened(write_model(tmp_path / "model", **OTHERS[kind]), EngineConfig()) as side:
+        publish_five_times(side, gap, BOUND)
 
 
 @pytest.mark.gpu
