@@ -70,14 +70,15 @@ def passes_for(hidden: torch.Tensor) -> ModuleType:
 
 
 def token_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None
+    hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None, copies: int = 1
 ) -> tuple[list[slice], torch.Tensor]:
     """(slices of the T tokens, buffer [tokens of a chunk, this rank's V] for logits).
 
-    The slices are the same on all ranks that share the vocabulary.
+    The slices are the same on all ranks that share the vocabulary. `copies` of a chunk's logits
+    have `CHUNK_BYTES` together.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
-    rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (hidden.dtype.itemsize * columns)
+    rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (hidden.dtype.itemsize * columns * copies)
     rows = max(1, rows if rows < TILE_ROWS else rows - rows % TILE_ROWS)
     slices = [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
     return slices, hidden.new_empty(min(rows, num_tokens), weight.shape[0])
@@ -209,11 +210,11 @@ class _LinearLogProbs(torch.autograd.Function):
             torch.zeros_like(hidden, dtype=dtype if shard else None) if needs_hidden else None
         )
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        chunks, buffer = token_chunks(hidden, weight, shard)
+        chunks, buffer = token_chunks(hidden, weight, shard, copies=1 if ctx.cap is None else 2)
         for chunk in chunks if weight.shape[0] else []:
             grad = chunk_logits(hidden[chunk], weight, buffer)
             cap_(grad, ctx.cap)
-            # The gradient takes the place of the logits.
+            # The gradient takes the place of the logits, so the slope of the cap is kept.
             slope = None if ctx.cap is None else 1.0 - (grad / ctx.cap).square_()
             per_token = (
                 m[chunk],

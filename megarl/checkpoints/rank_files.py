@@ -12,14 +12,14 @@ files are read.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import xxhash
 
+from megarl.checkpoints.direct_file import DirectFile
 from megarl.checkpoints.manifest import digest_files
 from megarl.host_memory import free_memory
 from megarl.parallel.launcher import ranks_per_host
@@ -91,7 +91,7 @@ class RankFile:
     def __init__(self, path: Path, files: RankFiles) -> None:
         self.path, self._files = path, files
         self._kept: list[bytes] = []
-        self._file: BinaryIO | None = None
+        self._file: DirectFile | None = None
         self._hasher = xxhash.xxh3_128()
         self.problem: OSError | None = None
         """The first error of the disk. `torch.save` raises another one in its place."""
@@ -124,13 +124,13 @@ class RankFile:
         """
         self._write_kept()
         assert self._file is not None
-        with self._file as file:
-            os.fsync(file.fileno())
+        with contextlib.closing(self._file) as file:
+            file.sync()
         return self._hasher.hexdigest()
 
     def _write_kept(self) -> None:
         if self._file is None:
-            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed in `finish`
+            self._file = DirectFile(self.path)
         kept, self._kept = self._kept[::-1], []
         while kept:
             self._put(kept.pop())  # whose memory is free afterwards
@@ -139,8 +139,7 @@ class RankFile:
         assert self._file is not None
         rest = memoryview(content).cast("B")
         self._hasher.update(rest)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._file.write(rest)
 
     def __enter__(self) -> RankFile:
         return self

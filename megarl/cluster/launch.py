@@ -41,7 +41,7 @@ from megarl.cluster.launch_processes import (
     refuse_transport,
 )
 from megarl.cluster.launch_run import Launch, Launcher, say
-from megarl.cluster.slurm import allocated_hosts, requeue, srun
+from megarl.cluster.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.config import RunConfig, SftConfig
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
@@ -125,6 +125,8 @@ def main(arguments: list[str]) -> int:
         say(f"this is not the allocation's first host; going to {hosts[0]}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
     refuse_owned(config)
+    if warning := early_kill(os.environ, plan.save_within_s):
+        say(warning)
     print(shown, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}")

@@ -76,6 +76,25 @@ def requeue(job: str) -> str:
     return f"job {job} is put back into the queue"
 
 
+def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
+    """A warning, or "": Slurm kills a cancelled job sooner after its SIGTERM (`KillWait`) than a
+    checkpoint may take, `training.checkpoint.save_within_s`.
+    """
+    if not environment.get("SLURM_JOB_ID"):
+        return ""
+    try:
+        found = re.search(r"^KillWait\s*=\s*(\d+)", _scontrol("show", "config"), re.MULTILINE)
+    except (OSError, subprocess.SubprocessError):
+        return ""  # a node without scontrol: nothing is known, and nothing depends on it
+    if found is None or int(found[1]) >= save_within_s:
+        return ""
+    return (
+        f"warning: Slurm kills a job {found[1]} s after scancel's SIGTERM (KillWait), but"
+        f" training.checkpoint.save_within_s is {save_within_s:g}: end this job with scancel --batch"
+        f" --signal=TERM {environment['SLURM_JOB_ID']}, which does not kill it"
+    )
+
+
 def _scontrol(*words: str) -> str:
     """Standard output of scontrol."""
     done = subprocess.run(

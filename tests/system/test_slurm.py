@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,13 @@ def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:
     for nodes in ("node0", "gpu[008-010,12],login", "a[1-2]b[3,5]", "rack1-gpu[7]"):
         shown = cluster.run("scontrol", "show", "hostnames", nodes)
         assert shown.split() == expanded(nodes)
+
+
+def test_slurm_that_kills_before_the_checkpoint_is_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.cluster import slurm
+
+    monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
+    assert slurm.early_kill({"SLURM_JOB_ID": "1"}, 30.0) == ""
+    assert "kills a job 30 s after" in slurm.early_kill({"SLURM_JOB_ID": "1"}, 240.0)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
+import os
+import random
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl import host_memory
-from megarl.checkpoints import rank_files
+from megarl.checkpoints import direct_file, rank_files
 from megarl.checkpoints.background import Writing, reports_of
 from megarl.checkpoints.manifest import digest
 from megarl.checkpoints.rank_files import RankFiles
@@ -58,12 +62,50 @@ def test_what_would_fill_the_memory_is_written_at_once(
     assert not (tmp_path / "x").exists()
     free = 20
     file.write(b"much too much")
-    assert (tmp_path / "x").read_bytes() == b"kept in memory, much too much"
+    assert (tmp_path / "x").exists() and not file._kept
     file.write(b", and the rest")
     files.add(tmp_path / "y", b"another")
-    assert (tmp_path / "y").read_bytes() == b"another"
+    assert (tmp_path / "y").exists()
     assert files.finish() == {name: digest(tmp_path / name) for name in ("x", "y")}
     assert (tmp_path / "x").read_bytes() == b"kept in memory, much too much, and the rest"
+
+
+@pytest.mark.parametrize("disk", ["direct", "refuses", "refuses later", "writes in parts"])
+def test_files_past_the_page_cache_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Sizes about those of the buffer, on disks that take O_DIRECT, that do not, and whose writes
+    end anywhere.
+    """
+    monkeypatch.setattr(direct_file, "BUFFER_BYTES", 8192)
+    real_open, real_write = os.open, os.write
+
+    def refuse(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *mode)
+
+    def refuse_later(file: int, content: memoryview) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_write(file, content)
+
+    if disk == "refuses":
+        monkeypatch.setattr(direct_file.os, "open", refuse)
+    elif disk == "refuses later":
+        monkeypatch.setattr(direct_file.os, "write", refuse_later)
+    elif disk == "writes in parts":
+        # The next part begins within a sector, where O_DIRECT fails by itself.
+        part = lambda file, content: real_write(file, content[: max(1, len(content) // 3)])  # noqa: E731
+        monkeypatch.setattr(direct_file.os, "write", part)
+    for size in (0, 1, 8191, 8192, 8193, 3 * 8192, 50_000):
+        content = random.Random(size).randbytes(size)
+        file = direct_file.DirectFile(tmp_path / str(size))
+        for start in range(0, size, 1000):
+            file.write(memoryview(content)[start : start + 1000])
+        file.sync()
+        file.close()
+        assert (tmp_path / str(size)).read_bytes() == content
 
 
 def writing(

@@ -17,7 +17,7 @@ from megarl.cluster.launch_plan import (
 )
 from megarl.cluster.launch_processes import Addresses, by_hand, processes
 from megarl.cluster.process_env import RAY_SETTINGS
-from megarl.cluster.slurm import allocated_hosts, expanded, srun
+from megarl.cluster.slurm import allocated_hosts, early_kill, expanded, srun
 from megarl.config import RunConfig, SftConfig, from_tree, read
 from megarl.signals import SHUTDOWN
 
@@ -191,5 +191,22 @@ def test_an_allocation() -> None:
     started_twice = job | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     with pytest.raises(ValueError, match="srun started this command 2 times"):
         allocated_hosts(started_twice, "own")
+
+
+def test_slurm_that_kills_before_the_checkpoint_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a scontrol that answers as the real one in tests/system/test_slurm.py does."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'KeepAliveTime = SYSTEM_DEFAULT'\necho 'KillWait                = 30 sec'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    job = {"SLURM_JOB_ID": "17"}
+    assert early_kill({}, 240.0) == early_kill(job, 30.0) == ""
+    assert "kills a job 30 s after" in early_kill(job, 240.0)
+    assert "scancel --batch --signal=TERM 17" in early_kill(job, 240.0)
+    scontrol.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert early_kill(job, 240.0) == ""
     words = srun("n2", ["python"])
     assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"
