@@ -96,7 +96,7 @@ def dense_forward(
         scale: factor of the scores.
         cap: soft cap of the scores, or None.
     """
-    heads, q, k, v = _grouped(q, k, v, mask)
+    _, q, k, v = _grouped(q, k, v, mask)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     for rows, keys in _chunks(q.flatten(1, 2), k.flatten(1, 2), causal):
         scores, _ = _scores(

@@ -78,7 +78,9 @@ def token_chunks(
     have `CHUNK_BYTES` together.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
-    rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (hidden.dtype.itemsize * columns * copies)
+    rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
+        hidden.dtype.itemsize * columns * copies
+    )
     rows = max(1, rows if rows < TILE_ROWS else rows - rows % TILE_ROWS)
     slices = [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
     return slices, hidden.new_empty(min(rows, num_tokens), weight.shape[0])

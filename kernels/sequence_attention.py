@@ -136,7 +136,8 @@ def sequence_attention(
             0, which all its queries see. It is not scaled or capped. None for no sinks.
 
     Raises:
-        ValueError: the block has no soft cap, or shapes, exchanges or numbers of heads do not match the plan.
+        ValueError: the block has no soft cap; or shapes, exchanges or numbers of heads do not match
+            the plan.
     """
     if transport not in TRANSPORTS:
         raise ValueError(

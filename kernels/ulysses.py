@@ -59,7 +59,8 @@ class TokensToHeads(torch.autograd.Function):
     def forward(ctx, q, k, v, call: Call):
         size = call.inner.size
         parts = [
-            torch.cat([x[:, needed_heads(x.shape[1], size, rank)] for x in (q, k, v)], 1) for rank in range(size)
+            torch.cat([x[:, needed_heads(x.shape[1], size, rank)] for x in (q, k, v)], 1)
+            for rank in range(size)
         ]
         own_heads = _tokens_to_heads(parts, call)
         heads = [x.shape[1] for x in (q, k, v)]

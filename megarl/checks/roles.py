@@ -13,7 +13,6 @@ from megarl.objectives.config import COMPARING
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.attention import prove_attention, refuse_unsupported
-from megarl.trainer.logits import refuse_transform
 from megarl.trainer.config import (
     CriticConfig,
     ModelConfig,
@@ -23,6 +22,7 @@ from megarl.trainer.config import (
 )
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.logits import refuse_transform
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.places import RolePlace, place_role, role_training

@@ -90,8 +90,8 @@ def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
         return ""
     return (
         f"warning: Slurm kills a job {found[1]} s after scancel's SIGTERM (KillWait), but"
-        f" training.checkpoint.save_within_s is {save_within_s:g}: end this job with scancel --batch"
-        f" --signal=TERM {environment['SLURM_JOB_ID']}, which does not kill it"
+        f" training.checkpoint.save_within_s is {save_within_s:g}: end this job with scancel"
+        f" --batch --signal=TERM {environment['SLURM_JOB_ID']}, which does not kill it"
     )
 
 

@@ -6,8 +6,8 @@ MicroBatch (this rank's T tokens of a packed sequence)
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class RoleModel(nn.Module):
         if self.adapters is None:
             return ""
         whole = whole_shapes(self.model, self.shards)
-        count = {name: prod(shape) for name, shape in whole.items()}
+        count = {name: math.prod(shape) for name, shape in whole.items()}
         needed = {name for name, one in self.model.named_parameters() if one.requires_grad}
         trained, frozen = (sum(count[n] for n in count if (n in needed) == yes) for yes in (1, 0))
         return f"{trained:,} parameters beside {frozen:,} frozen ones ({trained / frozen:.1%})"
@@ -218,9 +218,9 @@ class RoleModel(nn.Module):
             cap: float | None = None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            if documents is not None and cap is None and sinks is None:
-                if window is None or window >= documents.longest:
-                    return packed_attention(q, k, v, documents, scale)
+            is_plain = cap is None and sinks is None
+            if documents is not None and is_plain and (window or math.inf) >= documents.longest:
+                return packed_attention(q, k, v, documents, scale)
             layer = plan().within(window)
             return sequence_attention(
                 *(q, k, v, layer, self._inner, self._outer, scale, transport), cap=cap, sinks=sinks

@@ -99,7 +99,6 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
-_GEMMA2 = _GEMMA | {"vocab_size": 256000}
 _SANDWICH = (
     *("input_layernorm", "post_attention_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -139,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         differs=_untied_difference,
     ),
     "gemma2": Family(
-        _GEMMA2,
+        _GEMMA | {"vocab_size": 256000},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         layer_norms=_SANDWICH,
@@ -152,9 +151,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
     ),
     "phi3": Family(
-        _COMMON
-        | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192}
-        | {"num_key_value_heads": None},
+        _LLAMA | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192},
         stacked=True,
     ),
     "qwen3_moe": Family(
@@ -318,8 +315,7 @@ def _stacked(
     """As `_column_parallel`, for a checkpoint in which the layers are one tensor called `stack`."""
     assert not bias, "no family has biases there"
     rows = sum(outputs for outputs, _, _ in parts.values())
-    sections = tuple(Section(*part) for part in parts.values())
-    name = f"{prefix}.{stack}.weight"
+    name, sections = f"{prefix}.{stack}.weight", tuple(Section(*part) for part in parts.values())
     return [ParameterSpec(name, (rows, inputs), "sections", name, sections=sections)]
 
 

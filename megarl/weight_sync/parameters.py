@@ -23,7 +23,7 @@ Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab", "sections"]
 * inputs: columns, evenly (attention output and down projections)
 * kv_heads: rows by KV head; with fewer heads than ranks, neighbouring ranks share a head
 * vocab: rows by token id, evenly or not
-* sections: rows of several layers that the checkpoint stores as one tensor, each by a cut of its own
+* sections: rows of several layers that the checkpoint stores as one tensor, each cut by itself
 """
 
 VOCAB_PADDING = 64

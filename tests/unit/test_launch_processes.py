@@ -198,7 +198,9 @@ def test_slurm_that_kills_before_the_checkpoint_is_told(
 ) -> None:
     """With a scontrol that answers as the real one in tests/system/test_slurm.py does."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho 'KeepAliveTime = SYSTEM_DEFAULT'\necho 'KillWait                = 30 sec'\n")
+    scontrol.write_text(
+        "#!/bin/sh\necho 'KeepAliveTime = SYSTEM_DEFAULT'\necho 'KillWait                = 30 sec'\n"
+    )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     job = {"SLURM_JOB_ID": "17"}
