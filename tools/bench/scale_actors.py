@@ -92,7 +92,7 @@ class Fleet:
     async def pulse(self, member: int) -> Pulse:
         self._calls["pulse"] += 1
         one = self._members[member]
-        return Pulse(one.steps, 0, one.requests, False, False)
+        return Pulse(one.steps, 0, 0, 0, one.requests, is_paused=False, is_dead=False)
 
     async def load(self, version: int) -> None:
         for member in self._members:
