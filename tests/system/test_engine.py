@@ -6,7 +6,6 @@ we change at will.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -17,164 +16,18 @@ from typing import Any
 import pytest
 import ray
 import torch
-from support.tiny import VOCABULARY, write_model
+from support.engine_side import BOUND, PlainPolicy, Side, gap, mean_gap, opened, publish_five_times
+from support.tiny import write_model
 
-from megarl.cluster.engines import EngineGroup
-from megarl.cluster.placement import own_seats
-from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
-from megarl.cluster.ray_cluster import Cluster
 from megarl.data.tokenizer import load_tokenizer
-from megarl.parallel import mesh as mesh_module
-from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import ProcessMesh
-from megarl.rollout.config import PLAIN, EngineConfig, Sampling
-from megarl.types import Samples
+from megarl.rollout.config import EngineConfig, Sampling
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.publisher import Publisher
 
-BOUND = 1e-4
 KINDS = {
     "qwen2, tied": dict(kind="qwen2", tied=True),
     "qwen3, untied, vocabulary of 70": dict(kind="qwen3", tied=False, vocab_size=70, head_dim=32),
 }
-LOCAL = dict(tied=True, head_dim=32, sliding_window=16, query_pre_attn_scalar=20)
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma2": dict(kind="gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=4.0, **LOCAL),
-    "gemma3_text": dict(
-        kind="gemma3_text", layer_types=["sliding_attention", "full_attention"], **LOCAL
-    ),
-    "granite": dict(
-        kind="granite",
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-    ),
-    "phi3": dict(kind="phi3", sliding_window=16),
-}
-"""{family: a small model with what is particular to it}"""
-
-
-class PlainPolicy:
-    """A Hugging Face model on one rank, whose weights we change at will."""
-
-    zero_stage, shards = 0, {}
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
-
-        # transformers' other attentions leave out soft caps.
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).to(device)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data.view(-1) for name, parameter in self.model.named_parameters()}
-
-    def logprobs(self, samples: Samples, temperature: float = 1.0) -> torch.Tensor:
-        (length,) = samples.lengths
-        tokens = torch.from_numpy(samples.token_ids).long()
-        with torch.no_grad():
-            made = self.model(tokens[None].to(self.model.device)).logits
-            logits = made[0, :-1].double().cpu() / temperature
-        return logits.log_softmax(-1).gather(1, tokens[1:, None])[: length - 1, 0]
-
-
-class Side:
-    """Trainer's side of one engine."""
-
-    def __init__(
-        self, folder: Path, group: EngineGroup, mesh: ProcessMesh, device: torch.device, dtype: str
-    ) -> None:
-        """`dtype`: that of the engine; the trainer's is float32."""
-        self.folder, self.dtype, self._mesh = folder, dtype, mesh
-        self.policy, self.engines, self.version = PlainPolicy(folder, device), group, -1
-        self.model = self.policy.model
-        self.publisher = self.make_publisher()
-
-    def make_publisher(self, **settings: Any) -> Publisher:
-        """Its buckets hold one module each: the small model travels in as many steps as a large
-        one.
-        """
-        publisher = Publisher(
-            WeightSyncConfig(probe_tolerance=BOUND if self.dtype == "float32" else 0.0, **settings),
-            table=parameter_table(self.model.config.to_dict()),
-            policy=self.policy,
-            engines=self.engines,
-            num_engines=1,
-            engine_tensor=1,
-            mesh=self._mesh,
-            dtype=self.dtype,
-            precision="float32",
-            vocabulary=VOCABULARY,
-            max_tokens=96,
-            seed=0,
-        )
-        return publisher
-
-    def shake(self, seed: int) -> None:
-        """Other weights, every one of them."""
-        draw = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                change = torch.randn(parameter.shape, generator=draw) * 0.05
-                parameter.add_(change.to(parameter.device))
-
-    def publish(self) -> dict[str, float]:
-        self.version += 1
-        return self.publisher.publish(self.version)
-
-    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        return self.policy.logprobs(Samples.one(0, tokens), temperature).tolist()
-
-    def start(
-        self,
-        prompt: list[int],
-        seed: int,
-        *,
-        max_tokens: int = 24,
-        temperature: float = 1.0,
-        sampling: Sampling = PLAIN,
-    ) -> Any:
-        (handle,) = self.engines.handles
-        return handle.generate.remote(
-            prompt, seed=seed, max_tokens=max_tokens, temperature=temperature, sampling=sampling
-        )
-
-
-@contextlib.contextmanager
-def opened(folder: Path, config: EngineConfig, *, on_cpu: bool = True) -> Iterator[Side]:
-    """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU."""
-    prepare_environment(1)
-    device = mesh_module.initialise(timeout_s=120)
-    assert on_cpu == (device.type == "cpu")
-    with (
-        ProcessMesh(Layout(), timeout_s=120) as mesh,
-        Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster,
-    ):
-        group = cluster.start_engines(
-            own_seats(1, tensor=1, gpus=not on_cpu, timeout_s=60),
-            timeout_s=120 if on_cpu else 300,
-            model=str(folder),
-            config=config,
-            max_tokens=240,
-            stop_token_ids=[1],
-            trust_remote_code=False,
-            seed=0,
-            tokenizer=str(folder),
-            environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
-        )
-        group.wait()
-        made = Side(folder, group, mesh, device, config.dtype)
-        yield made
-        made.publisher.close()
-    mesh_module.finalise()
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
@@ -184,30 +37,6 @@ def side(
     folder = write_model(tmp_path_factory.mktemp("engine"), **KINDS[request.param])
     with opened(folder, EngineConfig()) as made:
         yield made
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def mean_gap(one: list[float], other: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def publish_five_times(side: Side, distance: Any, bound: float) -> None:
-    """Each version makes the engine's log-probs the trainer's, which were others before."""
-    tokens = torch.randint(
-        0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    for seed in range(5):
-        before = side.logprobs(tokens)
-        side.shake(seed)
-        side.publish()
-        (found,) = side.engines.score(tokens, timeout_s=60)
-        assert distance(found, side.logprobs(tokens)) < bound
-        assert distance(found, before) > max(0.01, 2 * bound), (
-            "the new weights say the same as the old ones: this test would prove nothing"
-        )
 
 
 def test_a_prompt_is_computed_once_for_its_group_and_version(side: Side) -> None:
@@ -225,13 +54,6 @@ def test_a_prompt_is_computed_once_for_its_group_and_version(side: Side) -> None
 
 def test_each_of_five_publishes_changes_what_the_engine_computes(side: Side) -> None:
     publish_five_times(side, gap, BOUND)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_an_engine_computes_what_other_families_do(kind: str, tmp_path: Path) -> None:
-    with opened(write_model(tmp_path / "model", **OTHERS[kind]), EngineConfig()) as side:
-        publish_five_times(side, gap, BOUND)
 
 
 @pytest.mark.gpu

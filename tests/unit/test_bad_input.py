@@ -352,8 +352,8 @@ CASES = {
         {"training.layout.data": 2},
         environment=RANKS | {"LOCAL_WORLD_SIZE": "1"},
     ),
-    "attention sinks": Case(
-        ["gpt_oss", "attention sinks"], prepare=config_change(model_type="gpt_oss")
+    "mixture of experts": Case(
+        ["gpt_oss", "mixture of experts"], prepare=config_change(model_type="gpt_oss")
     ),
     "batch not divisible": Case(
         ["groups_per_step is 4", "num_mini_batches = 3"], {"training.num_mini_batches": 3}

@@ -220,3 +220,30 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
 
     with pytest.raises(ValueError, match=says):
         start_up()
+
+
+def test_a_block_without_soft_caps_is_refused_for_a_model_that_has_one() -> None:
+    from megarl.checks.layout_checks import refuse_block
+    from megarl.trainer.config import SequenceConfig, TrainingConfig
+
+    training = TrainingConfig(sequence=SequenceConfig(block="flash"))
+    with pytest.raises(ValueError, match=r"soft cap \(attn_logit_softcapping of gemma2 is 50.0\)"):
+        refuse_block(training, transformers.Gemma2Config(**SMALL, head_dim=8))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma2Config(**SMALL, head_dim=8),
+        transformers.GraniteConfig(**SMALL, logits_scaling=2.0),
+    ],
+    ids=["gemma2", "granite"],
+)
+def test_distillation_refuses_models_that_change_their_logits(
+    config: transformers.PreTrainedConfig,
+) -> None:
+    from megarl.trainer.logits import refuse_transform
+
+    with pytest.raises(ValueError, match=rf"teacher\.model\.path has .*{config.model_type}"):
+        refuse_transform(config, "teacher.model.path")
+    refuse_transform(transformers.LlamaConfig(**SMALL), "teacher.model.path")
