@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
-CHUNK_SCORES = 2**20
-"""Maximum number of scores that exist at once, over all heads; at least those of one query."""
+CHUNK_SCORES = {"cpu": 2**22, "cuda": 2**27}
+"""Maximum number of scores of a chunk of queries, over all heads, by device; a chunk has one query
+at least. A few tensors of that size exist at once."""
 
 
 def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -38,7 +39,8 @@ def through_cap(
 def _chunks(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """(rows of queries, keys that they may see) of each chunk."""
     num_queries, num_keys = q.shape[2], k.shape[2]
-    step = max(1, CHUNK_SCORES // max(1, q.shape[0] * q.shape[1] * num_keys))
+    most = CHUNK_SCORES["cuda" if q.is_cuda else "cpu"]
+    step = max(1, most // max(1, q.shape[0] * q.shape[1] * num_keys))
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         yield slice(start, stop), slice(0, stop if causal else num_keys)

@@ -217,7 +217,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad = chunk_logits(hidden[chunk], weight, buffer)
             cap_(grad, ctx.cap)
             # The gradient takes the place of the logits, so the slope of the cap is kept.
-            slope = None if ctx.cap is None else 1.0 - (grad / ctx.cap).square_()
+            slope = None if ctx.cap is None else (grad / ctx.cap).square_().neg_().add_(1.0)
             per_token = (
                 m[chunk],
                 log_s[chunk],

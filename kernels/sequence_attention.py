@@ -71,6 +71,7 @@ def _check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     plan: AttentionPlan,
     inner: Exchange,
     outer: Exchange,
@@ -91,6 +92,8 @@ def _check(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match; this"
             f" rank has {expected} tokens in the plan"
         )
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks {tuple(sinks.shape)} for {q.shape[1]} query heads; give one each")
     query_heads, kv_heads, degree = q.shape[1], k.shape[1], inner.size
     if query_heads % kv_heads:
         raise ValueError(f"{kv_heads} KV heads do not divide {query_heads} query heads")
@@ -143,7 +146,7 @@ def sequence_attention(
         raise ValueError(
             f"no attention transport is called {transport!r}; set one of {', '.join(TRANSPORTS)}"
         )
-    _check(q, k, v, plan, inner, outer)
+    _check(q, k, v, sinks, plan, inner, outer)
     call = Call(plan, inner, outer, scale, TRANSPORTS[transport], cap)
     if inner.size == 1:
         return _OverTokens.apply(q, k, v, sinks, call)

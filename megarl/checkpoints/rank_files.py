@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import xxhash
 
-from megarl.checkpoints.direct_file import DirectFile
+from megarl.checkpoints.direct_file import DirectFile, new_buffer
 from megarl.checkpoints.manifest import digest_files
 from megarl.host_memory import free_memory
 from megarl.parallel.launcher import ranks_per_host
@@ -39,6 +40,8 @@ class RankFiles:
         self.folder, self.in_background = folder, in_background
         self._files: list[RankFile] = []
         self._later: list[Callable[[], Iterable[Path]]] = []
+        self.buffers: list[np.ndarray] = []
+        """Buffers of files that are closed, for the next ones."""
         self._unseen = LOOK_BYTES
         """Bytes that were kept since the last look at the free memory."""
 
@@ -66,9 +69,14 @@ class RankFiles:
         {path within the folder: digest}. Raises `OSError`.
         """
         found = dict[str, str]()
-        while self._files:
-            file = self._files.pop(0)
-            found[str(file.path.relative_to(self.folder))] = file.finish()
+        try:
+            while self._files:
+                file = self._files.pop(0)
+                found[str(file.path.relative_to(self.folder))] = file.finish()
+        finally:
+            # After an error: a deleted file takes up the disk as long as it is open.
+            while self._files:
+                self._files.pop().close()
         for write in self._later:
             found |= digest_files(self.folder, write())
         return found
@@ -122,15 +130,23 @@ class RankFile:
         """Write what is kept and sync the file to the disk; returns the file's digest. Raises
         `OSError`.
         """
-        self._write_kept()
-        assert self._file is not None
-        with contextlib.closing(self._file) as file:
-            file.sync()
+        with contextlib.closing(self):
+            self._write_kept()
+            assert self._file is not None
+            self._file.sync()
         return self._hasher.hexdigest()
+
+    def close(self) -> None:
+        """Close the file, if it is open, whatever of it is written."""
+        if self._file is not None:
+            self._file.close()
+            self._files.buffers.append(self._file.buffer)
+            self._file = None
 
     def _write_kept(self) -> None:
         if self._file is None:
-            self._file = DirectFile(self.path)
+            buffers = self._files.buffers
+            self._file = DirectFile(self.path, buffers.pop() if buffers else new_buffer())
         kept, self._kept = self._kept[::-1], []
         while kept:
             self._put(kept.pop())  # whose memory is free afterwards

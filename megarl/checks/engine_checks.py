@@ -90,12 +90,14 @@ def check_engine_model(hf: transformers.PretrainedConfig) -> None:
         f"config.json of model.path has architectures {shortened(str(names))}, which generate no"
         " text; set model.path to a causal language model (...ForCausalLM)",
     )
-    activation = getattr(hf.get_text_config(), "hidden_act", "silu")
-    require(
-        hf.model_type not in FAMILIES or activation == "silu",
-        f"config.json of model.path has hidden_act {activation!r}, but vLLM has only 'silu' for"
-        f" model type {hf.model_type}; choose another model",
-    )
+    if (family := FAMILIES.get(hf.model_type)) is not None:
+        setting, wanted = family.activation
+        activation = getattr(hf.get_text_config(), setting, wanted)
+        require(
+            activation == wanted,
+            f"config.json of model.path has {setting} {activation!r}, but vLLM has only {wanted!r}"
+            f" for model type {hf.model_type}; choose another model",
+        )
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:

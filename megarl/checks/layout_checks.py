@@ -15,6 +15,7 @@ from megarl.schema import require
 from megarl.trainer.attention import prove_attention
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
+from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import empty_model
 from megarl.trainer.logits import logit_transform
 from megarl.trainer.optimizers import refuse_optimizer
@@ -50,24 +51,28 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 
 
 def check_cut(
-    training: TrainingConfig, config: ModelConfig, hf: transformers.PretrainedConfig
+    training: TrainingConfig,
+    config: ModelConfig,
+    hf: transformers.PretrainedConfig,
+    head: HeadName = "logprobs",
 ) -> None:
-    """Raise `ValueError` unless the model can be sharded over the layout and its attention can be
-    computed on packed sequences. `hf`: the model's transformers configuration.
+    """Raise `ValueError` unless the model can be sharded over the layout, its attention can be
+    computed on packed sequences, and `head` on its states. `hf`: the model's transformers
+    configuration.
     """
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
     empty = empty_model(config)
     prove_attention(empty)
-    if training.tensor_backend == "plan":
-        shard_model(
-            empty,
-            Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
-        )
+    # AutoTP cuts the same layers, and does not look at what else is in them.
+    shard_model(
+        empty,
+        Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
+    )
     refuse_optimizer(training, local_device())
     if local_device().type == "cuda":
         check_precision(training)
-    if training.logprobs == "liger":
+    if training.logprobs == "liger" and head == "logprobs":
         refuse_liger(training.layout.tensor, hf)
     if training.sequence.block != "auto":
         refuse_block(training, hf)

@@ -106,7 +106,7 @@ def check_supervised(
     check_observe(config.observe)
     tokenizer, hf = check_model(config.model)
     warn(unused_weights(config.model))
-    check_cut(config.training, config.model, hf)
+    check_cut(config.training, config.model, hf, head)
     check_weights(config.model, head)
     warn(check_adapters(config.training.lora, config.model, head))
     rows = held_out = None

@@ -83,22 +83,28 @@ def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
     if not environment.get("SLURM_JOB_ID"):
         return ""
     try:
-        found = re.search(r"^KillWait\s*=\s*(\d+)", _scontrol("show", "config"), re.MULTILINE)
+        shown = _scontrol("show", "config", timeout_s=5)
     except (OSError, subprocess.SubprocessError):
-        return ""  # a node without scontrol: nothing is known, and nothing depends on it
+        return ""  # no scontrol, or no answer: nothing is known, and nothing depends on it
+    found = re.search(r"^KillWait\s*=\s*(\d+)", shown, re.MULTILINE)
     if found is None or int(found[1]) >= save_within_s:
         return ""
     return (
         f"warning: Slurm kills a job {found[1]} s after scancel's SIGTERM (KillWait), but"
-        f" training.checkpoint.save_within_s is {save_within_s:g}: end this job with scancel"
+        f" training.checkpoint.save_within_s is {save_within_s:g}: end a job of sbatch with scancel"
         f" --batch --signal=TERM {environment['SLURM_JOB_ID']}, which does not kill it"
     )
 
 
-def _scontrol(*words: str) -> str:
+def _scontrol(*words: str, timeout_s: float = 60) -> str:
     """Standard output of scontrol."""
     done = subprocess.run(
-        ["scontrol", *words], capture_output=True, text=True, timeout=60, check=True
+        ["scontrol", *words],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",  # what a site has written
+        timeout=timeout_s,
+        check=True,
     )
     return done.stdout
 

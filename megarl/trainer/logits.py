@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 CAPPED = ("gemma2", "gemma3_text")
 """Model types that cap their logits at `final_logit_softcapping`."""
-DIVIDED = ("granite",)
+DIVIDED = ("granite", "granite_swa")
 """Model types that divide their logits by `logits_scaling`."""
 MULTIPLIED = ("cohere", "cohere2")
 """Model types that multiply their logits by `logit_scale`."""

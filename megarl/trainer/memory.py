@@ -20,7 +20,7 @@ key-value caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import LoraConfig, TrainingConfig
@@ -145,8 +145,14 @@ def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> in
 def on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
     """Most elements of a parameter that one of `tensor` tensor-parallel ranks holds."""
     whole = num_elements(one.shape)
-    if tensor == 1 or one.cut == "whole":
+    if tensor == 1 or one.cut == "whole" or (one.cut == "sections" and not is_engine):
         return whole
+    if one.cut == "sections":
+        layers = (
+            replace(one, shape=(rows, *one.shape[1:]), cut=cut, heads=heads)
+            for rows, cut, heads in one.sections
+        )
+        return sum(on_rank(layer, tensor, is_engine=True) for layer in layers)
     if one.cut == "vocab":
         rows = one.shape[0]
         if is_engine:
@@ -171,5 +177,7 @@ def _adapter(one: ParameterSpec, tensor: int, lora: LoraConfig) -> list[int]:
         return [lora.rank * inputs // tensor, lora.rank * outputs]
     # A layer that stays whole, such as the router of experts, has a whole adapter; ranks that share
     # KV heads hold all rows of B and use theirs.
-    is_whole = one.cut == "whole" or (one.cut == "kv_heads" and one.heads % tensor > 0)
+    is_whole = one.cut in ("whole", "sections") or (
+        one.cut == "kv_heads" and one.heads % tensor > 0
+    )
     return [lora.rank * inputs, lora.rank * (outputs if is_whole else outputs // tensor)]

@@ -126,6 +126,10 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
             if style in LINEAR_STYLES:
                 _refuse_other(name, layer, nn.Linear)
             setattr(parent, child, STYLES[style](work, name, layer, parent))
+        for own, vector in list(parent.named_parameters(recurse=False)):
+            name = f"{owner}.{own}"
+            if plan.get(pattern(name)) == "colwise" and vector.dim() == 1:  # one number for a head
+                setattr(parent, own, work.cut(name, vector, 0))
     _refuse_forgotten(work, plan)
     _cut_words(model, work)
     return work.shards
@@ -152,6 +156,7 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
                 continue
             name = f"{owner}.{path}" if path else owner
             owned = [name for name, _ in layer.named_parameters(recurse=False)]
+            owned = [one for one in owned if f"{name}.{one}" not in work.shards]
             if owned and pattern(name) not in plan:
                 raise ValueError(
                     f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of"

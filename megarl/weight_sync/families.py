@@ -14,42 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.weight_sync.differences import (
+    head_width_difference,
+    no_difference,
+    output_bias_difference,
+    untied_difference,
+)
 from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec, Section
 
 Switch = bool | str
 """Whether a model type has a property: True, False, or the setting in config.json that says so."""
-
-
-def _no_difference(settings: Mapping[str, Any]) -> str:
-    """An empty string: no known difference between vLLM and transformers."""
-    return ""
-
-
-def _head_width_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM's head width differs from config.json's `head_dim`, or an empty string."""
-    if settings["head_dim"] * settings["num_attention_heads"] == settings["hidden_size"]:
-        return ""
-    return (
-        f"head_dim is {settings['head_dim']}, but vLLM takes hidden_size / num_attention_heads,"
-        " whatever head_dim says"
-    )
-
-
-def _output_bias_difference(settings: Mapping[str, Any]) -> str:
-    # vLLM's loader ignores surplus biases, so this is the only check.
-    """How vLLM treats an attention output bias differently from transformers, or an empty
-    string."""
-    return (
-        "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
-        if settings["attention_bias"]
-        else ""
-    )
-
-
-def _untied_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM treats an output head of its own differently from transformers, or an empty
-    string."""
-    return "" if settings["tie_word_embeddings"] else "output head is not tied, but vLLM ties it"
 
 
 @dataclass(frozen=True)
@@ -72,9 +46,11 @@ class Family:
     stacked: bool = False
     """Whether the checkpoint has query, key and value projections as one tensor, and gate and up
     projections as another, as engines store them."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """(setting of the MLP's activation function, the only value that vLLM has for it)."""
     experts: bool = False
     """Whether layers may be mixtures of experts."""
-    differs: Callable[[Mapping[str, Any]], str] = _no_difference
+    differs: Callable[[Mapping[str, Any]], str] = no_difference
     """Function of the settings: what vLLM computes differently from transformers, or an empty
     string."""
 
@@ -103,6 +79,7 @@ _SANDWICH = (
     *("input_layernorm", "post_attention_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _SPARSE = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -116,11 +93,11 @@ _SPARSE = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_QWEN, qkv_bias=True, differs=_head_width_difference),
+    "qwen2": Family(_QWEN, qkv_bias=True, differs=head_width_difference),
     "qwen3": Family(
         _QWEN | {"head_dim": 128, "attention_bias": False},
         head_norms=True,
-        differs=_output_bias_difference,
+        differs=output_bias_difference,
     ),
     "llama": Family(
         _LLAMA | {"attention_bias": False, "mlp_bias": False},
@@ -135,14 +112,16 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         head_norms=True,
         layer_norms=_SANDWICH,
-        differs=_untied_difference,
+        activation=_GELU,
+        differs=untied_difference,
     ),
     "gemma2": Family(
         _GEMMA | {"vocab_size": 256000},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         layer_norms=_SANDWICH,
-        differs=_untied_difference,
+        activation=_GELU,
+        differs=untied_difference,
     ),
     "granite": Family(
         _LLAMA | {"attention_bias": False, "mlp_bias": False},
@@ -155,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         stacked=True,
     ),
     "qwen3_moe": Family(
-        _QWEN | _SPARSE, head_norms=True, experts=True, differs=_output_bias_difference
+        _QWEN | _SPARSE, head_norms=True, experts=True, differs=output_bias_difference
     ),
 }
 """{model_type of config.json: its family}"""

@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
               | {"sliding_window": 6},
     "gpt_oss, sinks": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2}
               | {"layer_types": ["sliding_attention", "full_attention"]},
+    "granite_swa, sinks": {"sliding_window": 6, "logits_scaling": 3.0, "attention_multiplier": 0.3}
+              | {"layer_types": ["sliding_attention", "full_attention"]},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 5.0},
     "cohere": {"logit_scale": 0.3, "use_qk_norm": False},
     "phi3, window": {"sliding_window": 6, "partial_rotary_factor": 0.5},

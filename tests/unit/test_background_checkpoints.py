@@ -78,34 +78,71 @@ def test_files_past_the_page_cache_are_whole(
     end anywhere.
     """
     monkeypatch.setattr(direct_file, "BUFFER_BYTES", 8192)
-    real_open, real_write = os.open, os.write
+    real_open = os.open
 
     def refuse(path: Any, flags: int, *mode: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, *mode)
 
-    def refuse_later(file: int, content: memoryview) -> int:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real_write(file, content)
+    class Raw(io.FileIO):
+        def write(self, content: Any) -> int:
+            if disk == "refuses later" and fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            # The next part begins within a sector, where O_DIRECT fails by itself.
+            return super().write(content[: max(1, len(content) // 3)])
 
     if disk == "refuses":
         monkeypatch.setattr(direct_file.os, "open", refuse)
-    elif disk == "refuses later":
-        monkeypatch.setattr(direct_file.os, "write", refuse_later)
-    elif disk == "writes in parts":
-        # The next part begins within a sector, where O_DIRECT fails by itself.
-        part = lambda file, content: real_write(file, content[: max(1, len(content) // 3)])  # noqa: E731
-        monkeypatch.setattr(direct_file.os, "write", part)
+    elif disk != "direct":
+        monkeypatch.setattr(direct_file.os, "fdopen", lambda number, *_, **__: Raw(number, "wb"))
     for size in (0, 1, 8191, 8192, 8193, 3 * 8192, 50_000):
         content = random.Random(size).randbytes(size)
-        file = direct_file.DirectFile(tmp_path / str(size))
+        file = direct_file.DirectFile(tmp_path / str(size), direct_file.new_buffer())
         for start in range(0, size, 1000):
             file.write(memoryview(content)[start : start + 1000])
         file.sync()
         file.close()
         assert (tmp_path / str(size)).read_bytes() == content
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """The second of three files is on a full disk, first for a while: nothing is written twice."""
+    is_full = [True]
+
+    class Raw(io.FileIO):
+        def write(self, content: Any) -> int:
+            if self.name == "2" and is_full[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content[: max(1, len(content) // 2)])
+
+    monkeypatch.setattr(direct_file, "BUFFER_BYTES", 8192)
+    opened: list[Raw] = []
+
+    def fdopen(number: int, *_: object, **__: object) -> Raw:
+        opened.append(Raw(number, "wb"))
+        opened[-1].name = str(len(opened))
+        return opened[-1]
+
+    monkeypatch.setattr(direct_file.os, "fdopen", fdopen)
+    files = RankFiles(tmp_path, in_background=in_background)
+    made = [files.create(tmp_path / str(number)) for number in range(3)]
+    for file in made:
+        file.write(b"x" * 5000)
+    with pytest.raises(OSError, match="No space left"):
+        files.finish()
+    assert all(file.closed for file in opened)
+    one = direct_file.DirectFile(tmp_path / "again", direct_file.new_buffer())
+    opened[-1].name = "2"
+    with pytest.raises(OSError, match="No space left"):
+        one.write(memoryview(b"y" * 9000))
+    is_full[0] = False
+    one.sync()
+    assert (tmp_path / "again").read_bytes() == b"y" * 8192
+    one.close()
 
 
 def writing(

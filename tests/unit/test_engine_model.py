@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megarl.checks.engine_checks import check_engine_model
 from megarl.checks.model_checks import unused_weights
@@ -25,6 +32,10 @@ def test_models_that_the_engine_refuses(kind: type[Qwen2Config]) -> None:
 
 def test_the_activation_of_another_family_is_its_own() -> None:
     check_engine_model(GemmaConfig(architectures=["GemmaForCausalLM"]))
+    # Published Gemma 2 checkpoints name it twice.
+    check_engine_model(Gemma2Config(hidden_act="gelu_pytorch_tanh"))
+    with pytest.raises(ValueError, match=r"hidden_activation 'gelu', but vLLM has only 'gelu_py"):
+        check_engine_model(Gemma2Config(hidden_activation="gelu"))
 
 
 def test_weights_that_are_not_used_are_a_warning(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ def test_an_allocation() -> None:
     started_twice = job | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     with pytest.raises(ValueError, match="srun started this command 2 times"):
         allocated_hosts(started_twice, "own")
+    words = srun("n2", ["python"])
+    assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"
 
 
 def test_slurm_that_kills_before_the_checkpoint_is_told(
@@ -199,7 +201,7 @@ def test_slurm_that_kills_before_the_checkpoint_is_told(
     """With a scontrol that answers as the real one in tests/system/test_slurm.py does."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
-        "#!/bin/sh\necho 'KeepAliveTime = SYSTEM_DEFAULT'\necho 'KillWait                = 30 sec'\n"
+        "#!/bin/sh\nprintf 'Site = K\\366ln\\n'\necho 'KillWait                = 30 sec'\n"
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
@@ -210,5 +212,3 @@ def test_slurm_that_kills_before_the_checkpoint_is_told(
     scontrol.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert early_kill(job, 240.0) == ""
-    words = srun("n2", ["python"])
-    assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"
