@@ -272,9 +272,15 @@ def test_bench_attention() -> None:
         "2",
         "--width",
         "16",
+        "--group",
+        "64:3x32",
     )
+    assert found["tokens"] == {"one rank": 3 * (64 + 3 * 32), "one rank, repeated": 9 * (64 + 32)}
+    shared, repeated = 64 * 65 // 2 + 3 * (32 * 64 + 32 * 33 // 2), 3 * (96 * 97 // 2)
+    assert found["pairs"] == {"one rank": 3 * shared, "one rank, repeated": 3 * repeated}
     schedules = [
         "one rank",
+        "one rank, repeated",
         "contiguous ring",
         "zigzag ring",
         "zigzag lean ring",
@@ -284,6 +290,7 @@ def test_bench_attention() -> None:
     assert list(found["schedules"]) == schedules
     assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
     assert "does not divide" in refused("attention", "--heads", "3", "--kv-heads", "2")
+    assert "must not exceed" in refused("attention", "--tokens", "64", "--group", "64:3x32")
 
 
 def test_bench_code_verdicts() -> None:

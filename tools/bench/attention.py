@@ -9,8 +9,10 @@ thread and no schedule; the others are `--ranks` gloo ranks with one thread each
 together, and the time is that of the last to end. All take turns within a round. Before that each
 schedule's output and gradients are checked against those of one rank, and a difference ends the
 run. Ulysses is left out where the ranks cannot share the heads. With `--window` all have a sliding
-window, but for `one rank, no window`; the table then says how many pairs of query and key are left
-of all. `others` is the share of the CPU
+window, but for `one rank, no window`. With `--group 512:8x64` the sequence holds as many groups of
+8 responses of 64 tokens as fit, each prompt of 512 tokens once in front of its responses; in
+`one rank, repeated` it is in front of each. Below the table stand the tokens and the pairs of query
+and key of each way. `others` is the share of the CPU
 that processes outside of the run took in a round: above a few percent the times are worth little,
 and the CPU seconds of the busiest rank, which waiting does not lengthen, say more.
 
@@ -30,6 +32,7 @@ import sys
 from typing import Any
 
 import attention_cpu
+import attention_inputs
 from common import command_line, require_positive, run_tool
 from launch_ranks import launch
 
@@ -100,6 +103,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": 1,
         "help": "CPU: documents in the packed sequence, of uneven lengths",
     },
+    "--group": {
+        "type": attention_inputs.group,
+        "default": None,
+        "help": "CPU: groups as prompt tokens : responses x response tokens, beside one rank with"
+        " repeated prompts",
+    },
     "--window": {
         "type": int,
         "default": 0,
@@ -144,6 +153,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
     if max(args.documents, args.packed) > args.tokens:
         parser.error("--documents and --packed must not exceed --tokens")
+    if args.group and args.documents > 1:
+        parser.error("--group and --documents exclude each other")
+    if args.group and args.group[0] + args.group[1] * args.group[2] > args.tokens:
+        parser.error("--group must not exceed --tokens")
     if args.device == "cuda":
         import torch
 

@@ -6,10 +6,11 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from attention_inputs import Alone, documents, layer, make_tensors
+from attention_inputs import Alone, documents, layer, make_tensors, repeated, trees
 from common import cell, machine_busy_s, spread, warn_if_not_quiet
 
 from megarl.kernels.sequence_attention import AttentionPlan
@@ -37,9 +38,36 @@ class Ranks:
         self.ring_mesh, self.ulysses_mesh = (
             ProcessMesh(Layout(sequence=args.ranks), ulysses=u) for u in (1, args.ranks)
         )
-        self.whole = make_tensors(args, args.tokens, torch.float32, device)
+        self.parents: list[int] = []
         self.starts = documents(args.tokens, args.documents)
+        if args.group:
+            self.starts, self.parents = trees(args.tokens, args.group)
+        self.whole = self._tensors(self.starts)
         self.window: int | None = args.window or None
+        self.plan = self._plan([torch.arange(len(self.whole[0]))])
+
+    def _tensors(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v and the gradient of the output, for the documents that begin at `starts`."""
+        return make_tensors(self.args, int(starts[-1]), torch.float32, self.device)
+
+    def _plan(self, indices: list[torch.Tensor], ulysses: int = 1) -> AttentionPlan:
+        """The plan of ranks that have the tokens `indices`."""
+        starts, parents = self.starts, self.parents
+        return AttentionPlan.of(indices, starts, self.device, parents=parents, ulysses=ulysses)
+
+    def alone(self) -> dict[str, AttentionPlan]:
+        """{name: plan of one rank that has all tokens}: with all that the command line asks for,
+        then without the window, and with repeated prompts.
+        """
+        plans = {"one rank": self.plan.within(self.window)}
+        if plans["one rank"] is not self.plan:
+            plans["one rank, no window"] = self.plan
+        if self.args.group:
+            starts = repeated(self.args.tokens, self.args.group)
+            indices = [torch.arange(int(starts[-1]))]
+            whole = AttentionPlan.of(indices, starts, self.device)
+            plans["one rank, repeated"] = whole.within(self.window)
+        return plans
 
     def runs(self) -> dict[str, Callable[[], list[torch.Tensor]]]:
         """Forward and backward of each schedule by name, "one rank" first.
@@ -47,14 +75,14 @@ class Ranks:
         Raises `RuntimeError` if a schedule's output or gradients differ from those of one rank.
         """
         args = self.args
-        full = AttentionPlan.of([torch.arange(args.tokens)], self.starts, self.device)
-        plan = full.within(self.window)
-        runs: dict[str, Callable[[], list[torch.Tensor]]] = {
-            "one rank": lambda: layer(self.whole, plan, Alone(), Alone(), "ring")
-        }
-        if plan is not full:
-            runs["one rank, no window"] = lambda: layer(self.whole, full, Alone(), Alone(), "ring")
-        expected = runs["one rank"]()
+        runs: dict[str, Callable[[], list[torch.Tensor]]] = {}
+        for name, plan in self.alone().items():
+            tokens = plan.lengths[0]
+            same = tokens == len(self.whole[0])
+            tensors = self.whole if same else self._tensors(torch.tensor([0, tokens]))
+            runs[name] = partial(layer, tensors, plan, Alone(), Alone(), "ring")
+        results = {name: run() for name, run in runs.items()}  # so that none is timed cold
+        expected = results["one rank"]
         shares_heads = args.heads % args.ranks == 0 and (
             args.kv_heads % args.ranks == 0 or args.ranks % args.kv_heads == 0
         )
@@ -77,8 +105,7 @@ class Ranks:
         how, transport, is_ulysses = SCHEDULES[name]
         mesh = self.ulysses_mesh if is_ulysses else self.ring_mesh
         indices = cut(self.starts, self.args.ranks, how)
-        plan = AttentionPlan.of(indices, self.starts, self.device, ulysses=mesh.ulysses.size)
-        plan = plan.within(self.window)
+        plan = self._plan(indices, mesh.ulysses.size).within(self.window)
         mine = indices[mesh.sequence.rank]
         inner, outer = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         tensors = [x[mine] for x in self.whole]
@@ -115,21 +142,23 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         ours_s = sum(gather_objects(time.process_time() - round_cpu_s, everybody))
         wall_s = (time.perf_counter() - began) * (os.cpu_count() or 1)
         others.append(max(0.0, machine_busy_s() - worked - ours_s) / wall_s)
+    pairs = {name: _pairs(plan) for name, plan in ranks.alone().items()}
+    tokens = {name: plan.lengths[0] for name, plan in ranks.alone().items()}
     ranks.close()
     finalise()
-    pairs = [_pairs(ranks.starts, window) for window in (ranks.window, None)]
     return {
         "seconds": seconds,
         "busiest": busiest,
         "others": others,
-        "share_of_pairs": pairs[0] / pairs[1],
+        "pairs": pairs,
+        "tokens": tokens,
     }
 
 
-def _pairs(starts: torch.Tensor, window: int | None) -> int:
-    """(query, key) pairs that attention within documents and a window computes."""
-    seen = torch.cat([torch.arange(1, n + 1) for n in starts.diff().tolist()])
-    return int((seen if window is None else seen.clamp_max(window)).sum())
+def _pairs(plan: AttentionPlan) -> int:
+    """(query, key) pairs that attention computes."""
+    views = [view for own in plan.positions for view in own.views(plan.window)]
+    return sum(int((view.index - view.first + 1).clamp_min(0).sum()) for view in views)
 
 
 def table_of(measured: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +175,8 @@ def table_of(measured: dict[str, Any]) -> dict[str, Any]:
     return {
         "schedules": table,
         "others": spread(measured["others"]),
-        "share_of_pairs": measured["share_of_pairs"],
+        "pairs": measured["pairs"],
+        "tokens": measured["tokens"],
     }
 
 
@@ -160,7 +190,8 @@ def show(result: dict[str, Any]) -> list[str]:
         keys = ("seconds", "busiest_cpu_s", "x_one_rank", "x_contiguous_ring")
         cells = [cell(row[key], ".2f") for key in keys]
         lines.append(f"{name:20} {cells[0]:>24} {cells[1]:>24} {cells[2]:>22} {cells[3]:>22}")
-    if result["share_of_pairs"] < 1:
-        lines.append(f"the window leaves {result['share_of_pairs']:.1%} of the pairs")
+    pairs, tokens = result["pairs"], result["tokens"]
+    for name in pairs:
+        lines.append(f"{name}: {tokens[name]:,} tokens, {pairs[name]:,} pairs of query and key")
     lines.append(f"others: {cell(result['others'], '.0%')} of the CPU")
     return [*lines, *warn_if_not_quiet(result["others"]["max"])]

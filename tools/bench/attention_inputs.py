@@ -1,4 +1,4 @@
-"""Inputs of tools/bench/attention.py: packed documents, tensors, and one attention layer."""
+"""Inputs of tools/bench/attention.py: packed documents or trees, tensors, one attention layer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,35 @@ def documents(tokens: int, count: int) -> torch.Tensor:
     if count == 1:
         return torch.tensor([0, tokens])
     return torch.tensor([0, *sorted(random.Random(0).sample(range(1, tokens), count - 1)), tokens])
+
+
+def group(text: str) -> tuple[int, int, int]:
+    """(prompt tokens, responses, response tokens) of "512:8x64". Raises `ValueError`."""
+    prompt, _, rest = text.partition(":")
+    responses, _, response = rest.partition("x")
+    found = int(prompt), int(responses), int(response)
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def trees(tokens: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, list[int]]:
+    """As many groups of `shape` as `tokens` hold, each prompt once in front of its responses:
+    starts [D + 1] of the D documents, and for each document the one that it continues, or -1.
+    """
+    prompt, responses, response = shape
+    lengths, parents = [0], list[int]()
+    for _ in range(tokens // (prompt + responses * response)):
+        parents += [-1] + [len(parents)] * responses
+        lengths += [prompt] + [response] * responses
+    return torch.tensor(lengths).cumsum(0), parents
+
+
+def repeated(tokens: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Starts [D + 1] of the documents of the same groups, the prompt in front of each response."""
+    prompt, responses, response = shape
+    documents_of_all = tokens // (prompt + responses * response) * responses
+    return torch.arange(documents_of_all + 1) * (prompt + response)
 
 
 def causal_pairs(starts: torch.Tensor) -> int:

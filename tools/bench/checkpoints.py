@@ -7,7 +7,8 @@ A Qwen2 with random weights trains on data-parallel ranks under ZeRO 1, in float
 every round three steps follow each other, the first without a checkpoint. A step with a checkpoint
 in the background is timed from before the copy of the state until the checkpoint is on the disk, if
 that is after the step's end. `copy` is the time for which training is held up; `cost` is the time
-over that of a step alone, in percent of that.
+over that of a step alone, in percent of that. `CPU` is the CPU time of rank 0 and its threads, and
+its cost: where training uses every core, that is what writing takes from it.
 
 With a batch of a real run a step takes minutes, and the same copy and the same files are a smaller
 part of it: the figures belong to the ratio of tokens to parameters, which is printed.
@@ -78,6 +79,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(task["threads"])
     device, samples = mesh_module.initialise(timeout_s=DEADLINE_S), make_samples(task)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
     copies, steps, size = list[float](), 3 * (task["rounds"] + 1), 0
     with ProcessMesh(Layout(data=task["ranks"]), timeout_s=DEADLINE_S) as mesh:
         role = Role(
@@ -102,7 +104,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         for number in range(steps):
             kind = KINDS[number % 3]
             barrier(mesh.world)
-            started_at = time.perf_counter()
+            started_at, cpu_at = time.perf_counter(), time.process_time()
             if kind != "none":
                 checkpoints.in_background = kind == "background"
                 path = checkpoints.save(step=number + 1, next_ordinal=0)
@@ -111,12 +113,19 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
             checkpoints.finish()
             if number >= 3:  # the first round is not timed
                 seconds[kind].append(time.perf_counter() - started_at)
+                cpu[kind].append(time.process_time() - cpu_at)
                 copies += [copied_at - started_at] if kind == "background" else []
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         parameters = sum(weight.numel() for weight in role.engine.module.parameters())
         role.destroy()
     mesh_module.finalise()
-    return {"seconds": seconds, "copy": copies, "bytes": size, "parameters": parameters}
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "copy": copies,
+        "bytes": size,
+        "parameters": parameters,
+    }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,6 +180,9 @@ def show(result: dict[str, Any]) -> Iterator[str]:
             line = f"  {kind:10} {cell(spread(found['seconds'][kind]), '.2f')} s"
             if kind != "none":
                 line += f"   cost {cell(spread(costs(found['seconds'], kind)), '.1f')} %"
+            line += f"   CPU {cell(spread(found['cpu'][kind]), '.2f')} s"
+            if kind != "none":
+                line += f"   cost {cell(spread(costs(found['cpu'], kind)), '.1f')} %"
             yield line
         yield f"  copy       {cell(spread(found['copy']), '.3f')} s"
     yield from warn_if_not_quiet(result["others"])
