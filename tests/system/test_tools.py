@@ -293,6 +293,14 @@ def test_bench_attention() -> None:
     assert "must not exceed" in refused("attention", "--tokens", "64", "--group", "64:3x32")
 
 
+def test_bench_group_engine() -> None:
+    """Of prompts of two blocks, the cache gives one to a group's later requests on an engine."""
+    small = ["--cases", "256:4x16", "--groups", "4", "--rounds", "1", "--steps", "1"]
+    ways = run("group_engine", *small)["cases"]["256:4x16"]
+    assert ways["group"]["prompts"]["max"] == (256 + 3 * 128) / 256
+    assert ways["load"]["prompts"]["max"] == 2 * (256 + 128) / 256
+
+
 def test_bench_code_verdicts() -> None:
     found = run("code_verdicts", "--verdicts", "4", "--rounds", "1", "--tests", "2")
     rates = found["verdicts_per_s"]
