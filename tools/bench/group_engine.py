@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import sys
@@ -164,6 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     cases = {f"{p}:{g}x{r}": (p, g, r) for p, g, r in args.cases}
     with (
+        contextlib.redirect_stdout(sys.stderr),  # Ray prints there what the engines print
         tempfile.TemporaryDirectory() as folder,
         Cluster(namespace=f"bench-{os.getpid()}", token=own_cluster_token()) as cluster,
     ):
