@@ -214,8 +214,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = dispatch(command, rest)
     except UserError as error:
         fail(str(error))
-    except console.Reported:
-        code = 1
+    except console.Reported as reported:
+        code = reported.code
     except Exception:
         # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()

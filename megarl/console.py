@@ -38,7 +38,10 @@ SHOWN_CHARACTERS = 1500
 
 
 class Reported(Exception):
-    """Raised in place of an unexpected error that the console has shown."""
+    """Raised in place of an error that the console has shown. `code`: the command's exit code."""
+
+    def __init__(self, code: int = 1) -> None:
+        self.code = code
 
 
 class Console:
@@ -203,30 +206,62 @@ def diverted() -> Iterator[None]:
     until the end of the block. Without `open_log` it is dropped.
 
     An unexpected error becomes one line on the console, and its traceback goes to the log; without
-    a log, traceback and what was kept go to standard error. Raises `Reported` then.
+    a log, traceback and what was kept go to standard error. Raises `Reported` then. A `UserError`
+    goes to the log, and is raised as it is.
     """
     _console.open()
     try:
         yield
+    except Reported:
+        raise
     except UserError as error:
         _log(f"megarl: error: {error}\n".encode(errors="backslashreplace"))
         raise
     except Exception as error:
-        trace = traceback.format_exc()
-        rank = os.environ.get("RANK", "0")
-        who = f"error on rank {rank}" if rank != "0" else "error"
-        said = " ".join(str(error).split()) or repr(error)
-        line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            line += "; free some space where the run folder is, and go on with --resume auto"
-        if _console.log is not None:
-            if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
-                line += f" (the traceback, and what libraries said, are in {_console.log})"
-            else:
-                line += f" (the traceback could not be written to {_console.log})"
-            say(line)
-        else:
-            _write(2, _console.kept().decode(errors="replace") + trace + line)
+        _report(error)
         raise Reported from error
     finally:
         _console.close()
+
+
+@contextlib.contextmanager
+def first_word() -> Iterator[None]:
+    """Within `diverted`: show an error of the block as soon as it leaves the block, before what
+    surrounds the block is closed, and raise `Reported`.
+
+    Rank 0 of a run closes the engines and the rollout service after an error. The other ranks then
+    fail too, and the launcher ends rank 0. Without this block, rank 0 would often be ended before
+    it could show the error that was the cause. A `UserError` of another rank is raised as it is:
+    most of them concern all ranks, and rank 0 shows them.
+    """
+    try:
+        yield
+    except UserError as error:
+        if _console.saved is None or os.environ.get("RANK", "0") != "0":
+            raise
+        say(f"megarl: error: {error}")
+        raise Reported(2) from error
+    except Exception as error:
+        if _console.saved is None or isinstance(error, Reported):
+            raise
+        _report(error)
+        raise Reported from error
+
+
+def _report(error: Exception) -> None:
+    """Show an unexpected error; see `diverted`."""
+    trace = "".join(traceback.format_exception(error))
+    rank = os.environ.get("RANK", "0")
+    who = f"error on rank {rank}" if rank != "0" else "error"
+    said = " ".join(str(error).split()) or repr(error)
+    line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        line += "; free some space where the run folder is, and go on with --resume auto"
+    if _console.log is None:
+        _write(2, _console.kept().decode(errors="replace") + trace + line)
+        return
+    if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
+        line += f" (the traceback, and what libraries said, are in {_console.log})"
+    else:
+        line += f" (the traceback could not be written to {_console.log})"
+    say(line)

@@ -21,7 +21,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
 from megarl.rollout.engine import Engine
-from megarl.signals import keep_blocked_signals
+from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment, TokenArrays
 
 ENVIRONMENT = "environment"
@@ -36,6 +36,13 @@ def engine_name(number: int) -> str:
 def own_process() -> Process:
     """This process, named so that it can be told from others."""
     return socket.gethostname(), os.getpid(), psutil.Process().create_time()
+
+
+def die_with_raylet() -> None:
+    """Have the kernel kill this actor's process when Ray's raylet, the parent of all actors of a
+    node, ends: Ray cannot end an actor of a dead raylet that is stopped by a signal.
+    """
+    die_with_parent(os.getppid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class EngineActor(Inbox, Engine):
         """`recording`: where the actor records what it does. For the others see `Engine`."""
         if recording is not None:
             recording.open(engine_name(arguments["number"]))
+        die_with_raylet()
         keep_blocked_signals()  # vLLM starts processes
         super().__init__(**arguments)
 
@@ -142,6 +150,7 @@ class EnvironmentActor(Inbox):
         token: Token | None,
         recording: Recording | None = None,
     ) -> None:
+        die_with_raylet()
         if recording is not None:
             recording.open(ENVIRONMENT)
         self._environment = Environment(config, codec, token)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
-from megarl.cluster.remote import RemoteEngine
+from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
@@ -84,6 +84,7 @@ class ServiceActor:
     """
 
     def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
+        die_with_raylet()
         self._build, self._held_out = build, held_out
 
     async def build(self) -> None:

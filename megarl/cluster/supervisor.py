@@ -11,6 +11,7 @@ itself; the supervisor then only ends dead engines, so that the publication need
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -101,7 +102,9 @@ class EngineSupervisor:
                 self._replace()
                 if not self._close.is_set():
                     self._report(steps)
-            except RayActorError:  # the service is dead: the ranks that ask it say so
+            except RayActorError as error:
+                # The ranks that ask the service say so; one that waits for an engine asks nobody.
+                self._group.broken = f"the rollout service died ({str(error).splitlines()[0]})"
                 return
             except Exception as error:
                 if self._close.is_set():
@@ -211,8 +214,9 @@ class EngineSupervisor:
         service = self._group.service
         if service is None or (self._telling and not ray.wait([self._telling], timeout=0)[0]):
             return
-        if self._telling is not None:
-            ray.get(self._telling)
+        with contextlib.suppress(ActorUnavailableError):  # unreachable for a moment
+            if self._telling is not None:
+                ray.get(self._telling)
         self._telling = service.progress.remote(self._steps) if self._steps else None
         self._steps = 0
 

@@ -24,6 +24,8 @@ from megarl.environments.worker_handle import UserFiles, WorkerEnded, WorkerHand
 from megarl.types import Prompt
 
 DECODE_WITHIN_S = 60.0
+DECODE_TRIES = 3
+"""Processes that are asked to decode a response, each if the one before ended or did not answer."""
 
 
 class WorkerPool:
@@ -57,7 +59,9 @@ class WorkerPool:
         return await asyncio.wrap_future(made)
 
     async def decode(self, token_ids: np.ndarray) -> str:
-        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails."""
+        """Decode `token_ids` to text in a worker process. Raises `RuntimeError` if that fails, in
+        `DECODE_TRIES` processes where they end or do not answer.
+        """
         made = self._threads.submit(self._decode, token_ids)
         return await asyncio.wrap_future(made)
 
@@ -119,12 +123,20 @@ class WorkerPool:
         thread.start()
 
     def _decode(self, token_ids: np.ndarray) -> str:
-        worker = self._worker()
-        try:
-            return worker.ask(("decode", token_ids), DECODE_WITHIN_S)["text"]
-        except Exception as error:
-            self._drop(worker)
-            raise RuntimeError(f"decoding a response failed: {error}") from error
+        problem: Exception | None = None
+        for _ in range(DECODE_TRIES):
+            worker = self._worker()
+            try:
+                return worker.ask(("decode", token_ids), DECODE_WITHIN_S)["text"]
+            except (TimeoutError, WorkerEnded) as error:
+                self._drop(worker)
+                self._files.warn("a process of the verifier was lost while it decoded a response")
+                problem = error
+            except Exception as error:
+                self._drop(worker)
+                problem = error
+                break
+        raise RuntimeError(f"decoding a response failed: {problem}") from problem
 
     def _outcome(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None

@@ -25,6 +25,7 @@ import numpy as np
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.outcome import Outcome
+from megarl.environments.pool import DECODE_TRIES
 from megarl.environments.verifiers import own_files
 from megarl.environments.worker import LENGTH
 from megarl.environments.worker_handle import UserFiles, WorkerHandle, how_it_ended
@@ -198,11 +199,15 @@ class SessionPool:
         return await self._ask(key, "cut_off", key, token_ids)
 
     async def decode(self, token_ids: np.ndarray) -> str:
-        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails."""
-        reply = await self._reply("", "decode", token_ids)
-        if "text" not in reply:
-            raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
-        return reply["text"]
+        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails in
+        `DECODE_TRIES` processes.
+        """
+        reply: dict[str, Any] = {}
+        for _ in range(DECODE_TRIES):
+            reply = await self._reply("", "decode", token_ids)
+            if "text" in reply:
+                return reply["text"]
+        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
 
     async def _ask(self, key: str, command: str, *arguments: Any) -> Outcome:
         try:

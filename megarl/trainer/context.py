@@ -326,7 +326,7 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 @contextmanager
 def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """A context manager that initialises torch.distributed and creates the mesh and the run folder.
-    On exit, also after an error, it closes all of them.
+    On exit, also after an error, it closes all of them; an error is shown before.
 
     `config.epochs`, if set, becomes `steps` of the context's `config`.
     """
@@ -370,4 +370,5 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             console.open_log(run.folder)
         if recording := run.recording:
             stack.callback(recording.open(f"rank{mesh_module.all_ranks().rank}"))
-        yield run
+        with console.first_word():
+            yield run

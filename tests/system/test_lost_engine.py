@@ -119,6 +119,87 @@ def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
     assert done.survivors == []
 
 
+SERVICE_DIES = """
+import asyncio, contextlib, os, signal, time
+import psutil, ray
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.process_env import own_cluster_token
+from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.ray_shutdown import started_processes
+from megarl.cluster.remote import own_process
+from megarl.cluster.service_process import ServiceActor
+from megarl.cluster.supervisor import EngineSupervisor
+from megarl.rollout.engine import Pulse
+
+class Service:
+    def progress(self, steps): return steps
+    async def start(self): pass  # of the environment, for which this class stands too
+
+class Engine:
+    '''Makes a step a second; `starts`: whether its start ends.'''
+    def __init__(self, starts): self.starts, self.steps = starts, 0
+    async def process(self): return own_process()
+    async def pulse(self):
+        self.steps += 1
+        return Pulse(self.steps, 0, 0, 0, requests=1, is_paused=False, is_dead=False)
+    async def start(self):
+        await asyncio.sleep(0 if self.starts else 3600)
+        return {"processes": [own_process()], "seconds": 0.0}
+
+def processes(title):
+    lines = {one[1]: psutil.Process(one[1]).cmdline() for one in started_processes()}
+    return [number for number, line in lines.items() if title in " ".join(line)]
+
+if __name__ == "__main__":
+    with Cluster(namespace="test", token=own_cluster_token()) as cluster:
+        made = []
+        def engine(number):
+            made.append(number)
+            return ray.remote(Engine).options(num_cpus=0, max_concurrency=100).remote(
+                len(made) <= 2)
+        group = EngineGroup(2, engine, 600.0)
+        group.wait()
+        group.service = cluster.start_service(lambda: (Service(), Service()), held_out=[])
+        cluster.wait_for_service(60)
+        (service,) = processes("ray::ServiceActor")
+        supervisor = EngineSupervisor(group, stall_s=600.0, start_s=600.0, loads=False)
+        time.sleep(3.0)
+        group.is_held = True  # as in a publication, which replaces an engine itself
+        group.restart([1])
+        os.kill(service, signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            group.wait()
+        except RuntimeError as error:
+            print("test:", error)
+        assert time.monotonic() - began < 60
+
+        other = ray.remote(ServiceActor).remote(lambda: (Service(), Service()), [])
+        ray.get(other.build.remote())
+        service = psutil.Process(processes("ray::ServiceActor")[0])
+        raylet = psutil.Process(processes("raylet --raylet")[0])
+        raylet.kill()
+        raylet.wait()
+        # Ray's processes notice it within seconds; one that is stopped before never does.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            service.suspend()
+        _, left = psutil.wait_procs([service], timeout=20)
+        print("test:", "left behind" if left else "gone")
+"""
+
+
+def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
+    """And one that is stopped just after its raylet's death is not left behind."""
+    (tmp_path / "script.py").write_text(SERVICE_DIES)
+    process, mark = start([sys.executable, str(tmp_path / "script.py")])
+    done = finish(process, mark, 180)
+    said = re.findall("test: (.*)", done.out)
+    assert done.code == 0 and len(said) == 2, done.out + done.err[-3000:]
+    assert said[0].startswith("engine 1 cannot start: the rollout service died (")
+    assert said[1] == "gone"
+    assert done.survivors == []
+
+
 @pytest.mark.parametrize(("victim", "tensor"), [("ray::Engine", 1), ("VLLM::Worker_TP1", 2)])
 def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path: Path) -> None:
     """Two engines, one of which loses its actor, or one rank of two; requests are under way."""

@@ -88,6 +88,35 @@ def test_an_error_before_there_is_a_log_shows_what_was_kept(tmp_path: Path) -> N
     assert "kept\n" in done.stderr and "megarl: error: ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("OSError(28, 'No space left')", 1, "megarl: error: OSError: [Errno 28] No space left"),
+        ("UserError('what to set')", 2, "megarl: error: what to set"),
+    ],
+)
+def test_an_error_is_shown_before_what_surrounds_it_is_closed(
+    error: str, code: int, said: str, tmp_path: Path
+) -> None:
+    script = f"""
+from megarl.errors import UserError
+try:
+    with console.diverted():
+        console.open_log(Path(sys.argv[1]))
+        try:
+            with console.first_word():
+                raise {error}
+        finally:
+            console.say("closed")
+except console.Reported as reported:
+    sys.exit(reported.code)
+"""
+    done = run(script, tmp_path)
+    first, second = done.stderr.splitlines()
+    assert first.startswith(said) and second == "closed" and done.returncode == code
+    assert (tmp_path / "run.log").read_text().count(said.removeprefix("megarl: error: ")) >= 1
+
+
 def test_a_mistake_is_in_the_log_too(tmp_path: Path) -> None:
     code = "from megarl.errors import UserError\nwith console.diverted():\n"
     code += "    console.open_log(Path(sys.argv[1]))\n    raise UserError('what to set')\n"

@@ -18,6 +18,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.outcome import Outcome
+from megarl.environments.pool import WorkerPool
 from megarl.environments.scoring import Environment
 from megarl.environments.session_pool import SessionPool
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
@@ -108,11 +109,19 @@ def run(
     folder: Path, name: str, use: Callable[[Any], Awaitable[Any]], whole: bool = False, **more: Any
 ) -> Any:
     """What `use` returns, of a `SessionPool` for class `name`, or of a `whole` environment."""
-    write_tokenizer(folder / "tokenizer")
     (folder / "own.py").write_text(CLASSES)
-    codec = Codec.of(load_tokenizer(str(folder / "tokenizer")))
     config = EnvironmentConfig(session=f"{folder}/own.py:{name}", **more)
-    pool = (Environment if whole else SessionPool)(config, codec)
+    return used((Environment if whole else SessionPool)(config, codec_of(folder)), use)
+
+
+def codec_of(folder: Path) -> Codec:
+    """The codec of a tiny tokenizer, which is written to `folder`."""
+    write_tokenizer(folder / "tokenizer")
+    return Codec.of(load_tokenizer(str(folder / "tokenizer")))
+
+
+def used(pool: Any, use: Callable[[Any], Awaitable[Any]]) -> Any:
+    """What `use(pool)` returns; the pool is started before and closed afterwards."""
 
     async def go() -> Any:
         try:
@@ -228,6 +237,31 @@ def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
 
     outcome = run(tmp_path, "Mixed", use)
     assert outcome.failure == "error" and "the session is gone: it ended" in outcome.detail
+
+
+@pytest.mark.parametrize("kind", ["session", "verifier"])
+def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
+    """Another one decodes the response."""
+
+    async def use(pool: Any) -> tuple[str, str]:
+        before = await pool.decode(SAID)
+        if kind == "session":
+            pid = pool._hosts[0].handle.process.pid
+        else:
+            (worker,) = pool._workers
+            pid = worker.process.pid
+        os.kill(pid, signal.SIGSTOP)  # the request is under way when the process is killed
+        asked = asyncio.create_task(pool.decode(SAID))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        return before, await asked
+
+    if kind == "session":
+        before, after = run(tmp_path, "Mixed", use)
+    else:
+        pool = WorkerPool(EnvironmentConfig(verifier="math"), codec_of(tmp_path))
+        before, after = used(pool, use)
+    assert before == after != ""
 
 
 def test_an_async_method_that_computes_without_end_is_killed(
