@@ -2,21 +2,43 @@
 
     q [T, Hq, D], k and v [T, Hkv, D], documents  ->  out [T, Hq, D]
 
-Two implementations: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches
-of documents of similar length through `scaled_dot_product_attention`.
+`training.attention` names the implementation:
+
+* torch: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches of documents
+  of similar length through `scaled_dot_product_attention`.
+* flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_flash_attn`).
+* reference: matrix products, in memory that grows with the square of the longest document.
+
+Kernels of variable length are compared with the reference in float64 before their first use.
 """
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megarl.kernels.packed_flash_attn import Varlen, varlen_function
+
+PackedBackend = Literal["torch", "flash_attn", "reference"]
 
 BUCKET_SLACK = 1.25
 """Documents share a batch if the longest is at most this many times the shortest; bounds
 padding."""
+
+ALIGNED = 8
+"""Torch's memory-efficient kernel takes head widths that are multiples of this number."""
+
+TRIED_LENGTHS = (1, 7, 130)
+"""Tokens of the documents on which a kernel is compared with the reference."""
+TRIED_ROUNDINGS = 8
+"""Largest error of a kernel on them, in roundings of the largest value of the same result. A right
+kernel is within two; a wrong scale, mask or head is off by many times this bound."""
 
 
 @dataclass(frozen=True)
@@ -77,35 +99,129 @@ class Documents:
         return Documents(starts, longest, batches, valid, order.to(starts.device))
 
 
-def causal(scale: float) -> dict[str, Any]:
-    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
-    `scale`.
-    """
-    return {"scale": scale, "window_size": (-1, 0)}
-
-
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    backend: PackedBackend = "torch",
 ) -> torch.Tensor:
     """Causal attention within each document: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
-    Hkv divides Hq. Scores are multiplied by `scale` before the softmax.
+    Hkv divides Hq. Scores are multiplied by `scale` before the softmax. Raises `ValueError` if
+    `backend` is not installed, and `RuntimeError` if a kernel of variable length differs from the
+    reference at its first use with these heads.
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        from torch.nn.attention.varlen import varlen_attn
+    if backend == "reference":
+        return reference_attention(q, k, v, documents.starts, scale)
+    is_short = q.dtype in (torch.float16, torch.bfloat16)
+    if backend == "flash_attn" or (q.is_cuda and is_short):
+        function = torch_varlen
+        if backend == "flash_attn":
+            function = varlen_function(_capability(q.device))
+        prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        return function(q, k, v, documents.starts, documents.longest, scale)
+    return _batched(q, k, v, documents, scale)
 
-        if k.shape[1] != q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(
-            q,
-            k,
-            v,
-            documents.starts,
-            documents.starts,
-            documents.longest,
-            documents.longest,
-            **causal(scale),
-        )
+
+def causal(scale: float) -> dict[str, Any]:
+    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
+    `scale`, of query heads that share key and value heads.
+    """
+    return {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+
+
+def torch_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    """As `packed_attention`, by torch's kernel: CUDA, 16 bit. `starts` [D + 1] int32 as in
+    `Documents`, `longest`: tokens of the longest document.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal(scale))
+
+
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """As `packed_attention`, by matrix products; computes in float32, or float64 for float64."""
+    kind, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    outs = []
+    edges = starts.tolist()
+    for first, end in zip(edges[:-1], edges[1:], strict=True):
+        own = (x[first:end].to(kind) for x in (q, k, v))
+        query, key, value = own
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        later = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(outs).to(q.dtype)
+
+
+@functools.cache
+def prove_varlen(
+    function: Varlen,
+    query_heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compare `function`, which is called as `torch_varlen`, with the reference in float64: output
+    and gradients of three documents. Raises `RuntimeError` if they differ by more than rounding.
+    """
+    draw = torch.Generator().manual_seed(0)
+    total = sum(TRIED_LENGTHS)
+    starts = F.pad(torch.tensor(TRIED_LENGTHS).cumsum(0), (1, 0)).to(device, torch.int32)
+    shapes = [(total, heads, width) for heads in (query_heads, kv_heads, kv_heads, query_heads)]
+    *given, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+    scale = width**-0.5
+
+    def results(kind: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (x.to(kind).requires_grad_() for x in given)
+        with torch.enable_grad():
+            if kind == torch.float64:
+                out = reference_attention(q, k, v, starts, scale)
+            else:
+                out = function(q, k, v, starts, max(TRIED_LENGTHS), scale)
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(kind))]
+
+    names = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
+    for name, found, wanted in zip(names, results(dtype), results(torch.float64), strict=True):
+        error = (found.double() - wanted).abs().max().item()
+        bound = TRIED_ROUNDINGS * torch.finfo(dtype).eps * wanted.abs().max().item()
+        if not error <= bound:
+            raise RuntimeError(
+                f"the attention kernel of {function.__module__}.{function.__name__} is wrong here:"
+                f" {name} differs from the reference in float64 by {error:.3g} (bound {bound:.3g})"
+                f" with {query_heads} query heads, {kv_heads} key heads of width {width} in"
+                f" {dtype}; set training.attention to 'torch' or 'reference'"
+            )
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _batched(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
+) -> torch.Tensor:
+    """As `packed_attention`, in padded batches."""
+    width = q.shape[2]
+    if q.is_cuda:
+        # Otherwise torch would store all scores: its memory-efficient kernel, the only other one
+        # for float32, takes neither shared key heads nor every width.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        q, k, v = (F.pad(x, (0, -width % ALIGNED)) for x in (q, k, v))
     pieces = []
     for batch, real in zip(documents.batches, documents.valid, strict=True):
         rows, length = batch.shape
@@ -115,10 +231,11 @@ def packed_attention(
             x.index_select(0, index).view(rows, length, x.shape[1], x.shape[2]).transpose(1, 2)
             for x in (q, k, v)
         ]
-        out = F.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if q.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
         pieces.append(
             out.transpose(1, 2).reshape(rows * length, q.shape[1], q.shape[2]).index_select(0, real)
         )
-    return torch.cat(pieces).index_select(0, documents.order)
+    return torch.cat(pieces).index_select(0, documents.order)[..., :width]

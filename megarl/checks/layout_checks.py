@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
 import transformers
 
 from megarl.checks.gpu_checks import check_precision
 from megarl.kernels.block_cuda import WIDEST
 from megarl.kernels.blocks import WITHOUT_SOFT_CAP
+from megarl.kernels.packed_flash_attn import provider
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.schema import require
@@ -18,6 +20,7 @@ from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import empty_model
 from megarl.trainer.logits import logit_transform
+from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
@@ -74,8 +77,7 @@ def check_cut(
         check_precision(training)
     if training.logprobs == "liger" and head == "logprobs":
         refuse_liger(training.layout.tensor, hf)
-    if training.sequence.block != "auto":
-        refuse_block(training, hf)
+    refuse_kernels(training, hf, empty)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
     heads = {
         "num_attention_heads": text.num_attention_heads // training.layout.tensor,
@@ -107,6 +109,36 @@ def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
     require(
         not lacking,
         f"training.logprobs is 'liger', which needs {' and '.join(lacking)}; set it to 'chunked'",
+    )
+
+
+def refuse_kernels(
+    training: TrainingConfig, hf: transformers.PretrainedConfig, empty: torch.nn.Module
+) -> None:
+    """Raise `ValueError` if a configured kernel (`training.attention`, `training.sequence.block`,
+    `training.norms`) cannot run here, or not with the model `empty`, whose parameters have no
+    storage.
+    """
+    if training.norms == "torch":
+        use_torch_norms(empty)
+    if training.sequence.block != "auto":
+        refuse_block(training, hf)
+    if training.attention != "flash_attn":
+        return
+    device = local_device()
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    missing = {
+        "a GPU": on_gpu,
+        "training.precision 'bfloat16'": training.precision == "bfloat16",
+        "a package flash-attn (pip install flash-attn-4 for compute capability 9 and 10, or"
+        " flash-attn)": bool(provider(capability)),
+    }
+    lacking = [name for name, there in missing.items() if not there]
+    require(
+        not lacking,
+        f"training.attention is 'flash_attn', which needs {' and '.join(lacking)}; set it to"
+        " 'torch'",
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from megarl.checks.layout_checks import check_cut, refuse_block
+from megarl.checks.layout_checks import check_cut, refuse_kernels
 from megarl.config import DistillConfig, RunConfig, longest_request
 from megarl.data.tokenizer import load_tokenizer
 from megarl.objectives.config import COMPARING
@@ -90,9 +90,9 @@ def check_role(
         if role.model.path and place == policy:
             check_cut(training, role.model, hf, head_of(role))
         elif role.model.path:
-            prove_attention(empty_model(role.model))
-            if training.sequence.block != "auto":
-                refuse_block(training, hf)
+            empty = empty_model(role.model)
+            prove_attention(empty)
+            refuse_kernels(training, hf, empty)
         if isinstance(role, CriticConfig):
             refuse_optimizer(role_training(config, name), local_device())
     except ValueError as error:

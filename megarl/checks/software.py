@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from megarl.checks.findings import Finding, ask, ask_python
+from megarl.kernels.packed_flash_attn import has_module
 
 OLDEST_PYTHON = (3, 11)
 """Oldest supported Python version."""
@@ -134,10 +135,19 @@ def check_accelerated() -> list[Finding]:
     """
     findings = []
     for name, module, feature in (
-        ("flash-attn", "flash_attn", "from flash_attn import flash_attn_varlen_func"),
+        (
+            "FlashAttention-4",
+            "flash_attn.cute",
+            "from flash_attn.cute import flash_attn_varlen_func",
+        ),
+        (
+            "flash-attn",
+            "flash_attn.flash_attn_interface",
+            "from flash_attn import flash_attn_varlen_func",
+        ),
         ("NVIDIA apex", "apex", "from apex.optimizers import FusedAdam"),
     ):
-        if importlib.util.find_spec(module) is None:
+        if not has_module(module):
             findings.append(
                 Finding(name, "ok", "not installed; optional, torch's own kernels serve")
             )

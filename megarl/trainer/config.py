@@ -251,6 +251,13 @@ class TrainingConfig:
     """Compute a prefix that several samples of a packed sequence have in common, such as the prompt
     of a group, once for all of them: where that saves at least a sixteenth of their tokens (auto),
     wherever it saves a token (on), or never."""
+    attention: Literal["torch", "flash_attn", "reference"] = "torch"
+    """Kernel of attention within the documents of a packed sequence, on one rank: torch's; that of
+    the package flash-attn (GPU, 16 bit); or matrix products, to compare with. Sequence parallelism,
+    shared prefixes, sliding windows, soft caps and sinks use `sequence.block` instead."""
+    norms: Literal["model", "torch"] = "model"
+    """RMSNorm by the model's code in transformers, which is several kernels, or by torch's
+    function, which is one on a GPU. In 16 bit they round differently."""
     logprobs: Literal["chunked", "liger"] = "chunked"
     """Implementation of log-probs and entropies: megarl's own kernels, or Liger's, which needs a
     GPU and tensor-parallel degree 1."""

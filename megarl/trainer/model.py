@@ -35,6 +35,7 @@ from megarl.trainer.heads import (
 )
 from megarl.trainer.logits import logit_transform
 from megarl.trainer.lora import Adapters, add_adapters, is_adapter
+from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
 
@@ -80,6 +81,7 @@ class RoleModel(nn.Module):
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
         self.sequence = training.sequence
+        self.attention = training.attention
         by_autotp = training.tensor_backend == "autotp"
         self.shards = (
             shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
@@ -96,6 +98,8 @@ class RoleModel(nn.Module):
         remaining = dict(model.named_parameters())
         self.shards = {name: shard for name, shard in self.shards.items() if name in remaining}
         use_linear(model)
+        if training.norms == "torch":
+            use_torch_norms(model)
         self.adapters: Adapters | None = None
         if training.lora.is_on:
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
@@ -220,7 +224,7 @@ class RoleModel(nn.Module):
         ) -> torch.Tensor:
             is_plain = cap is None and sinks is None
             if documents is not None and is_plain and (window or math.inf) >= documents.longest:
-                return packed_attention(q, k, v, documents, scale)
+                return packed_attention(q, k, v, documents, scale, self.attention)
             layer = plan().within(window)
             return sequence_attention(
                 *(q, k, v, layer, self._inner, self._outer, scale, transport), cap=cap, sinks=sinks

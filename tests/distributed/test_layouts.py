@@ -102,7 +102,7 @@ def variants(folder: Path) -> list[Case]:
     }
     weighing = {"correction": CorrectionConfig(kind="sequence_mask", low=1e-6, high=1e4)}
     return [
-        qwen3 | {"layout": (1, 1, 4), "stage": 3},
+        qwen3 | {"layout": (1, 1, 4), "stage": 3, "training": {"norms": "torch"}},
         qwen3 | {"layout": (1, 2, 2), "stage": 2, "training": recomputed},
         tied | {"layout": (2, 1, 2), "stage": 3, "training": recomputed},
         tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": gspo},
@@ -149,7 +149,9 @@ def variants(folder: Path) -> list[Case]:
         tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": dropping},
         tied | {"layout": (2, 2, 1), "stage": 3, "algorithm": weighing},
         # Fewer samples than data ranks: some have nothing at all.
-        llama | {"layout": (4, 1, 1), "stage": 2, "groups": (1, 2)},
+        llama
+        | {"layout": (4, 1, 1), "stage": 2, "groups": (1, 2)}
+        | {"training": {"attention": "reference"}},
         llama
         | {
             "layout": (2, 2, 1),
@@ -159,7 +161,7 @@ def variants(folder: Path) -> list[Case]:
         },
         # Factors of embeddings, residuals and logits; soft caps and a window in every second layer.
         granite | {"layout": (1, 2, 2), "stage": 1},
-        caps | {"layout": (1, 2, 2), "stage": 3},
+        caps | {"layout": (1, 2, 2), "stage": 3, "training": {"norms": "torch"}},
         caps
         | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
         | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
@@ -171,14 +173,20 @@ def _sharing(case: Case, share: str) -> Case:
     return case | {"training": case.get("training", {}) | {"share_prefix": share}}
 
 
+def _oracle(case: Case) -> Case:
+    """The case on one rank, with the model's own norms and torch's attention."""
+    kernels = ("norms", "attention")
+    chosen = {name: one for name, one in case.get("training", {}).items() if name not in kernels}
+    return case | {"layout": (1, 1, 1), "stage": 0, "sequence": {}, "training": chosen}
+
+
 def test_families_schedules_and_settings(tmp_path: Path) -> None:
     plain = variants(tmp_path)
-    alone = [{"layout": (1, 1, 1), "stage": 0, "sequence": {}} for _ in plain]
     oracle = run_ranks(
         1,
         training_cases.__file__,
         "run_cases",
-        [_sharing(case | one, "off") for case, one in zip(plain, alone, strict=True)],
+        [_sharing(_oracle(case), "off") for case in plain],
     )
     cases = [
         _sharing(case, "off" if number % 4 == 3 else "on") for number, case in enumerate(plain)

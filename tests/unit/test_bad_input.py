@@ -284,6 +284,14 @@ CASES = {
     "Liger without a GPU": Case(
         ["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}
     ),
+    "flash-attn without a GPU": Case(
+        [
+            "training.attention is 'flash_attn'",
+            "a GPU and training.precision 'bfloat16' and a package flash-attn",
+            "set it to 'torch'",
+        ],
+        {"training.attention": "flash_attn"},
+    ),
     "attention block without its GPU": Case(
         [
             "training.sequence.block is 'flash'",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.kernels.linear import linear
-from megarl.kernels.packed_attention import Documents, packed_attention
+from megarl.kernels.packed_attention import (
+    Documents,
+    PackedBackend,
+    packed_attention,
+    prove_varlen,
+    reference_attention,
+)
+from megarl.kernels.packed_flash_attn import provider, varlen_function
 
 
 def dense_attention(
@@ -33,9 +46,10 @@ def starts_of(lengths: list[int]) -> torch.Tensor:
     st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     st.sampled_from([0.1, 0.35, 1.0]),
     st.integers(0, 999),
+    st.sampled_from(["torch", "reference"]),
 )
 def test_packed_attention_equals_dense(
-    lengths: list[int], heads: tuple[int, int], scale: float, seed: int
+    lengths: list[int], heads: tuple[int, int], scale: float, seed: int, backend: PackedBackend
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     total, (query_heads, kv_heads) = sum(lengths), heads
@@ -43,12 +57,119 @@ def test_packed_attention_equals_dense(
         torch.randn(total, count, 8, dtype=torch.float64, generator=draw, requires_grad=True)
         for count in (query_heads, kv_heads, kv_heads)
     )
-    out = packed_attention(q, k, v, Documents.of(starts_of(lengths)), scale)
+    out = packed_attention(q, k, v, Documents.of(starts_of(lengths)), scale, backend)
     expected = dense_attention(q, k, v, lengths, scale)
     upstream = torch.randn(out.shape, dtype=torch.float64, generator=draw)
     found, wanted = (torch.autograd.grad(y, (q, k, v), upstream) for y in (out, expected))
     for a, b in zip((out, *found), (expected, *wanted), strict=True):
         assert (a - b).abs().max() < 1e-10
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A module `flash_attn` whose function computes on the CPU; the dict of its last call, in which
+    a test may set a `factor` that spoils the result.
+    """
+    last: dict[str, Any] = {"factor": 1.0}
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        assert causal and softmax_scale and cu_seqlens_q is cu_seqlens_k
+        last.update(longest=max_seqlen_q, deterministic=deterministic)
+        out = reference_attention(q, k, v, cu_seqlens_q, softmax_scale * last["factor"])
+        return out.to(q.dtype)
+
+    inner = ModuleType("flash_attn.flash_attn_interface")
+    outer = ModuleType("flash_attn")
+    outer.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    outer.__path__ = []
+    for module in (outer, inner):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    varlen_function.cache_clear()
+    prove_varlen.cache_clear()
+    yield last
+    varlen_function.cache_clear()
+    prove_varlen.cache_clear()
+
+
+def test_flash_attn_is_called_as_it_wants_to_be(flash_attn: dict[str, Any]) -> None:
+    lengths = [5, 40, 1]
+    q, k, v = (torch.randn(46, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    documents = Documents.of(starts_of(lengths))
+    out = packed_attention(q, k, v, documents, 0.3, "flash_attn")
+    wanted = reference_attention(q, k, v, documents.starts, 0.3)
+    assert torch.equal(out, wanted) and out.dtype == torch.bfloat16
+    assert (flash_attn["longest"], flash_attn["deterministic"]) == (40, False)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.2, float("nan")])
+def test_a_kernel_that_is_wrong_is_refused(flash_attn: dict[str, Any], factor: float) -> None:
+    flash_attn["factor"] = factor
+    q, k, v = (torch.randn(6, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    with pytest.raises(
+        RuntimeError, match=r"differs from the reference in float64.*set training.a"
+    ):
+        packed_attention(q, k, v, Documents.of(starts_of([6])), 0.3, "flash_attn")
+
+
+def test_flash_attn_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(ValueError, match=r"flash-attn-4.*or set training.attention to 'torch'"):
+        packed_attention(q, q, q, Documents.of(starts_of([3])), 0.3, "flash_attn")
+    found = ["flash_attn.cute", "flash_attn.flash_attn_interface"]
+    monkeypatch.setattr("megarl.kernels.packed_flash_attn.has_module", found.__contains__)
+    capabilities = [(8, 0), (9, 0), (10, 0), (12, 0)]
+    assert [provider(one) for one in capabilities] == ["FA2", "FA4", "FA4", "FA2"]
+
+
+def test_torch_has_the_switch_to_flash_attention_4() -> None:
+    from torch.nn.attention import list_flash_attention_impls
+
+    assert "FA4" in list_flash_attention_impls()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "flash_attn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [((4, 4), 64), ((8, 2), 128), ((6, 1), 80)])
+def test_kernels_of_variable_length_on_a_gpu(
+    backend: PackedBackend, dtype: torch.dtype, heads: tuple[int, int], width: int
+) -> None:
+    """Equal to float64 within rounding; float32 in memory that grows with the tokens alone."""
+    if backend == "flash_attn" and not provider(torch.cuda.get_device_capability()):
+        pytest.skip("no package flash-attn is installed for this GPU")
+    if backend == "flash_attn" and dtype == torch.float32:
+        pytest.skip("flash-attn takes 16 bit")
+    lengths = [300, 1, 4096]
+    draw = torch.Generator().manual_seed(2)
+    shapes = [(sum(lengths), count, width) for count in (heads[0], heads[1], heads[1], heads[0])]
+    *given, upstream = (torch.randn(one, generator=draw).to("cuda", dtype) for one in shapes)
+    documents, scale = Documents.of(starts_of(lengths).cuda()), width**-0.5
+
+    def results(kind: torch.dtype, name: PackedBackend) -> list[torch.Tensor]:
+        q, k, v = (x.to(kind).requires_grad_() for x in given)
+        out = packed_attention(q, k, v, documents, scale, name)
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(kind))]
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = results(dtype, backend)
+    assert torch.cuda.max_memory_allocated() - before < heads[0] * max(lengths) ** 2 * 4
+    for one, wanted in zip(found, results(torch.float64, "reference"), strict=True):
+        error = (one.double() - wanted).abs().max()
+        assert error <= 8 * torch.finfo(dtype).eps * wanted.abs().max() + 1e-6
 
 
 def test_the_cuda_path_calls_torch_as_torch_wants_it() -> None:

@@ -1,0 +1,86 @@
+"""Attention within documents by the package flash-attn, for `training.attention: flash_attn`.
+
+    q [T, Hq, D], k and v [T, Hkv, D], documents  ->  out [T, Hq, D]
+
+Two packages have the module `flash_attn`. FlashAttention-4 (`flash-attn-4`, module
+`flash_attn.cute`) runs on compute capability 9 and 10, and is called by torch, whose own kernel it
+replaces in the whole process. FlashAttention-2 (`flash-attn`) is called directly. Where both are
+installed and the GPU fits, it is FlashAttention-4.
+
+NOT YET RUN ON A GPU: the calls are checked against the signatures, and the arithmetic with a
+replacement on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `megarl doctor` asks what is installed before torch can be imported
+    import torch
+
+CAPABILITIES = (9, 10)
+"""Major compute capabilities on which torch gives its calls to FlashAttention-4."""
+
+Varlen = Callable[..., "torch.Tensor"]
+
+
+def has_module(name: str) -> bool:
+    """Whether a module is installed; for "a.b", whether package a has it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def provider(capability: tuple[int, int]) -> str:
+    """Which package computes on a GPU of this compute capability: "FA4" or "FA2"; "" if neither is
+    installed that can.
+    """
+    if capability[0] in CAPABILITIES and has_module("flash_attn.cute"):
+        return "FA4"
+    return "FA2" if has_module("flash_attn.flash_attn_interface") else ""
+
+
+@functools.cache
+def varlen_function(capability: tuple[int, int]) -> Varlen:
+    """A function (q, k, v, starts, longest, scale) -> out of the installed package. Raises
+    `ValueError` if none is installed for this compute capability.
+    """
+    chosen = provider(capability)
+    if chosen == "FA4":
+        from torch.nn.attention import activate_flash_attention_impl
+
+        from megarl.kernels.packed_attention import torch_varlen
+
+        activate_flash_attention_impl("FA4")
+        return torch_varlen
+    if chosen == "FA2":
+        return _flash_attention_2
+    raise ValueError(
+        "training.attention is 'flash_attn', but no package flash-attn is installed that computes"
+        f" on compute capability {capability[0]}.{capability[1]}: pip install flash-attn-4"
+        " (capability 9 and 10) or flash-attn; or set training.attention to 'torch'"
+    )
+
+
+def _flash_attention_2(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    import torch
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        *(q, k, v, starts, starts, longest, longest),
+        softmax_scale=scale,
+        causal=True,
+        # As torch's own kernels: equal bits on repetition cost time, and are asked for.
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )

@@ -1,0 +1,76 @@
+"""RMSNorm of a transformers model by torch's own function, for `training.norms: torch`.
+
+transformers writes RMSNorm as five operations, each of which reads and writes all states. On a GPU
+`torch.nn.functional.rms_norm` is one kernel, which rounds once, at its end. Which formula a layer
+computes is found by trying, not by its name: some models scale by `weight`, others by `1 + weight`.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+EPSILONS = ("variance_epsilon", "eps")
+"""Names under which transformers' classes keep the epsilon of their norm."""
+TRIED_SCALE = 1e-3
+"""Size of the states on which a formula is tried: their mean square is as small as an epsilon, so
+that another epsilon shows."""
+TRIED_TOLERANCE = 1e-5
+"""Largest relative difference of a formula, in float32."""
+
+
+def use_torch_norms(model: nn.Module) -> int:
+    """Have every layer of `model` whose class is named ...RMSNorm compute by torch's function;
+    parameters and hooks stay. Returns how many layers. Raises `ValueError` for a layer that
+    computes something else.
+    """
+    layers = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm")]
+    for layer in layers:
+        layer.forward = partial(_norm, layer, *_formula(layer))
+    return len(layers)
+
+
+def _norm(layer: nn.Module, eps: float, offset: float, states: torch.Tensor) -> torch.Tensor:
+    """States [..., H] divided by their root mean square, and scaled by `offset + weight`."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    if not offset:
+        return F.rms_norm(states, weight.shape, weight, eps)
+    # As in transformers in float32: 1 + weight in 16 bit would lose small weights.
+    return F.rms_norm(states.float(), weight.shape, offset + weight.float(), eps).to(states.dtype)
+
+
+def _formula(layer: nn.Module) -> tuple[float, float]:
+    """(epsilon, offset) with which `_norm` computes what `layer` does."""
+    eps = next((float(getattr(layer, one)) for one in EPSILONS if hasattr(layer, one)), None)
+    if eps is not None and [name for name, _ in layer.named_parameters()] == ["weight"]:
+        for offset in (0.0, 1.0):
+            if _computes(layer, eps, offset):
+                return eps, offset
+    raise ValueError(
+        f"training.norms is 'torch', but the model's {type(layer).__name__} is not the RMSNorm that"
+        " torch computes; set training.norms to 'model'"
+    )
+
+
+@torch.no_grad()
+def _computes(layer: nn.Module, eps: float, offset: float) -> bool:
+    """Whether `layer` computes what `_norm` does, of random states and with a random weight. The
+    weight of `layer` itself may have no storage (device meta).
+    """
+    draw = torch.Generator().manual_seed(0)
+    tried = copy.copy(layer)
+    size = layer.weight.shape
+    assert isinstance(size, torch.Size)
+    tried._parameters = {"weight": nn.Parameter(torch.randn(size, generator=draw))}
+    states = torch.randn(4, *size, generator=draw) * TRIED_SCALE
+    try:
+        theirs = type(layer).forward(tried, states)  # without the hooks of this layer
+    except (TypeError, RuntimeError):  # it takes a gate too, or other shapes
+        return False
+    ours = _norm(tried, eps, offset, states)
+    return bool((ours - theirs).abs().max() <= TRIED_TOLERANCE * theirs.abs().max())
