@@ -6,7 +6,7 @@
 
 * torch: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches of documents
   of similar length through `scaled_dot_product_attention`.
-* flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_flash_attn`).
+* flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_varlen`).
 * reference: matrix products, in memory that grows with the square of the longest document.
 
 Kernels of variable length are compared with the reference in float64 before their first use.
@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megarl.kernels.packed_flash_attn import Varlen, varlen_function
+from megarl.kernels.packed_varlen import Varlen, torch_varlen, varlen_function
 
 PackedBackend = Literal["torch", "flash_attn", "reference"]
 
@@ -123,29 +123,6 @@ def packed_attention(
         prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
         return function(q, k, v, documents.starts, documents.longest, scale)
     return _batched(q, k, v, documents, scale)
-
-
-def causal(scale: float) -> dict[str, Any]:
-    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
-    `scale`, of query heads that share key and value heads.
-    """
-    return {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
-
-
-def torch_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> torch.Tensor:
-    """As `packed_attention`, by torch's kernel: CUDA, 16 bit. `starts` [D + 1] int32 as in
-    `Documents`, `longest`: tokens of the longest document.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal(scale))
 
 
 def reference_attention(

@@ -17,15 +17,21 @@ if TYPE_CHECKING:
     from megarl.environments.config import EnvironmentConfig
 
 
+TELL_S = 60.0
+"""Seconds by which rank 0 gives up before the ranks that wait for it: otherwise these would end the
+run, with an error that does not name the engine."""
+
+
 def check_engines(config: RunConfig, longest: int) -> None:
     """Raise `ValueError` unless the ranks wait as long as the engines may take, and an engine's
     step has a token for each of its sequences. `longest`: tokens of the longest request.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
     require(
-        wait_s >= start_s,
+        wait_s >= start_s + TELL_S,
         f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
-        f" take rollout.engine.start_timeout_s = {start_s:g}; raise the one or lower the other",
+        f" take rollout.engine.start_timeout_s = {start_s:g}, and for rank 0 to say so; set the"
+        f" one to {start_s + TELL_S:g} or more, or lower the other",
     )
     needed_s = 2 * config.weight_sync.timeout_s + 30  # connecting, receiving, settling
     require(

@@ -119,7 +119,9 @@ def _write(number: int, text: str) -> None:
     because a signal handler may write while its own process is writing.
     """
     stream = (sys.stdout, sys.stderr)[number - 1]
-    with contextlib.suppress(BrokenPipeError):  # nobody reads; the run goes on
+    # Nobody reads, or where standard error goes the disk is full: the run goes on. A result that
+    # cannot be written is an error.
+    with contextlib.suppress(BrokenPipeError if number == 1 else OSError):
         if _console.saved is None or not _is_descriptor(stream, number):
             print(text, file=stream, flush=True)
         else:

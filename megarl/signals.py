@@ -99,6 +99,16 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ended(number)
 
 
+def ignore_while_closing() -> None:
+    """Have signals of `SIGNALS` no longer interrupt this process, which has failed and ends what it
+    has started. The deadline of `guard`, which sees signals by itself, goes on to hold. Does
+    nothing outside of the main thread.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)
+
+
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """On Linux, have the kernel send this process the signal `number` when the thread that started
     it ends for any reason; exit if that has happened already. `parent`: process id of the parent.

@@ -10,7 +10,7 @@ import transformers
 from megarl.checks.gpu_checks import check_precision
 from megarl.kernels.block_cuda import WIDEST
 from megarl.kernels.blocks import WITHOUT_SOFT_CAP
-from megarl.kernels.packed_flash_attn import provider
+from megarl.kernels.packed_varlen import provider
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.schema import require

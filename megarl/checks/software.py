@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from megarl.checks.findings import Finding, ask, ask_python
-from megarl.kernels.packed_flash_attn import has_module
+from megarl.kernels.packed_varlen import has_module
 
 OLDEST_PYTHON = (3, 11)
 """Oldest supported Python version."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.cluster.asking import ActorDied, ask, ask_service, kill_actor
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.console import say
-from megarl.errors import EngineLost, UserError
+from megarl.errors import EngineLost
 from megarl.rollout.config import ENGINE_STARTS
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
@@ -27,38 +29,6 @@ ADMIT_TIMEOUT_S = 120.0
 
 START_POLL_S = 0.5
 """Seconds between two looks whether an engine can still be started."""
-
-
-class ActorDied(RuntimeError):
-    """A Ray actor died before it answered."""
-
-
-def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = "") -> list[Any]:
-    """`ray.get` of {name of the actor: object reference} with a deadline; returns the results in
-    order.
-
-    An error names the actor that failed, was late or died (`ActorDied`), and the reason; a
-    `UserError` of an actor is raised as it is. `fix` is the advice given where an actor is late.
-    """
-    deadline = time.monotonic() + timeout_s
-    answers = []
-    for which, reference in references.items():
-        try:
-            answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
-        except GetTimeoutError:
-            raise RuntimeError(
-                f"{which} did not answer within {timeout_s:g} s ({doing}{fix and '; '}{fix})"
-            ) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from None
-            raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
-        except RayActorError as error:
-            raise ActorDied(
-                f"{which} died ({doing}): {str(error).splitlines()[0]} See run.log for what it"
-                " printed last; `--resume auto` goes on from the newest checkpoint"
-            ) from error
-    return answers
 
 
 class EngineGroup:
@@ -233,8 +203,7 @@ class EngineGroup:
             self.dead.add(number)
             self._starting.pop(number, None)
             processes = self._processes.pop(number, None) or self._begun(number)
-        with contextlib.suppress(Exception):
-            ray.kill(handle)
+        kill_actor(handle)
         end(processes, patience_s=0.0)
 
     def restart(self, numbers: Sequence[int]) -> None:
@@ -273,8 +242,8 @@ class EngineGroup:
         fresh = sorted(self._fresh - set(self._starting) - self.dead)
         if self.service is not None:
             for number in fresh:
-                told = self.service.use_engine.remote(number, self.handles[number])
-                ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of fresh engines")
+                tell = partial(self.service.use_engine.remote, number, self.handles[number])
+                ask_service(tell, ADMIT_TIMEOUT_S, "hearing of fresh engines")
         self._fresh.difference_update(fresh)
         return self._replaced
 

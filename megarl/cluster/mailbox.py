@@ -329,6 +329,8 @@ class Inbox:
             linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), linger_s)
+            if collection < self._collection:
+                return [], []
         answers: list[tuple[int, Any, int]] = []
         stored: list[TokenArrays] = []
         size = 0

@@ -20,6 +20,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
+from megarl.environments.user_code import Sources
 from megarl.rollout.engine import Engine
 from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment, TokenArrays
@@ -149,14 +150,18 @@ class EnvironmentActor(Inbox):
         codec: Codec,
         token: Token | None,
         recording: Recording | None = None,
+        known: Sources | None = None,
     ) -> None:
+        """`known`: of the environment in whose place this one comes; see `Environment`."""
         die_with_raylet()
         if recording is not None:
             recording.open(ENVIRONMENT)
-        self._environment = Environment(config, codec, token)
+        self._environment = Environment(config, codec, token, known)
 
-    async def start(self) -> None:
+    async def start(self) -> Sources:
+        """Start, and return the user's files as they were read."""
         await self._environment.start()
+        return self._environment.sources
 
     async def process(self) -> Process:
         """The actor's process."""

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from megarl.activity.recording import Recording
 from megarl.activity.spans import Busy
+from megarl.cluster.asking import kill_actor
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.remote import ENVIRONMENT, EnvironmentActor
@@ -24,6 +25,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.session_pool import GRACE_S
+from megarl.environments.user_code import Sources
 from megarl.environments.worker_handle import START_WITHIN_S
 from megarl.errors import EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import ENGINE_STARTS
@@ -36,8 +38,8 @@ BEAT_S = 1.0
 ALIVE_S = 15.0
 """Seconds that the environment has to say that it lives, once verdicts are overdue."""
 
-START_S = 120.0
-"""Seconds that a new environment has to start in the place of a lost one."""
+ACTOR_START_S = 60.0
+"""Seconds that the process of a new environment has to start, before it loads the user's files."""
 
 
 class RemoteEnvironment:
@@ -68,6 +70,8 @@ class RemoteEnvironment:
         self.limit_s = limit_s + GRACE_S
         # A worker process that has ended is started, and loads the user's file, before it answers.
         self.silence_s = self.limit_s + max(START_WITHIN_S, config.load_limit_s)
+        loads_s = max(START_WITHIN_S, config.load_limit_s)
+        self._start_s = ACTOR_START_S + loads_s * (config.has_sessions + config.needs_verifier)
         self.pace, self.has_start = pace, config.has_sessions
         self._answers = 0
         self._news = ""
@@ -75,12 +79,14 @@ class RemoteEnvironment:
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._process: Process | None = None
+        self._sources: Sources | None = None
+        """The user's files as the first environment read them, which every later one runs."""
         self._handle: Any = self._make()
         self._mailbox = Mailbox(self._handle, pace, self._busy)
 
     async def start(self) -> None:
         """Wait until the verifier is loaded; raises `ValueError` if it does not load."""
-        await self._handle.start.remote()
+        self._sources = await self._handle.start.remote()
         self._process = await self._handle.process.remote()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -119,7 +125,8 @@ class RemoteEnvironment:
             try:
                 answer = await self._mailbox.ask(request, arrays)
             except EngineUnreachable as error:
-                if in_session:  # a request that is sent twice would be two turns
+                # A request that is sent twice would be two turns, or two sessions.
+                if in_session or (self.has_start and request[0] == "begin"):
                     await self._replace(handle, str(error))
                     raise SessionLost(str(error)) from error
                 await asyncio.sleep(UNREACHABLE_S)
@@ -156,7 +163,7 @@ class RemoteEnvironment:
             if why:
                 beats = 0
                 # An error of the replacement reaches whoever asks next.
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(Exception):
                     await self._replace(handle, why)
 
     async def _lives(self, handle: Any) -> bool:
@@ -184,13 +191,15 @@ class RemoteEnvironment:
             await asyncio.to_thread(_kill, handle, self._process)
             problem = ""
             for _ in range(ENGINE_STARTS):
-                fresh: Any = self._make()
+                fresh: Any = self._make(known=self._sources)
                 try:
-                    async with asyncio.timeout(START_S):
+                    async with asyncio.timeout(self._start_s):
                         await fresh.start.remote()
                         self._process = await fresh.process.remote()
-                except (RayActorError, TimeoutError) as error:
-                    problem = str(error).partition("\n")[0] or f"not ready within {START_S:g} s"
+                except (RayError, TimeoutError) as error:
+                    cause = getattr(error, "cause", None) or error  # of what the actor raised
+                    late = f"not ready within {self._start_s:g} s"
+                    problem = str(cause).partition("\n")[0] or late
                     await asyncio.to_thread(_kill, fresh, None)
                     continue
                 self._handle, self._news = fresh, said
@@ -205,12 +214,11 @@ class RemoteEnvironment:
         if self._watcher is not None:
             self._watcher.cancel()
         await self._handle.stop.remote()
-        ray.kill(self._handle)
+        await asyncio.to_thread(kill_actor, self._handle)
 
 
 def _kill(handle: Any, process: Process | None) -> None:
     """Kill an environment actor and its worker processes: Ray cannot end one that is stopped."""
     processes = with_descendants(process) if process is not None else []
-    with contextlib.suppress(Exception):
-        ray.kill(handle)
+    kill_actor(handle)
     end(processes, patience_s=0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
 from megarl.cluster.service_process import build_service
 from megarl.config import RunConfig, longest_request, made_with
+from megarl.config_checks import TELL_S
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
@@ -56,8 +58,11 @@ class Generation:
     def wait(self) -> None:
         """On rank 0, wait until engines and service are ready; other ranks return at once."""
         if self.cluster is not None and self.engines is not None:
+            began, timeout_s = time.monotonic(), self.config.rollout.engine.start_timeout_s
             self.engines.wait()
-            self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
+            # It starts beside the engines, under the same deadline.
+            left_s = timeout_s - (time.monotonic() - began)
+            self.cluster.wait_for_service(max(left_s, TELL_S / 2))
             self.cluster.supervise(self.engines, self.config.rollout, loads=False)
 
     def join(self, stack: ExitStack) -> None:

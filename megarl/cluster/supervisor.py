@@ -15,12 +15,14 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
-from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup, ask
+from megarl.cluster.asking import ask_service
+from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup
 from megarl.cluster.ray_health import RayHealth
 from megarl.console import say
 from megarl.rollout.config import ENGINE_STARTS
@@ -41,13 +43,15 @@ class Watched:
     """Object reference of the sign of life that is under way."""
     pulse: Pulse | None = None
     """The last sign of life."""
+    is_away: bool = False
+    """Whether the last question did not reach the engine."""
 
     def hears(self, pulse: Pulse, now: float) -> int:
         """Take in a sign of life; returns the engine steps since the one before."""
         before = self.pulse.steps if self.pulse is not None else 0
         if pulse.steps != before or pulse.requests == 0 or pulse.is_paused or self.pulse is None:
             self.moved_at = now
-        self.pulse = pulse
+        self.pulse, self.is_away = pulse, False
         return pulse.steps - before
 
     def problem(self, now: float, stall_s: float) -> str:
@@ -57,9 +61,8 @@ class Watched:
         silent_s = now - self.moved_at
         if silent_s <= stall_s:
             return ""
-        if self.asked is not None:
+        if self.asked is not None or self.is_away or self.pulse is None:
             return f"has not said for {silent_s:.0f} s that it lives"
-        assert self.pulse is not None
         return f"has made no step for {silent_s:.0f} s, with {self.pulse.requests} requests open"
 
 
@@ -82,9 +85,10 @@ class EngineSupervisor:
         self._steps, self._telling = 0, None
         """Engine steps that the service has not been told, and the reference of a call that tells
         it of others."""
-        self._ray = RayHealth()
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
+        # By itself: where Ray hangs, so may a call of the other thread.
+        threading.Thread(target=self._watch_ray, name="watch of Ray", daemon=True).start()
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -92,22 +96,29 @@ class EngineSupervisor:
         self._close.set()
         self._thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _watch_ray(self) -> None:
+        health = RayHealth()
         while not self._close.wait(BEAT_S):
+            if problem := health.problem():
+                self._fail(f"{problem}; `--resume auto` goes on from the newest checkpoint")
+                return
+
+    def _run(self) -> None:
+        while not self._close.wait(BEAT_S) and not self._group.broken:
             try:
-                if problem := self._ray.problem():
-                    self._fail(f"{problem}; `--resume auto` goes on from the newest checkpoint")
-                    return
                 steps = self._watch()
                 self._replace()
                 if not self._close.is_set():
                     self._report(steps)
             except RayActorError as error:
                 # The ranks that ask the service say so; one that waits for an engine asks nobody.
+                if self._group.broken:
+                    return
                 self._group.broken = f"the rollout service died ({str(error).splitlines()[0]})"
+                say(f"megarl: {self._group.broken}; the run ends at its next question to it")
                 return
             except Exception as error:
-                if self._close.is_set():
+                if self._close.is_set() or self._group.broken:
                     return
                 self._fail(f"the engine supervisor has failed: {type(error).__name__}: {error}")
                 return
@@ -139,7 +150,7 @@ class EngineSupervisor:
             except GetTimeoutError:
                 problem = known.problem(time.monotonic(), self._stall_s)
             except ActorUnavailableError:  # unreachable for a moment; it counts as silence
-                known.asked = None
+                known.asked, known.is_away = None, True
                 problem = known.problem(time.monotonic(), self._stall_s)
             except RayActorError as error:
                 problem = f"is dead ({str(error).splitlines()[0]})"
@@ -217,19 +228,18 @@ class EngineSupervisor:
         with contextlib.suppress(ActorUnavailableError):  # unreachable for a moment
             if self._telling is not None:
                 ray.get(self._telling)
-        self._telling = service.progress.remote(self._steps) if self._steps else None
-        self._steps = 0
+        self._telling, self._steps = service.progress.remote(self._steps), 0
 
     def _ask_service(self, method: str, *arguments: Any) -> None:
         service = self._group.service
         if service is not None:
-            told = getattr(service, method).remote(*arguments)
-            ask({"the rollout service": told}, ADMIT_TIMEOUT_S, "hearing of the engines")
+            tell = partial(getattr(service, method).remote, *arguments)
+            ask_service(tell, ADMIT_TIMEOUT_S, "hearing of the engines")
 
     def _fail(self, reason: str) -> None:
         """End the run: whoever waits for rollouts, or for an engine, gets `reason` as an error."""
-        say(f"megarl: {reason}")
         self._group.broken = reason
+        say(f"megarl: {reason}")
         try:
             self._ask_service("fail", reason)
         except Exception as error:

@@ -17,6 +17,7 @@ from megarl.environments.outcome import Outcome
 from megarl.environments.pool import WorkerPool
 from megarl.environments.reward_client import RewardClient, Token
 from megarl.environments.scores import BadScore, Score, add_up
+from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.types import Prompt
 
@@ -24,12 +25,18 @@ from megarl.types import Prompt
 class Judge:
     """Scores responses with the verifier, the reward functions or the mixture of a recipe."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None, token: Token | None) -> None:
-        """`codec`: see `WorkerPool`. `token`: of the reward servers. Raises `ValueError` as
-        `megarl.environments.verifiers.own_files` does.
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        codec: Codec | None,
+        token: Token | None,
+        known: Sources | None = None,
+    ) -> None:
+        """`codec`, `known`: see `WorkerPool`. `token`: of the reward servers. Raises `ValueError`
+        as `megarl.environments.verifiers.own_files` does.
         """
         self._config = config
-        self.pool = WorkerPool(config, codec)
+        self.pool = WorkerPool(config, codec, known)
         self.clients = {
             name: RewardClient(name, config, token) for name in named(config) if is_remote(name)
         }

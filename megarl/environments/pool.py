@@ -19,6 +19,7 @@ import numpy as np
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.outcome import Outcome
+from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import own_files
 from megarl.environments.worker_handle import UserFiles, WorkerEnded, WorkerHandle
 from megarl.types import Prompt
@@ -31,15 +32,17 @@ DECODE_TRIES = 3
 class WorkerPool:
     """Scores responses in `config.num_workers` worker processes."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """`codec` is required for responses given as token ids."""
+    def __init__(
+        self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None = None
+    ) -> None:
+        """`codec` is required for responses given as token ids. `known`: see `UserFiles`."""
         self._config, self._codec = config, codec
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="environment")
         self._own = threading.local()  # each thread's worker
         self._workers: set[WorkerHandle] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._files = UserFiles(own_files(config))
+        self._files = UserFiles(own_files(config), known)
         self._ending: set[threading.Thread] = set()
         """Threads that wait for killed processes to end."""
 
@@ -48,6 +51,11 @@ class WorkerPool:
         does not load within `within_s` seconds.
         """
         await asyncio.wrap_future(self._threads.submit(self._worker, within_s))
+
+    @property
+    def sources(self) -> Sources:
+        """The user's files as the run first read them, by path."""
+        return self._files.sources
 
     async def judge(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None

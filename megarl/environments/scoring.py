@@ -20,6 +20,7 @@ from megarl.environments.judging import Judge
 from megarl.environments.outcome import Outcome
 from megarl.environments.reward_client import Token, read_token
 from megarl.environments.session_pool import SessionPool
+from megarl.environments.user_code import Sources
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
@@ -50,16 +51,19 @@ class Environment:
         config: EnvironmentConfig,
         codec: Codec | None = None,
         token: Token | None = None,
+        known: Sources | None = None,
     ) -> None:
         """`codec` is required for sessions, and for responses given as token ids. `token` is for
-        reward servers; None: what `environment.remote.token_variable` names is read.
+        reward servers; None: what `environment.remote.token_variable` names is read. `known`: the
+        `sources` of an environment in whose place this one comes.
 
         Raises `ValueError` if the verifier's name is unknown or its file is missing, or the token's
         variable is not set. Errors inside the file are found by `start`.
         """
         self._config = config
-        self._judge = Judge(config.without_sessions(), codec, token or client_token(config))
-        self._sessions = SessionPool(config, codec) if config.has_sessions else None
+        token = token or client_token(config)
+        self._judge = Judge(config.without_sessions(), codec, token, known)
+        self._sessions = SessionPool(config, codec, known) if config.has_sessions else None
         self.has_start = self._sessions is not None
 
     async def start(self, *, within_s: float | None = None) -> None:
@@ -71,6 +75,14 @@ class Environment:
             await self._sessions.start(within_s)
         if self._config.needs_verifier:
             await self._judge.pool.start(within_s)
+
+    @property
+    def sources(self) -> Sources:
+        """The user's files as the run first read them, by path; complete once the environment has
+        started.
+        """
+        sessions = self._sessions.sources if self._sessions is not None else {}
+        return self._judge.pool.sources | sessions
 
     @property
     def tools(self) -> list[dict[str, Any]]:

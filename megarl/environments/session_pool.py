@@ -26,6 +26,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.outcome import Outcome
 from megarl.environments.pool import DECODE_TRIES
+from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import own_files
 from megarl.environments.worker import LENGTH
 from megarl.environments.worker_handle import UserFiles, WorkerHandle, how_it_ended
@@ -155,12 +156,14 @@ class _Host:
 class SessionPool:
     """Runs the sessions of a recipe in `config.num_workers` worker processes."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None = None
+    ) -> None:
         """Raises `ValueError` if a file of the user's is missing. `codec` is required for
-        everything but `start`.
+        everything but `start`. `known`: see `UserFiles`.
         """
         self._config, self._codec = config, codec
-        self._files = UserFiles(own_files(config))
+        self._files = UserFiles(own_files(config), known)
         self._hosts: list[_Host | None] = [None] * config.num_workers
         self._starting = [asyncio.Lock() for _ in self._hosts]
         self._homes: dict[str, _Host] = {}
@@ -179,6 +182,11 @@ class SessionPool:
         """
         await self._host(0, within_s)
         self._has_loaded = True
+
+    @property
+    def sources(self) -> Sources:
+        """The user's files as the run first read them, by path."""
+        return self._files.sources
 
     async def begin(self, key: str, prompt: Prompt) -> Outcome:
         """Start the session of rollout `key`. The outcome holds its first observation, which may be

@@ -166,11 +166,14 @@ class UserFiles:
     an edit during the run changes nothing. May be used from several threads.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises `ValueError` for a file that cannot be read."""
-        self._sources = user_code.read(files)
+    def __init__(self, files: Sequence[Path], known: Sources | None = None) -> None:
+        """`known`: what the run has read before, with the files imported from beside the user's
+        own; None at its start. Raises `ValueError` for a file that cannot be read.
+        """
+        self.sources = user_code.read(files) if known is None else known
         self._lock = threading.Lock()
-        self._knows_neighbours, self._said_changed, self._warning = False, False, ""
+        self._knows_neighbours = known is not None
+        self._said_changed, self._warning = False, ""
 
     def start_worker(
         self, config: EnvironmentConfig, codec: Codec | None, within_s: float | None = None
@@ -179,7 +182,7 @@ class UserFiles:
         from beside the user's own are kept for the later ones.
         """
         with self._lock:
-            edited = [] if self._said_changed else user_code.changed(self._sources)
+            edited = [] if self._said_changed else user_code.changed(self.sources)
             if edited:
                 self._said_changed = True
                 changed = (
@@ -187,13 +190,13 @@ class UserFiles:
                     " it was then"
                 )
                 self._warning = "; ".join(filter(None, [self._warning, changed]))
-            sources = self._sources
+            sources = self.sources
         worker = WorkerHandle(config, codec, sources, within_s)
         with self._lock:
             if not self._knows_neighbours:
                 self._knows_neighbours = True
                 beside = [Path(file) for file in worker.imported]
-                self._sources = user_code.read(beside) | self._sources
+                self.sources = user_code.read(beside) | self.sources
         return worker
 
     def warn(self, warning: str) -> None:

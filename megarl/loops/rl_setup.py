@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.cluster.ray_cluster import RolloutClient
+from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
 from megarl.config import DistillConfig, RunConfig, longest_request, patience_s, silence_s
 from megarl.console import phase

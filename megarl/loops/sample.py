@@ -23,7 +23,8 @@ import megarl
 from megarl import console
 from megarl.checks.sampling import SampleInputs
 from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster, RolloutClient
+from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, as_plain, silence_s
 from megarl.loops.evaluate import generate, make_folder, refuse_broken

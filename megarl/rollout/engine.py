@@ -22,7 +22,7 @@ import numpy as np
 from megarl.quick_imports import quick_imports
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
-from megarl.rollout.engine_core import fork_core, import_core_ahead
+from megarl.rollout.engine_core import fork_core, import_core_ahead, spawn_core
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.receipts import receipt_of_adapter, receipt_of_weights
 
@@ -140,8 +140,7 @@ class Engine:
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self._on_cpu:
-            fork_core()
+        fork_core() if self._on_cpu else spawn_core()
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = AsyncEngineArgs(
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)

@@ -3,7 +3,8 @@ processes of an engine at the same time.
 
 vLLM computes in a second process, the engine core. In a Ray actor vLLM uses the start method
 `spawn`: the core imports torch and vLLM only once the actor has imported them, 8 s later. On a GPU
-an engine starts as vLLM has it: there a process must not fork after CUDA is initialised.
+the core is spawned: there a process must not fork after CUDA is initialised. In both cases the core
+ends with its actor, which vLLM's does not if the actor is killed: it would keep its GPU memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import (
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +62,27 @@ def fork_core() -> None:
     utils.get_mp_context = CoreContext  # pyright: ignore[reportPrivateImportUsage]
 
 
+def spawn_core() -> None:
+    """Have vLLM spawn its engine core, as it does by itself in a Ray actor, but so that the core
+    ends with this process.
+    """
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = SpawnedCoreContext  # pyright: ignore[reportPrivateImportUsage]
+
+
+class SpawnedCoreContext(SpawnContext):
+    """The multiprocessing context of an engine core on a GPU: its processes end with the process
+    that wanted them.
+    """
+
+    def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any]
+    ) -> SpawnProcess:
+        arguments = (None, os.getpid(), target, kwargs, Recording.beside("core"))
+        return SpawnProcess(target=run_in_environment, name=name, args=arguments)
+
+
 class CoreContext(ForkServerContext):
     """The multiprocessing context of the engine core: its processes get the environment variables
     that vLLM has set since the fork server started, and end with the process that wanted them.
@@ -69,17 +96,19 @@ class CoreContext(ForkServerContext):
 
 
 def run_in_environment(
-    environment: dict[str, str],
+    environment: dict[str, str] | None,
     owner: int,
     target: Callable[..., None],
     kwargs: dict[str, Any],
     recording: tuple[Recording, str] | None,
 ) -> None:
-    """Call `target` with the environment variables of the process that started this one, whose id
-    is `owner`. `recording`: where this process records what it does, and its name there.
+    """Call `target` in a process that ends with the process `owner`. `environment`: the variables
+    that the owner has; None where this process has them already. `recording`: where this process
+    records what it does, and its name there.
     """
-    os.environ.clear()
-    os.environ.update(environment)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     if recording is not None:
         recording[0].open(recording[1])
     threading.Thread(target=end_with, args=(owner,), daemon=True).start()

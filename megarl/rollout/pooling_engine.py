@@ -12,7 +12,7 @@ from typing import Any
 from megarl.quick_imports import quick_imports
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
-from megarl.rollout.engine_core import fork_core, import_core_ahead
+from megarl.rollout.engine_core import fork_core, import_core_ahead, spawn_core
 
 
 class PoolingEngine:
@@ -56,8 +56,7 @@ class PoolingEngine:
             from vllm.config import PoolerConfig
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self._on_cpu:
-            fork_core()
+        fork_core() if self._on_cpu else spawn_core()
         # A reward is the logit itself: vLLM would put a sigmoid over the score of a single label.
         self._pooling = PoolingParams(task="classify", use_activation=False)
         pooler = PoolerConfig(task="classify", seq_pooling_type="LAST", use_activation=False)

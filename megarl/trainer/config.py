@@ -280,7 +280,7 @@ class TrainingConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     num_threads: Annotated[int, Range(1, 1024)] = 1
     """CPU only: torch threads of each trainer rank."""
-    collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
+    collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
     the time that the other ranks wait for rank 0 to read and tokenise the data."""
 

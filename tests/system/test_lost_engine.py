@@ -17,7 +17,7 @@ from support.tiny import write_model
 PHASES = """
 import os, signal, sys
 import psutil
-from megarl.cluster.ray_cluster import RolloutClient
+from megarl.cluster.rollout_client import RolloutClient
 from megarl.console import say
 from megarl.weight_sync.publication import Publication
 from megarl.weight_sync.transports import shared_memory

@@ -142,6 +142,27 @@ with console.diverted():
     )
 
 
+def test_a_console_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    """Standard error goes to a file, as under a scheduler."""
+    code = """
+with console.diverted():
+    console.open_log(Path(sys.argv[1]))
+    console.say("a line")
+    console.result("whole")
+"""
+    script = f"import sys\nfrom pathlib import Path\nfrom megarl import console\n{code}"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "whole\n")
+    assert "a line" in (tmp_path / "run.log").read_text()
+
+
 def test_without_a_log_noise_is_dropped(tmp_path: Path) -> None:
     done = run(f"with console.diverted():\n{indented(NOISE)}", tmp_path)
     assert (done.stdout, done.stderr) == ("", "")

@@ -21,7 +21,7 @@ from megarl.kernels.packed_attention import (
     prove_varlen,
     reference_attention,
 )
-from megarl.kernels.packed_flash_attn import provider, varlen_function
+from megarl.kernels.packed_varlen import provider, varlen_function
 
 
 def dense_attention(
@@ -129,7 +129,7 @@ def test_flash_attn_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=r"flash-attn-4.*or set training.attention to 'torch'"):
         packed_attention(q, q, q, Documents.of(starts_of([3])), 0.3, "flash_attn")
     found = ["flash_attn.cute", "flash_attn.flash_attn_interface"]
-    monkeypatch.setattr("megarl.kernels.packed_flash_attn.has_module", found.__contains__)
+    monkeypatch.setattr("megarl.kernels.packed_varlen.has_module", found.__contains__)
     capabilities = [(8, 0), (9, 0), (10, 0), (12, 0)]
     assert [provider(one) for one in capabilities] == ["FA2", "FA4", "FA4", "FA2"]
 
@@ -178,7 +178,7 @@ def test_the_cuda_path_calls_torch_as_torch_wants_it() -> None:
 
     from torch.nn.attention.varlen import varlen_attn
 
-    from megarl.kernels.packed_attention import causal
+    from megarl.kernels.packed_varlen import causal
 
     inspect.signature(varlen_attn).bind(*(None,) * 7, **causal(0.1))
 

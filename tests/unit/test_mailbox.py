@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster import remote_environment
+from megarl.cluster import asking, remote_environment
 from megarl.cluster.mailbox import MAX_BATCH, Inbox, Mailbox, Pace, StoredArrays
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.environments.config import EnvironmentConfig
@@ -209,12 +209,17 @@ async def nothing() -> Any:
     return None
 
 
+async def sources() -> dict[str, bytes]:
+    return {"own.py": b"as it was"}
+
+
 class Place:
     """Ray's part for an environment: hands out actors, one after another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Handle] = []
         monkeypatch.setattr(remote_environment, "ray", self)
+        monkeypatch.setattr(asking, "ray", self)
         monkeypatch.setattr(remote_environment, "BEAT_S", 0.005)
 
     def remote(self, actor: Any) -> Any:
@@ -225,10 +230,10 @@ class Place:
         made.remote = self._make
         return made
 
-    def _make(self, *_: Any) -> Handle:
+    def _make(self, *_: Any, **known: Any) -> Handle:
         handle = Handle()
-
-        handle.start = handle.process = Method(nothing)
+        self.known = known
+        handle.start, handle.process = Method(sources), Method(nothing)
         handle.inbox.serve = self.serve  # pyright: ignore[reportAttributeAccessIssue]
         self.made.append(handle)
         return handle
@@ -285,6 +290,7 @@ def test_an_environment_that_gives_no_answer_is_replaced(
         asked = [environment.cut_off(str(number), 3) for number in range(4)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert len(place.made) == 2, "one environment takes the place, whoever asks"
+        assert place.known == {"known": {"own.py": b"as it was"}}
         if sessions:
             assert all(isinstance(one, SessionLost) for one in found), found
             return
@@ -307,7 +313,7 @@ def test_environments_that_die_over_the_same_request_end_the_run(
         place = Place(monkeypatch)
         plain = place._make
 
-        def make(*_: Any) -> Handle:
+        def make(*_: Any, **known: Any) -> Handle:
             handle = plain()
             handle.collect._call = lambda linger_s, _: (dies(linger_s), "")
             return handle
@@ -319,6 +325,55 @@ def test_environments_that_die_over_the_same_request_end_the_run(
         assert len(place.made) == 5
 
     asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_an_environment_that_does_not_load_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three starts, whatever they raise, and the last reason; the watcher goes on."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    starts = []
+
+    async def breaks() -> Any:
+        starts.append(1)
+        raise RayTaskError("start", "Traceback", ValueError("no such column"))
+
+    async def dies(linger_s: float) -> Any:
+        raise RayActorError
+
+    async def go() -> None:
+        place = Place(monkeypatch)
+        environment = RemoteEnvironment(EnvironmentConfig(), None, Pace())  # pyright: ignore[reportArgumentType]
+        await environment.start()
+        place.made[0].collect._call = lambda linger_s, _: (dies(linger_s), "")
+        monkeypatch.setattr(Handle, "start", Method(breaks))
+        plain = place._make
+
+        def make(*_: Any, **known: Any) -> Handle:
+            handle = plain(**known)
+            handle.start = Method(breaks)
+            return handle
+
+        environment._make = make
+        with pytest.raises(RuntimeError, match="3 starts failed; the last: no such column"):
+            await environment.texts([Segment("model", 1, None)])  # pyright: ignore[reportArgumentType]
+        assert len(starts) == 3 and environment._watcher is not None
+        assert not environment._watcher.done()
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_superseded_collection_that_lingers_takes_no_answer() -> None:
+    async def scene() -> None:
+        inbox = Echo()
+        await inbox.submit([(4, 0, []), (5, 3, [])])  # one is served for ever
+        orphan = asyncio.create_task(inbox.collect(0.3, 1))
+        await asyncio.sleep(0.05)
+        newer = asyncio.create_task(inbox.collect(0.6, 2))
+        assert await asyncio.wait_for(orphan, 5) == ([], [])
+        answers, _ = await asyncio.wait_for(newer, 5)
+        assert [number for number, *_ in answers] == [5]
+
+    asyncio.run(scene())
 
 
 def test_a_collection_that_nobody_waits_for_takes_no_answer() -> None:

@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +21,15 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
+from megarl.cluster import asking, rollout_client
 from megarl.cluster import engines as engines_module
-from megarl.cluster import ray_cluster
-from megarl.cluster.engines import ActorDied, EngineGroup
+from megarl.cluster import supervisor as supervisor_module
+from megarl.cluster.asking import ActorDied
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
-from megarl.cluster.supervisor import Watched
+from megarl.cluster.supervisor import EngineSupervisor, Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import Pulse
@@ -320,16 +324,13 @@ def test_a_rank_waits_as_long_as_there_is_progress(
         now[0] += timeout
         return (references, []) if now[0] > 3 else ([], references)
 
-    monkeypatch.setattr(ray_cluster.ray, "get_actor", lambda name: Calls)
-    monkeypatch.setattr(ray_cluster.ray, "wait", wait)
-    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ray_cluster, "PROGRESS_POLL_S", 0.3)
-    monkeypatch.setattr(
-        ray_cluster,
-        "ask",
-        lambda asked, *rest: [None if value == "reference" else value for value in asked.values()],
-    )
-    client = ray_cluster.RolloutClient(0, silence_s=1.0)
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: Calls)
+    monkeypatch.setattr(rollout_client.ray, "wait", wait)
+    monkeypatch.setattr(rollout_client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rollout_client, "PROGRESS_POLL_S", 0.3)
+    monkeypatch.setattr(rollout_client, "ask", lambda asked, *rest: [None for _ in asked])
+    monkeypatch.setattr(rollout_client, "ask_service", lambda call, *rest: call())
+    client = rollout_client.RolloutClient(0, silence_s=1.0)
     if moves:
         assert client.take(4, lambda: None) is None
         assert now[0] > 3
@@ -433,6 +434,7 @@ class FakeRay:
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two engines; `actors` has every actor that was started for it."""
     monkeypatch.setattr(engines_module, "ray", FakeRay)
+    monkeypatch.setattr(asking, "ray", FakeRay)
     actors: list[Actor] = []
 
     def start(number: int) -> Actor:
@@ -493,10 +495,11 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
     def dead(*_: Any) -> list[Any]:
         raise ActorDied("the rollout service died")
 
-    monkeypatch.setattr(ray_cluster.ray, "get_actor", lambda name: Actor())
-    monkeypatch.setattr(ray_cluster.ray, "wait", lambda found, timeout: (found, []))
-    monkeypatch.setattr(ray_cluster, "ask", dead)
-    client = ray_cluster.RolloutClient(0, silence_s=1.0)
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: Actor())
+    monkeypatch.setattr(rollout_client.ray, "wait", lambda found, timeout: (found, []))
+    monkeypatch.setattr(rollout_client, "ask", dead)
+    monkeypatch.setattr(rollout_client, "ask_service", dead)
+    client = rollout_client.RolloutClient(0, silence_s=1.0)
     client.stop.number = 15 if has_stopped else 0
     if has_stopped:
         assert client.take(4, lambda: None) is None and not client.is_early_stop()
@@ -504,6 +507,95 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
         for call in (lambda: client.take(4, lambda: None), client.is_early_stop):
             with pytest.raises(ActorDied):
                 call()
+
+
+def test_ray_that_hangs_does_not_hang_the_end_of_an_engine(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray.kill` has no deadline: where a raylet is stopped, it may never return."""
+    never = threading.Event()
+    monkeypatch.setattr(FakeRay, "kill", lambda actor: never.wait())
+    monkeypatch.setattr(asking, "KILL_S", 0.1)
+    began = time.monotonic()
+    group.kill(1, group.handles[1])
+    assert group.dead == {1} and time.monotonic() - began < 5
+    never.set()
+
+
+def test_ray_that_hangs_ends_a_wait_for_an_engine(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's health is watched by a thread of its own, which no other call of Ray keeps waiting."""
+    never = threading.Event()
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(FakeRay, "wait", lambda *rest, **more: never.wait())
+    health = type("Health", (), {"problem": lambda self: "Ray's head (GCS) hangs"})
+    monkeypatch.setattr(supervisor_module, "RayHealth", health)
+    supervisor = EngineSupervisor(group, stall_s=60.0, start_s=60.0, loads=False)
+    deadline = time.monotonic() + 10
+    while not group.broken and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert group.broken.startswith("Ray's head (GCS) hangs; `--resume auto` goes on")
+    never.set()
+    supervisor.close(5.0)
+
+
+def test_a_service_that_is_away_for_a_moment_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "ray", FakeRay)
+    monkeypatch.setattr(asking, "ASK_AGAIN_S", 0.01)
+    away = ActorUnavailableError("The actor is temporarily unavailable", b"0" * 16)
+    errors: list[Exception | None] = [away, away, None]
+    service = Actor()
+
+    def call() -> Any:
+        service.error = errors.pop(0)
+        return service.progress.remote()
+
+    assert asking.ask_service(call, 1.0, "asking") is None
+    assert errors == [] and len(service.calls) == 3
+    monkeypatch.setattr(asking, "UNREACHABLE_S", 0.05)
+    service.error = away
+    with pytest.raises(ActorDied, match="the rollout service cannot be reached"):
+        asking.ask_service(service.progress.remote, 1.0, "asking")
+
+
+def test_an_engine_that_is_away_since_its_start_is_silent() -> None:
+    engine = Watched("handle", moved_at=0.0, is_away=True)
+    assert engine.problem(9.0, 10.0) == ""
+    assert engine.problem(11.0, 10.0) == "has not said for 11 s that it lives"
+    engine.hears(pulse(5), 12.0)
+    assert engine.problem(23.0, 10.0) == "has made no step for 11 s, with 1 requests open"
+
+
+CLOSES = """
+import os, signal, sys
+from megarl import signals
+from megarl.cluster.ray_cluster import Cluster
+
+class Closing(Cluster):
+    def __init__(self): pass
+    def close(self, *, stop_timeout_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("closed", flush=True)
+
+signals.handle()
+try:
+    with Closing():
+        raise RuntimeError("first")
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_signal_does_not_interrupt_the_end_of_a_run_that_has_failed() -> None:
+    """The other ranks fail once the service is gone, and torchrun then sends SIGTERM."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSES], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\nfirst\n"), done.stderr
 
 
 def test_a_killed_process_leaves_no_shared_memory() -> None:

@@ -16,9 +16,9 @@ import ray
 from service import SimulatedPrompts, heartbeat
 
 from megarl.cluster.mailbox import Inbox, Mailbox, Pace
-from megarl.cluster.ray_cluster import SERVICE
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.cluster.rollout_client import SERVICE
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Pulse

@@ -32,9 +32,10 @@ import ray
 
 from megarl.cluster.mailbox import Inbox, Pace
 from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster, RolloutClient
+from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.cluster.rollout_client import RolloutClient
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig

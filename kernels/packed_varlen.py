@@ -1,11 +1,13 @@
-"""Attention within documents by the package flash-attn, for `training.attention: flash_attn`.
+"""Kernels of attention within documents of different lengths, on a GPU in 16 bit.
 
-    q [T, Hq, D], k and v [T, Hkv, D], documents  ->  out [T, Hq, D]
+    q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1]  ->  out [T, Hq, D]
 
-Two packages have the module `flash_attn`. FlashAttention-4 (`flash-attn-4`, module
-`flash_attn.cute`) runs on compute capability 9 and 10, and is called by torch, whose own kernel it
-replaces in the whole process. FlashAttention-2 (`flash-attn`) is called directly. Where both are
-installed and the GPU fits, it is FlashAttention-4.
+* torch's variable-length flash attention.
+* The package flash-attn, for `training.attention: flash_attn`. Two packages have the module
+  `flash_attn`. FlashAttention-4 (`flash-attn-4`, module `flash_attn.cute`) runs on compute
+  capability 9 and 10, and is called by torch, whose own kernel it replaces in the whole process.
+  FlashAttention-2 (`flash-attn`) is called directly. Where both are installed and the GPU fits, it
+  is FlashAttention-4.
 
 NOT YET RUN ON A GPU: the calls are checked against the signatures, and the arithmetic with a
 replacement on the CPU.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `megarl doctor` asks what is installed before torch can be imported
     import torch
@@ -25,6 +27,29 @@ CAPABILITIES = (9, 10)
 """Major compute capabilities on which torch gives its calls to FlashAttention-4."""
 
 Varlen = Callable[..., "torch.Tensor"]
+
+
+def causal(scale: float) -> dict[str, Any]:
+    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
+    `scale`, of query heads that share key and value heads.
+    """
+    return {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+
+
+def torch_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    """As `packed_attention`, by torch's kernel: CUDA, 16 bit. `starts` [D + 1] int32 as in
+    `Documents`, `longest`: tokens of the longest document.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal(scale))
 
 
 def has_module(name: str) -> bool:
@@ -52,8 +77,6 @@ def varlen_function(capability: tuple[int, int]) -> Varlen:
     chosen = provider(capability)
     if chosen == "FA4":
         from torch.nn.attention import activate_flash_attention_impl
-
-        from megarl.kernels.packed_attention import torch_varlen
 
         activate_flash_attention_impl("FA4")
         return torch_varlen

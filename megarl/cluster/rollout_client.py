@@ -1,0 +1,221 @@
+"""The rollout service as a trainer rank sees it: batches, evaluations, and waits that last as long
+as there is progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from megarl.activity.spans import Span, activity
+from megarl.checkpoints.group_files import segments_of, with_arrays
+from megarl.cluster.asking import ActorDied, ActorUnreachable, ask, ask_service
+from megarl.cluster.mailbox import fetch
+from megarl.rollout.batch import assemble
+from megarl.rollout.evaluation import Evaluated
+from megarl.rollout.waits import PublishAgain
+from megarl.signals import Stop
+from megarl.types import Cursor, Group, Prompt, StepBatch
+
+SERVICE = "rollouts"
+"""Name of the rollout service's actor."""
+
+STOP_POLL_S = 0.2
+"""Seconds between two checks for a stop signal while waiting for the rollout service. An answer
+of the service ends the wait at once."""
+
+SERVICE_TIMEOUT_S = 120.0
+"""Seconds the rollout service has to answer a call that waits for nothing."""
+
+PROGRESS_POLL_S = 5.0
+"""Seconds between two questions whether the rollouts that a rank waits for make progress."""
+
+
+class RolloutClient:
+    """A trainer rank's interface to the rollout service. Every call has a timeout; a call that
+    waits for rollouts has one for the time without progress.
+
+    Once `stop` is set, the service is told to give out no further work, and `take` and `evaluate`
+    return None, on all ranks after the same step.
+    """
+
+    def __init__(self, data_rank: int, *, silence_s: float) -> None:
+        """Find the rollout service in the Ray cluster that this process has joined. `data_rank`:
+        this rank's number on the data axis, whose samples `take` returns. `silence_s`: seconds
+        without progress of the rollouts, after which a wait for them ends with an error
+        (`megarl.config.silence_s`).
+        """
+        self._service = ray.get_actor(SERVICE)
+        self._data_rank, self._silence_s = data_rank, silence_s
+        self.stop = Stop()
+        """Set by a signal that ends the run."""
+
+    def start(self, receipts: Sequence[str] = ()) -> None:
+        """Have the rollout service start to generate, with the weights of these `receipts`."""
+        self._ask(lambda: self._service.start.remote(receipts), "starting rollouts")
+
+    def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
+        """The samples of this rank for `step`; the token arrays are read from Ray's object
+        store. None if the run is to end before that step. `publish_again` publishes the present
+        weights; it is called, on all ranks alike, whenever an engine was replaced meanwhile.
+        """
+        plan = self._ask_unless_stopped(
+            lambda count: self._service.take.remote(step, self._data_rank, count),
+            f"rollouts of step {step + 1}",
+            publish_again,
+        )
+        if plan is None:
+            return None
+        return assemble(plan, partial(fetch, timeout_s=self._silence_s))
+
+    def release(self, step: int, receipts: Sequence[str] = ()) -> None:
+        """Tell the service that `step` is trained and weight version `step + 1`, which has these
+        `receipts`, is on the engines.
+        """
+        release = self._service.release.remote
+        self._ask(lambda: release(step + 1, receipts), f"releasing step {step + 1}")
+
+    def cursor(self, step: int) -> Cursor:
+        """The groups that the first `step` steps have used."""
+        doing = f"reading the prompt cursor after {step} steps"
+        return self._ask(lambda: self._service.cursor.remote(step), doing)
+
+    def unused(self, step: int) -> list[Group]:
+        """The finished groups that the first `step` steps have not used and that this data rank is
+        to write into a checkpoint, with their token arrays.
+        """
+        doing = f"reading the finished groups after {step} steps"
+        groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
+        stored = [part.arrays for part in segments_of(groups)]
+        return with_arrays(groups, fetch(stored, self._silence_s)) if stored else []
+
+    def evaluate(
+        self, temperature: float, name: str, publish_again: Callable[[], object]
+    ) -> Evaluated | None:
+        """Generate and score one response to each held-out problem: (metrics, transcripts). None if
+        the run is to end. `publish_again`: see `take`.
+        """
+        return self._ask_unless_stopped(
+            lambda count: self._service.evaluate.remote(temperature, name, count),
+            f"responses of evaluation '{name}'",
+            publish_again,
+        )
+
+    def stop_early(self) -> None:
+        """End the run on all ranks after the present step: its metric is good enough."""
+        self._ask(lambda: self._service.interrupt.remote(True), "stopping early")
+
+    def is_early_stop(self) -> bool:
+        """Whether `stop_early`, and no signal, has ended the run."""
+        try:
+            return self._ask(self._service.is_early_stop.remote, "asking why the run ended")
+        except ActorDied:
+            if self.stop:  # see `_ask_unless_stopped`
+                return False
+            raise
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        name: str,
+        *,
+        takes_failures: bool = False,
+    ) -> Any:
+        """Ask for one scored response to each problem, without waiting; see `collect`.
+        `takes_failures`: failed verdicts are returned, however many.
+        """
+        return self._service.answers.remote(list(prompts), temperature, name, takes_failures)
+
+    def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
+        """Wait for evaluation results. `pending` are what calls of `answers` returned.
+
+        Yields one list of records per call, in the order of the calls.
+        """
+        for reference in pending:
+            with self._wait("responses") as span:
+                watch = self._progress_watch(span)
+                while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                    watch()
+            found = {"the rollout service": reference}
+            yield ask(found, SERVICE_TIMEOUT_S, "collecting responses")[0]
+
+    def _ask_unless_stopped(
+        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
+    ) -> Any:
+        """The answer to `call`, which gets the number of publications so far; before and while
+        waiting, tells the service if the run is to end. None if the service is dead by then:
+        torchrun passes a signal on to Ray's processes too, which may end before this one.
+        """
+        try:
+            return self._answer(call, what, publish_again)
+        except ActorDied:
+            if self.stop:
+                return None
+            raise
+
+    def _answer(
+        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
+    ) -> Any:
+        """As `_ask_unless_stopped`; raises `ActorDied` if the service is dead."""
+        told, count, reference = False, 0, None
+        with self._wait(what) as span:
+            watch = self._progress_watch(span)
+            while True:
+                if self.stop and not told:
+                    self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
+                    told = True
+                reference = reference or call(count)
+                if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                    watch()
+                    continue
+                try:
+                    found = {"the rollout service": reference}
+                    answer = ask(found, SERVICE_TIMEOUT_S, f"waiting for {what}")[0]
+                except ActorUnreachable:  # asked again, unless it stays away
+                    self._ask(self._service.progress.remote, f"waiting for {what}")
+                    reference = None
+                    continue
+                if not isinstance(answer, PublishAgain):
+                    return answer
+                publish_again()
+                reference, count, watch = None, count + 1, self._progress_watch(span)
+
+    def _wait(self, what: str) -> Span:
+        """A context manager that records a wait for the rollout service."""
+        return activity(what, kind="wait", of="service", deadline_s=self._silence_s)
+
+    def _progress_watch(self, span: Span) -> Callable[[], None]:
+        """A function to call in the wait `span` for rollouts: raises `RuntimeError` once they have
+        made no progress for `silence_s` seconds.
+        """
+        span.moved()
+        progress, moved_at = -1, time.monotonic()
+        asked_at = moved_at
+
+        def watch() -> None:
+            nonlocal progress, moved_at, asked_at
+            if time.monotonic() < asked_at + PROGRESS_POLL_S:
+                return
+            found = self._ask(self._service.progress.remote, f"waiting for {span.what}")
+            asked_at = time.monotonic()
+            if found != progress:
+                progress, moved_at = found, asked_at
+                span.moved()
+            elif asked_at - moved_at > self._silence_s:
+                raise RuntimeError(
+                    f"no engine has made a step and no response was judged for {self._silence_s:g}"
+                    f" s, while this rank waited for {span.what}; look at run.log for what engines"
+                    " and environment printed last"
+                )
+
+        return watch
+
+    def _ask(self, call: Callable[[], Any], doing: str) -> Any:
+        """The service's answer to `call`, which may be asked twice; see `ask_service`."""
+        with activity(doing, kind="wait", of="service", deadline_s=SERVICE_TIMEOUT_S, quiet=True):
+            return ask_service(call, SERVICE_TIMEOUT_S, doing)
