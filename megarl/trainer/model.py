@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from megarl.kernels.linear import linear
 from megarl.kernels.logprobs import VocabularyShard
-from megarl.kernels.packed_attention import Documents, packed_attention
+from megarl.kernels.packed_attention import Documents, PackedBackend, packed_attention
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
@@ -81,7 +81,7 @@ class RoleModel(nn.Module):
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
         self.sequence = training.sequence
-        self.attention = training.attention
+        self.attention: PackedBackend = training.attention
         by_autotp = training.tensor_backend == "autotp"
         self.shards = (
             shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
