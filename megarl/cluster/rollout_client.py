@@ -56,7 +56,9 @@ class RolloutClient:
 
     def start(self, receipts: Sequence[str] = ()) -> None:
         """Have the rollout service start to generate, with the weights of these `receipts`."""
-        self._ask(lambda: self._service.start.remote(receipts), "starting rollouts")
+        # Not asked twice: a service starts once.
+        started = {"the rollout service": self._service.start.remote(receipts)}
+        ask(started, SERVICE_TIMEOUT_S, "starting rollouts")
 
     def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
         """The samples of this rank for `step`; the token arrays are read from Ray's object
