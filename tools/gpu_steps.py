@@ -18,6 +18,7 @@ PYTEST = ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 TESTED = (
     "tests/unit/test_attention_sizes.py",
+    "tests/unit/test_kernels.py",
     "tests/unit/test_triton.py",
     "tests/distributed/test_zero_stages.py",
     "tests/system/test_engine.py",
@@ -56,6 +57,15 @@ STEPS = (
         limit_s=90,
         reads="json",
         rehearsal=("{python}", "-m", "megarl", "doctor", "--json"),
+    ),
+    Step(
+        "attention of whole rows",
+        "torch's and flash-attn's kernels of variable length against float64; float32's memory",
+        (*PYTEST, "tests/unit/test_kernels.py", "-m", "gpu"),
+        expected_s=30,
+        limit_s=120,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/unit/test_kernels.py", "-m", "not gpu"),
     ),
     Step(
         "kernels in bfloat16",
