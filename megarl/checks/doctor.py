@@ -26,7 +26,7 @@ from megarl.checks.machine import (
     check_memory,
     check_shared_memory,
 )
-from megarl.checks.programs import check_sandbox
+from megarl.checks.programs import check_isolation, check_sandbox
 from megarl.checks.software import (
     check_accelerated,
     check_compiler,
@@ -58,6 +58,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "CUDA toolkit": check_toolkit,
     "Hugging Face hub": check_hub,
     "sandbox for programs": check_sandbox,
+    "isolation of verifiers": check_isolation,
     "left-over processes": check_leftovers,
 }
 """{name: function of a check}, in the order in which the results are printed."""

@@ -10,6 +10,7 @@ from megarl.checks.findings import Finding
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.code_tests import COLUMNS, BadTests, read_tests
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.isolation import landlock_version
 from megarl.environments.sandbox import Sandbox
 from megarl.environments.verifiers import named
 from megarl.parallel import launcher
@@ -56,6 +57,16 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
             read_tests(prompt.fields, column)
         except BadTests as error:
             raise ValueError(f"environment.verifier 'code': row {prompt.index}: {error}") from None
+
+
+def check_isolation() -> list[Finding]:
+    """Whether the process of a user's verifier can be kept from looking into other processes."""
+    version = landlock_version()
+    if not version:
+        found = "this kernel has no Landlock: verifiers can read what is in other processes"
+        fix = "Linux 5.13 or newer, with landlock in the kernel's parameter lsm="
+        return [Finding("isolation of verifiers", "warn", found, fix)]
+    return [Finding("isolation of verifiers", "ok", f"Landlock {version}")]
 
 
 def check_sandbox() -> list[Finding]:

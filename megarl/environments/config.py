@@ -229,6 +229,10 @@ class EnvironmentConfig:
     memory_limit_mib: Annotated[int | None, Range(64, 2**24)] = None
     """Memory of a worker process in MiB (Linux); a verifier that asks for more fails. None: 512 for
     a built-in verifier, no limit for a user's file."""
+    isolate: bool = True
+    """Whether the process of a file of yours, or of tools, is kept from reading the environment
+    variables and memory of other processes, and from signals to them (Linux with Landlock). Set it
+    to false if your code starts programs that change the user, such as sudo or rootless Podman."""
     start_limit_s: Annotated[float, Range(0.01, 86400.0)] = 60.0
     """Time limit of a session's start, in seconds; beyond it the sample counts as a failure."""
     max_failure_share: Annotated[float, Range(0.0, 1.0)] = 0.5

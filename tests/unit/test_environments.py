@@ -5,6 +5,7 @@ sample only.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from support.environments import run
 
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
+from megarl.environments.isolation import SCOPES_SINCE, landlock_version
 from megarl.environments.mathematics import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
 from megarl.environments.verifier_config import (
@@ -463,3 +465,51 @@ def test_a_verifier_does_not_get_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     )
     (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy"), "anything")
     assert found.failure == "error" and "PATH" in found.detail and "hush" not in found.detail
+
+
+SPY = """import os, subprocess
+def spy(prompt, response):
+    kept = []
+    for name, act in {
+        "environ": lambda: open(f"/proc/{os.getppid()}/environ", "rb").read(),
+        "memory": lambda: open(f"/proc/{os.getppid()}/mem", "rb").close(),
+        "files": lambda: os.readlink(f"/proc/{os.getppid()}/fd/0"),
+        "own": lambda: open("/proc/self/environ", "rb").read(),
+        "child": lambda: subprocess.run(
+            ["cat", f"/proc/{os.getppid()}/environ"], check=True, capture_output=True
+        ),
+        "signal": lambda: os.kill(os.getppid(), 0),
+    }.items():
+        try:
+            act()
+        except (OSError, subprocess.CalledProcessError):
+            kept.append(name)
+    raise RuntimeError(f"kept: {kept}")
+"""
+
+
+@pytest.mark.skipif(landlock_version() < SCOPES_SINCE, reason="needs Landlock of Linux 6.12")
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_verifier_cannot_look_into_other_processes(tmp_path: Path, isolate: bool) -> None:
+    """Secrets of the run are in the environment variables of the processes beside it."""
+    file = tmp_path / "spy.py"
+    file.write_text(SPY)
+    (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy", isolate=isolate), "anything")
+    kept = ["environ", "memory", "files", "child", "signal"] if isolate else []
+    assert f"kept: {kept}" in found.detail
+
+
+@pytest.mark.skipif(landlock_version() < SCOPES_SINCE, reason="needs Landlock of Linux 6.12")
+def test_an_isolated_process_can_use_the_sandbox(tmp_path: Path) -> None:
+    """A mixture of a user's verifier and `code`: mounts in namespaces go on working."""
+    program = """
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.isolation import enter_own_domain
+from megarl.environments.sandbox import Sandbox
+assert enter_own_domain(mounts=True)
+sandbox = Sandbox(CodeConfig(sandbox='namespaces'))
+print(sandbox.run("stdin", "print(6 * 7)", [""], total_s=10.0)[0]["output"])
+sandbox.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert base64.b64encode(b"42\n").decode() in done.stdout, done.stderr + done.stdout

@@ -1,0 +1,87 @@
+"""A process whose code nobody vouches for cannot look into the other processes of its user.
+
+Linux lets a process read the environment variables, memory and open files of every process of the
+same user, through /proc and ptrace. A Landlock domain (landlock(7)) ends that: from inside, only
+processes of the same domain can be looked into, and, from Linux 6.12 on, only they can get signals.
+The domain needs no privileges, holds for root too, and passes on to every child process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+
+CREATE_RULESET, RESTRICT_SELF = 444, 446
+"""Numbers of the system calls, the same on every architecture."""
+ASK_VERSION = 1
+SET_NO_NEW_PRIVILEGES, DROP_BOUNDING = 38, 24
+LOOKING = (21, 38)
+"""CAP_SYS_ADMIN and CAP_PERFMON, with either of which newer kernels (6.18, not 6.1) let a process
+read the environment variables of any other, Landlock or not."""
+CAPABILITY_VERSION = 0x20080522
+MAKE_BLOCK_DEVICES = 1 << 11
+"""The right to make block device files: a domain has to restrict something."""
+SCOPE_SIGNALS = 1 << 1
+"""Signals go to processes of the domain only."""
+SCOPES_SINCE = 6
+"""First version of Landlock that can restrict signals (Linux 6.12). A domain that restricts them
+leaves files alone, so that mounts stay possible in a namespace of the process's own."""
+
+
+def landlock_version() -> int:
+    """Version of Landlock in this kernel, from 1; 0 without it (before Linux 5.13, or off)."""
+    if sys.platform != "linux":
+        return 0
+    found = ctypes.CDLL(None, use_errno=True).syscall(CREATE_RULESET, None, 0, ASK_VERSION)
+    return max(0, found)
+
+
+def enter_own_domain(*, mounts: bool) -> bool:
+    """Put this thread, and what it starts from now on, into a Landlock domain of its own. Returns
+    False, and changes nothing, where the kernel cannot.
+
+    Programs that change the user when they start (sudo, newuidmap) no longer do so, and root loses
+    the capabilities `LOOKING`, but not with `mounts`. `mounts`: whether the process is to make
+    mounts in namespaces, as the sandbox of the verifier `code` does; before Linux 6.12 no domain
+    allows that. Raises `OSError` if the kernel refuses.
+    """
+    version = landlock_version()
+    has_scopes = version >= SCOPES_SINCE
+    if not version or (mounts and not has_scopes):
+        return False
+    fields = (0, 0, SCOPE_SIGNALS) if has_scopes else (MAKE_BLOCK_DEVICES,)
+    rules = struct.pack(f"{len(fields)}Q", *fields)
+    libc = ctypes.CDLL(None, use_errno=True)
+    ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    _check(ruleset, "landlock_create_ruleset")
+    try:
+        _check(libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    finally:
+        os.close(ruleset)
+    if not mounts:
+        _drop_looking(libc)
+    return True
+
+
+def _drop_looking(libc: ctypes.CDLL) -> None:
+    """Give up the capabilities `LOOKING` for good, as far as this process has them."""
+    for number in LOOKING:  # refused without CAP_SETPCAP: then there is nothing to regain either
+        libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
+    head = struct.pack("Ii", CAPABILITY_VERSION, 0)
+    found = ctypes.create_string_buffer(24)
+    _check(libc.capget(head, found), "capget")
+    # Effective, permitted and inheritable, first their low 32 bits, then their high ones.
+    words = list(struct.unpack("6I", found.raw))
+    for number in LOOKING:
+        for part in range(3):
+            words[number // 32 * 3 + part] &= ~(1 << number % 32)
+    _check(libc.capset(head, struct.pack("6I", *words)), "capset")
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
