@@ -16,6 +16,7 @@ class CpuOperator:
     """
 
     upcasts = True
+    masks_are_cheap = True
 
     def forward(
         self,

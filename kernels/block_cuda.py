@@ -56,6 +56,7 @@ class FlashOperator:
     """`Operator` for `aten::_flash_attention_forward`, which supports GQA; tensors [B, L, H, D]."""
 
     upcasts = False
+    masks_are_cheap = False
 
     def forward(
         self,
@@ -129,6 +130,7 @@ class CudnnOperator:
     """
 
     upcasts = False
+    masks_are_cheap = False
     _stats_dims = 4
     """Dimensions of the log-sum-exp from forward, [B, H, L] or [B, H, L, 1] depending on torch's
     version; backward must get the same."""

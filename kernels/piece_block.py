@@ -23,6 +23,9 @@ class Operator(Protocol):
 
     upcasts: bool
     """Whether inputs are first converted to the dtype of the sums (float32 or float64)."""
+    masks_are_cheap: bool
+    """Whether a call with an explicit mask takes about as long as one without. A tile of a sliding
+    window is then one such call; otherwise it is split, so that most of it needs no mask."""
 
     def forward(
         self,
@@ -126,7 +129,12 @@ class PieceBlock:
         if query_order is not None:
             index, starts = index[query_order], starts[query_order]
         in_order = keys.index if key_order is None else keys.index[key_order]
-        spans, limits = spans_of(index.contiguous(), starts.contiguous(), in_order.contiguous())
+        spans, limits = spans_of(
+            index.contiguous(),
+            starts.contiguous(),
+            in_order.contiguous(),
+            masks_are_cheap=self.operator.masks_are_cheap,
+        )
         if not spans:
             return None
         query_order, key_order = (

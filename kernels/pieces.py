@@ -31,7 +31,8 @@ BATCH_SCORES = 2**20
 """Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
 BAND_TILE = 512
 """Maximum number of queries in a tile of a band; a quarter of the band's width where that is less.
-The tile's triangle at the lower edge of the band is computed as a square."""
+The tile's triangle at the lower edge of the band is computed as a square. Where masks are cheap, a
+tile has `TILE` queries and is one call instead of three."""
 SIDE_RATIO = 1.25
 """Approximate maximum ratio between the lengths of regions in a batch; bounds the padding."""
 
@@ -153,12 +154,14 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
     yield from tiles(len(rows))
 
 
-def _bands(rows: list[int], first: list[int], upto: list[int]) -> Iterator[Span]:
+def _bands(
+    rows: list[int], first: list[int], upto: list[int], masks_are_cheap: bool
+) -> Iterator[Span]:
     """The regions of queries whose first key changes from query to query. Arguments: as of
-    `_stretches`.
+    `_stretches` and `spans_of`.
     """
     width = max(u - f for f, u in zip(first, upto, strict=True))
-    most = max(TILE, min(BAND_TILE, width // 4))
+    most = TILE if masks_are_cheap else max(TILE, min(BAND_TILE, width // 4))
     a = 0
     while a < len(rows):
         b, direction = a + 1, 0
@@ -169,7 +172,7 @@ def _bands(rows: list[int], first: list[int], upto: list[int]) -> Iterator[Span]
             direction, b = direction or step, b + 1
         low, high = min(first[a:b]), upto[b - 1]
         inner_low, inner_high = max(first[a:b]), upto[a]
-        if inner_low >= inner_high:
+        if inner_low >= inner_high or (masks_are_cheap and (low, high) != (inner_low, inner_high)):
             yield Span(rows[a], rows[b - 1] + 1, low, high, "stairs")
         else:
             yield Span(rows[a], rows[b - 1] + 1, inner_low, inner_high, "full")
@@ -185,19 +188,20 @@ def _bands(rows: list[int], first: list[int], upto: list[int]) -> Iterator[Span]
 
 
 def spans_of(
-    queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor
+    queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor, *, masks_are_cheap: bool
 ) -> tuple[list[Span], Limits]:
     """Split an attention problem into regions whose mask is full, causal, or neither (see
     `Span.kind`). Pairs of query and key outside the regions are not attended to.
 
     `queries` and `keys` are ascending positions. `starts` [Lq]: the first position that each query
-    attends to; the last one is its own. Returns the regions and the range of each query's keys.
+    attends to; the last one is its own. `masks_are_cheap`: see `Operator` in `piece_block`. Returns
+    the regions and the range of each query's keys.
     """
     limits = Limits(torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True))
     seen = (limits.upto > limits.first).nonzero()[:, 0]
     rows, first, upto = seen.tolist(), limits.first[seen].tolist(), limits.upto[seen].tolist()
     if any(f1 != f0 and f1 < u0 for f0, f1, u0 in zip(first, first[1:], upto, strict=False)):
-        return list(_bands(rows, first, upto)), limits
+        return list(_bands(rows, first, upto, masks_are_cheap)), limits
     spans = []
     for a, b in _stretches(first, upto, rows):
         # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
@@ -225,10 +229,20 @@ def _mask(span: Span, limits: Limits) -> torch.Tensor:
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _single(span: Span, limits: Limits) -> Piece:
-    """The kernel call for one region of queries and keys."""
-    mask = _mask(span, limits)[None, None] if span.kind in MASKED else None
-    return Piece(slice(span.q0, span.q1), slice(span.k0, span.k1), span.kind == "causal", mask)
+Masks = dict[tuple[int, bytes, bytes], torch.Tensor]
+"""Masks [1, 1, n, m] of regions by what they depend on: the tiles of a band share one."""
+
+
+def _single(span: Span, limits: Limits, masks: Masks) -> Piece:
+    """The kernel call for one region of queries and keys. `masks`: those made before."""
+    mask, rows = None, slice(span.q0, span.q1)
+    if span.kind in MASKED:
+        first, upto = ((x[rows] - span.k0).numpy().tobytes() for x in limits)
+        key = (span.k1 - span.k0, first, upto)
+        if key not in masks:
+            masks[key] = _mask(span, limits)[None, None]
+        mask = masks[key]
+    return Piece(rows, slice(span.k0, span.k1), span.kind == "causal", mask)
 
 
 def _batched(spans: list[Span], limits: Limits) -> Piece:
@@ -263,11 +277,11 @@ def _batched(spans: list[Span], limits: Limits) -> Piece:
 def pieces_of(spans: list[Span], limits: Limits) -> list[Piece]:
     """Kernel calls for all regions `spans`; small ones of similar shape are batched."""
     groups: dict[tuple[str, int, int], list[Span]] = {}
-    pieces = []
+    pieces, masks = list[Piece](), Masks()
     for span in spans:
         n, m = span.shape
         if n * m > SMALL_SCORES:
-            pieces.append(_single(span, limits))
+            pieces.append(_single(span, limits, masks))
         else:
             key = (
                 span.kind,
@@ -280,5 +294,6 @@ def pieces_of(spans: list[Span], limits: Limits) -> list[Piece]:
         most = max(1, BATCH_SCORES // area)
         for start in range(0, len(group), most):
             some = group[start : start + most]
-            pieces.append(_single(some[0], limits) if len(some) == 1 else _batched(some, limits))
+            one = len(some) == 1
+            pieces.append(_single(some[0], limits, masks) if one else _batched(some, limits))
     return pieces

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.weight_sync.differences import (
-    head_width_difference,
     no_difference,
     output_bias_difference,
+    qwen2_difference,
+    qwen3_difference,
     untied_difference,
 )
 from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec, Section
@@ -93,11 +94,11 @@ _SPARSE = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_QWEN, qkv_bias=True, differs=head_width_difference),
+    "qwen2": Family(_QWEN, qkv_bias=True, differs=qwen2_difference),
     "qwen3": Family(
         _QWEN | {"head_dim": 128, "attention_bias": False},
         head_norms=True,
-        differs=output_bias_difference,
+        differs=qwen3_difference,
     ),
     "llama": Family(
         _LLAMA | {"attention_bias": False, "mlp_bias": False},
@@ -138,6 +139,15 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """{model_type of config.json: its family}"""
+
+WITHOUT_TABLE = {
+    **dict.fromkeys(
+        ("olmo", "olmo2", "olmo3", "smollm3"),
+        "vLLM has no implementation of its own for it, only its transformers backend",
+    ),
+    "gpt_oss": "its layers are mixtures of experts, which are not trained here",
+}
+"""{model type that is known to have no table: why}"""
 
 _OTHER_NAMES = {"num_local_experts": "num_experts"}
 """{name that newer versions of transformers write: name in `Family.defaults`}"""
@@ -219,8 +229,9 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None or "text_config" in config:
+        why = f" ({WITHOUT_TABLE[str(kind)]})" if kind in WITHOUT_TABLE else ""
         raise ValueError(
-            f"model type {kind} has no parameter table, so its weights cannot be resharded to"
+            f"model type {kind} has no parameter table{why}, so its weights cannot be resharded to"
             " engines; add an entry to FAMILIES in megarl/weight_sync/families.py (known:"
             f" {', '.join(FAMILIES)}; text only)"
         )

@@ -49,18 +49,9 @@ def write_model(
         | changes
     )
     torch.manual_seed(seed)
-    made = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "gemma2": transformers.Gemma2Config,
-        "gemma3_text": transformers.Gemma3TextConfig,
-        "granite": transformers.GraniteConfig,
-        "phi3": transformers.Phi3Config,
-    }[kind]
+    made = transformers.CONFIG_MAPPING[kind]
     if kind == "mistral":
-        sizes["sliding_window"] = None
+        sizes.setdefault("sliding_window", None)
     model = transformers.AutoModelForCausalLM.from_config(made(**sizes), dtype=torch.float32)
     if biases:
         for vector in (parameter for parameter in model.parameters() if parameter.dim() == 1):

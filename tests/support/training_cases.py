@@ -74,7 +74,9 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         total_steps=STEPS,
         seed=1,
     )
-    reports, logprobs, entropies = [], [], []
+    reports, logprobs, entropies, met = [], [], [], []
+    first_layer = policy.engine.module.model.base_model.layers[0]
+    first_layer.register_forward_pre_hook(lambda _, inputs: met.append(inputs[0].shape[1]))
     for step in range(STEPS):
         made = groups(*case.get("groups", (3, 3)), seed=step, prompts=case.get("prompts", (1, 7)))
         dealt = shares(
@@ -94,7 +96,13 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
         logprobs.append(ours.double().cpu())
         entropies.append(theirs.double().cpu())
+        met.clear()
         reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
+        # Some algorithms, and later mini-batches, are scored before they are trained.
+        passes_once = not case.keys() & {"algorithm", "num_mini_batches"}
+        recomputes = case.get("training", {}).get("gradient_checkpointing", False)
+        if mesh.world.size == 1 and passes_once and not recomputes:
+            assert sum(met) == reports[-1]["tokens/computed"]
     weights = {
         name: tensor.detach().double().clone().cpu() for name, tensor in policy.engine.weights()
     }

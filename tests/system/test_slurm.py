@@ -1,10 +1,14 @@
 """`sbatch launch/dapo_14b.sh` on a real Slurm cluster of two nodes: Ray and a rank on both, an engine on the
 second. A job is cancelled; the next one is preempted, loses a node, and then trains to its end.
+
+Set MEGARL_SLURM_QUICKSTART to the folder of a finished quick start (runs/quickstart) to train its second stage
+on the two nodes too, preempted half-way; that takes minutes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.commands import megarl, records, tiny_run, write_recipe
 from support.slurm import Cluster, missing
 from support.tiny import write_model
@@ -21,6 +26,7 @@ from support.tiny import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6
 """Steps of a run that something else ends."""
+ROOT = Path(__file__).resolve().parents[2]
 STARTED_WITHIN_S = 300.0
 ENDED_WITHIN_S = 150.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -153,6 +159,37 @@ def test_a_job_survives_preemption_and_a_dead_node(cluster: Cluster, place: Path
     )
     logs = {path.name for path in (place / "run" / "logs" / f"{job}-2").iterdir()}
     assert logs == {"node0-ray.log", "node1-ray.log", "node1-ranks.log"}
+
+
+@pytest.mark.skipif(
+    "MEGARL_SLURM_QUICKSTART" not in os.environ, reason="takes minutes; see the top"
+)
+def test_the_quick_start_learns_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """The quick start's second stage, with a rank on each node and a preemption half-way."""
+    made = Path(os.environ["MEGARL_SLURM_QUICKSTART"]).resolve()
+    tree = yaml.safe_load((ROOT / "launch" / "recipes" / "quickstart.yaml").read_text())
+    tree |= {"folder": str(tmp_path / "run"), "resume": "auto"}
+    tree["model"]["path"] = str(made / "sft" / "checkpoints" / "step_000800" / "model")
+    tree["prompts"]["source"] = str(made / "data" / "train.jsonl")
+    tree["evaluation"]["prompts"]["source"] = str(made / "data" / "held_out.jsonl")
+    tree["training"]["layout"] = {"data": 2}
+    tree["weight_sync"] = {"transport": "point_to_point"}
+    write_recipe(tmp_path / "recipe.yaml", tree)
+    log = tmp_path / "job.log"
+    job = submit(cluster, tmp_path, "job")
+    wait_for_steps(cluster, tmp_path, log, job, tree["steps"] // 2)
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    cluster.run(*urgent, f"--output={tmp_path}/urgent.log", "--wrap=hostname")
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "requeue", log, ENDED_WITHIN_S)
+    wait_for(lambda: cluster.job(job)["JobState"] in OVER, "end", log, timeout_s=900)
+    assert cluster.job(job)["JobState"] == "COMPLETED", log.read_text()[-5000:]
+    nothing_is_left(cluster, log, "node0", "node1")
+    found = records(tmp_path / "run" / "evaluations.jsonl")
+    accuracy = [one["eval/accuracy"] for one in found if "eval/accuracy" in one]
+    print(f"greedy accuracy {accuracy[0]} before, {accuracy[-1]} after; {log.read_text()[-600:]}")
+    assert accuracy[0] < 0.5 and accuracy[-1] > 0.95
+    assert steps(tmp_path) == list(range(1, tree["steps"] + 1))
+    assert megarl("ledger", str(tmp_path / "run")).code == 0
 
 
 def engine_hosts(place: Path) -> list[str]:

@@ -172,6 +172,10 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
                 r" qwen2, "
             ),
         ),
+        (
+            {"model_type": "olmo2"},
+            r"olmo2 has no parameter table \(vLLM has no implementation of its",
+        ),
         ({}, "model type None has no parameter table"),
         (
             {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
@@ -190,11 +194,36 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
             {"model_type": "qwen2", "head_dim": 64},
             "head_dim is 64, but vLLM takes hidden_size / num_attention_heads",
         ),
+        *(
+            ({"model_type": kind, "use_sliding_window": True, **windows}, "sliding window in part")
+            for kind in ("qwen2", "qwen3")
+            for windows in (
+                {"max_window_layers": 2},
+                {
+                    "num_hidden_layers": 2,
+                    "max_window_layers": 2,
+                    "layer_types": ["sliding_attention", "full_attention"],
+                },
+            )
+        ),
     ],
 )
 def test_what_engines_would_compute_wrongly_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parameter_table(config)
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 32},
+        {"use_sliding_window": False, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2},
+    ],
+)
+def test_a_window_in_all_layers_or_in_none_is_published(windows: dict[str, Any]) -> None:
+    assert parameter_table({"model_type": "qwen2", **windows})
 
 
 @pytest.mark.parametrize(
