@@ -18,6 +18,10 @@ from typing import NamedTuple
 ATTENTION_TOKENS = 4096.0
 """Sequence length at which attention costs about as much per token as the linear layers."""
 
+MOST_BOUNDED = 16
+"""Largest number of samples a packed sequence by which the number of packed sequences is bounded
+from below before one is tried."""
+
 GAIN = 0.02
 """The samples of a family are divided into more parts, for more ranks, only if that lowers the
 largest work of a rank by this share."""
@@ -66,6 +70,9 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
     order = sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))
     # The part of a sample beyond the budget fills no other row.
     count = max(at_least, -(-sum(min(length, budget) for length in lengths) // budget), 1)
+    for most in range(1, MOST_BOUNDED + 1):  # samples of which a row has room for so many only
+        large = sum(length * (most + 1) > budget for length in lengths)
+        count = max(count, -(-large // most))
     while True:
         # The least filled row first, so that rows and hence ranks are even; if a sample does not
         # fit, start again with one row more.
@@ -172,12 +179,32 @@ class FamilyBalance:
             [chunk for family in self._families(one) for chunk in self._fitting(family, budget)]
             for one in dealt
         ]
-        packed = rows_in_step([[self.tokens(c) for c in one] for one in chunks], budget)
+        lengths = [[self.tokens(chunk) for chunk in one] for one in chunks]
+        packed = rows_in_step(lengths, budget)
+        if not self._fit(chunks, packed, budget):
+            # Together, parts of a family may save too little for their prefix to be computed once.
+            # They then have at most `saves` more tokens of their own than when it was.
+            packed = rows_in_step(lengths, int(budget * (1 - min(self.saves, 1.0))))
         found = []
         for mine, own, made in zip(dealt, chunks, packed, strict=True):
             place = {number: position for position, number in enumerate(mine)}
             found.append([sorted(place[n] for c in row for n in own[c]) for row in made])
         return found
+
+    def _fit(
+        self,
+        chunks: Sequence[Sequence[list[int]]],
+        packed: Sequence[Sequence[Sequence[int]]],
+        budget: int,
+    ) -> bool:
+        """Whether no packed sequence of several `chunks` has more than `budget` tokens. Both are by
+        rank; `packed` has indices into the rank's chunks.
+        """
+        return all(
+            len(row) < 2 or self.tokens(n for c in row for n in own[c]) <= budget
+            for own, made in zip(chunks, packed, strict=True)
+            for row in made
+        )
 
     def _families(self, members: Iterable[int]) -> list[list[int]]:
         """`members` by family; a sample is alone if it has none, or if nothing is computed once for

@@ -36,9 +36,9 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
         f" training.layout.sequence = {wanted.sequence}; set it to a divisor",
     )
     require(
-        wanted.sequence > 1 or training.sequence == SequenceConfig(),
-        "training.sequence has settings, but training.layout.sequence is 1, where they do nothing;"
-        " leave them out, or set training.layout.sequence above 1",
+        wanted.sequence > 1 or training.sequence == SequenceConfig(block=training.sequence.block),
+        "training.sequence has settings besides block, but training.layout.sequence is 1, where"
+        " they do nothing; leave them out, or set training.layout.sequence above 1",
     )
     require(
         wanted.sequence == 1

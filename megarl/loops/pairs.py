@@ -10,7 +10,7 @@ each rank then weighs its part with that derivative. No collective has to be dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,7 +166,19 @@ def _units(even: FamilyBalance, together: int) -> FamilyBalance:
         units.append(
             sizes[0]._replace(length=even.tokens(members)) if is_one else Size(even.tokens(members))
         )
-    return FamilyBalance(units, even.saves)
+    return _Units(units, even, together)
+
+
+class _Units(FamilyBalance):
+    """The balance of units, which counts the tokens of their samples."""
+
+    def __init__(self, units: Sequence[Size], even: FamilyBalance, together: int) -> None:
+        super().__init__(units, even.saves)
+        self._even, self._together = even, together
+
+    def tokens(self, members: Iterable[int]) -> int:
+        parts = range(self._together)
+        return self._even.tokens(n * self._together + part for n in members for part in parts)
 
 
 def totals(

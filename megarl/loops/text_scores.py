@@ -87,7 +87,13 @@ class TextScorer:
         found: list[float] = []
         for first in range(0, len(texts), AT_ONCE):
             part = texts[first : first + AT_ONCE]
-            samples = Samples.concatenate([Samples.one(n, ids) for n, ids in enumerate(part)])
+            # The score is at the last token alone, so that texts share all before where they agree.
+            samples = Samples.concatenate(
+                [
+                    Samples.one(n, ids, mask=[False] * (len(ids) - 1) + [True])
+                    for n, ids in enumerate(part)
+                ]
+            )
             found += _scores(self._role, samples).tolist()
         return found
 

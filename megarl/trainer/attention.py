@@ -77,6 +77,16 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         )
 
 
+def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
+    """[layers] the sliding window of each layer in tokens, or None for a layer without."""
+    text = config.get_text_config()
+    window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return [window] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def prove_attention(model: PreTrainedModel) -> None:
     """Raise `ValueError` unless every layer of `model` computes its attention by megarl's function.
     The model is on the meta device; no weights are needed.

@@ -78,8 +78,9 @@ class SequenceConfig:
     """Which tokens each rank holds. auto chooses, for each packed sequence, the way with the most
     even work."""
     block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
-    """Kernel that computes attention between the tokens of two ranks. auto is triton on GPUs and
-    cpu elsewhere; flash and cudnn are torch's kernels."""
+    """Kernel of attention between the tokens of two ranks, and on one rank too of attention with
+    shared prefixes, within a sliding window, with a soft cap or with sinks. auto is triton on GPUs
+    and cpu elsewhere; flash and cudnn are torch's kernels."""
 
 
 @config

@@ -22,7 +22,7 @@ from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import whole_shapes
-from megarl.trainer.attention import Attend
+from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.heads import (
@@ -80,6 +80,8 @@ class RoleModel(nn.Module):
         refuse_head(model)
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
+        self.windows = layer_windows(model.config)
+        """[layers] the sliding window of each layer in tokens, or None."""
         self.sequence = training.sequence
         self.attention: PackedBackend = training.attention
         by_autotp = training.tensor_backend == "autotp"

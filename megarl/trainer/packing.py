@@ -6,6 +6,7 @@ Samples  ->  MicroBatch of T = sum of their lengths, less what is shared  ->  th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -81,9 +82,11 @@ def pack_shared(
     how: str = "auto",
     places: np.ndarray | None = None,
     share: SharePrefix = "off",
+    windows: Sequence[int | None] = (),
 ) -> MicroBatch:
     """Like `pack`, but each sequence-parallel rank keeps only its tokens. All ranks pass the same
-    samples.
+    samples. `windows`: the sliding window of each layer of the model, or None; empty where no layer
+    has one.
 
     Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
     tokens for each rank is appended to the packed sequence.
@@ -91,13 +94,13 @@ def pack_shared(
     if axis.size == 1:
         return pack(samples, device, places, share)
     whole = pack(samples, device, places, share)
-    indices = _cut(whole, axis.size, how)
+    indices = _cut(whole, axis.size, how, windows)
     if not all(len(index) for index in indices):
         filler = padding(2 * axis.size)
         if places is not None:
             places = np.concatenate([places, np.zeros(filler.offsets[-1], np.int64)])
         whole = pack(Samples.concatenate([samples, filler]), device, places, share)
-        indices = _cut(whole, axis.size, how)
+        indices = _cut(whole, axis.size, how, windows)
     mine = indices[axis.rank].to(device)
     return replace(
         whole,
@@ -106,11 +109,19 @@ def pack_shared(
     )
 
 
-def _cut(whole: MicroBatch, size: int, how: str) -> list[torch.Tensor]:
+def _cut(
+    whole: MicroBatch, size: int, how: str, windows: Sequence[int | None]
+) -> list[torch.Tensor]:
     """Each sequence-parallel rank's positions in a packed sequence. A token attends to as many keys
-    as its sample has tokens up to it.
+    as its sample has tokens up to it, or as the window of a layer holds: the mean over the layers.
     """
-    return cut(whole.starts.tolist(), size, how, seen=whole.position_ids.cpu() + 1)
+    seen = whole.position_ids.cpu() + 1
+    if any(windows):
+        layers = Counter(windows)
+        most = {window: int(seen.max()) if window is None else window for window in layers}
+        parts = [seen.clamp(max=most[window]) * count for window, count in layers.items()]
+        seen = torch.stack(parts).sum(0) / layers.total()
+    return cut(whole.starts.tolist(), size, how, seen=seen)
 
 
 def pack_mini_batch(
@@ -120,12 +131,15 @@ def pack_mini_batch(
     axis: Axis,
     how: str = "auto",
     share: SharePrefix = "off",
+    windows: Sequence[int | None] = (),
 ) -> list[MicroBatch]:
     """Pack a mini-batch into micro-batches. `micro_batches`: for each one, the indices of its
-    samples.
+    samples. `windows`: as in `pack_shared`.
     """
     return [
-        pack_shared(samples.select(chosen), device, axis, how, samples.places(chosen), share)
+        pack_shared(
+            *(samples.select(chosen), device, axis, how, samples.places(chosen), share, windows)
+        )
         for chosen in micro_batches
     ]
 

@@ -123,6 +123,7 @@ class Role:
             *(samples, micro_batches, self.device, sequence),
             how=training.sequence.cut,
             share=training.share_prefix,
+            windows=self.engine.module.windows,
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel import balance
@@ -64,6 +64,18 @@ def test_rows_keep_to_the_budget_and_are_equally_many(
         assert sorted(position for row in rows for position in row) == list(range(len(mine)))
         for row in rows:
             assert len(row) <= 1 or sum(mine[i] for i in row) <= budget
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 50))
+def test_no_fewer_packed_sequences_would_do(lengths: list[int], budget: int) -> None:
+    """The bounds from below leave out no number of packed sequences that the greedy way could
+    fill."""
+    found = balance.rows(lengths, budget)
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed:
+        changed.setattr(balance, "MOST_BOUNDED", 0)
+        assert balance.rows(lengths, budget) == found
 
 
 def test_split_balances_work() -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.sequence_cases import Case, assert_close, cases, dense
 
+from megarl.loops.pairs import _units
 from megarl.parallel.balance import FamilyBalance, Size
 from megarl.trainer.packing import pack
 from megarl.trainer.prefixes import balance_of, shareable, tree_of
@@ -174,16 +175,18 @@ def test_trained_and_last_tokens_are_never_shared() -> None:
     ),
     st.integers(1, 6),
     st.integers(8, 200),
+    st.sampled_from([0.0, 1 / 16, 1 / 4]),
 )
+@example([(2, [1, 30]), (2, [1, 1, 1, 1, 1])], 1, 34, 1 / 4)
 def test_families_are_dealt_out_whole_within_the_budget(
-    families: list[tuple[int, list[int]]], ranks: int, budget: int
+    families: list[tuple[int, list[int]]], ranks: int, budget: int, saves: float
 ) -> None:
     sizes = [
         Size(prefix + length, number, prefix)
         for number, (prefix, lengths) in enumerate(families)
         for length in lengths
     ]
-    even = FamilyBalance(sizes)
+    even = FamilyBalance(sizes, saves)
     dealt = even.split(ranks)
     assert sorted(n for one in dealt for n in one) == list(range(len(sizes)))
     packed = even.rows_in_step(dealt, budget)
@@ -195,6 +198,16 @@ def test_families_are_dealt_out_whole_within_the_budget(
             assert even.tokens(members) <= budget or len(members) == 1
     # Sharing never asks for more than repeating the prefixes, but for what keeps ranks even.
     assert sum(map(even.tokens, dealt)) <= sum(size.length for size in sizes)
+
+
+def test_pairs_of_a_prompt_that_is_not_worth_sharing_stay_within_the_budget() -> None:
+    """Two pairs of one prompt: the short one shares 10 tokens, all four samples do not."""
+    tokens = [[*range(10), *([20 + n] * length)] for n, length in enumerate([40, 40, 4990, 4990])]
+    samples = samples_of([(ids, 11) for ids in tokens])
+    pairs = _units(balance_of(samples, "auto"), 2)
+    assert [pairs.tokens([0]), pairs.tokens([1]), pairs.tokens([0, 1])] == [90, 10_000, 10_100]
+    (rows,) = pairs.rows_in_step([[0, 1]], 10_090)
+    assert rows == [[1], [0]] or rows == [[0], [1]]
 
 
 def test_a_long_response_leaves_the_others_their_prompt() -> None:

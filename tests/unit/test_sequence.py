@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.kernels.sequence_attention import AttentionPlan
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import CUTS, cut, imbalance
 from megarl.parallel.tensor import Shard
@@ -137,6 +138,18 @@ def test_a_cut_that_needs_no_messages_is_preferred() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(cut(row, 4), cut(row, 4, "contiguous"), strict=True)
     )
+
+
+@pytest.mark.parametrize(("windows", "hops"), [((1024, 1024), 1), ((1024, None), 7), ((), 7)])
+def test_the_cut_within_a_window_lets_a_ring_stop_early(
+    windows: tuple[int | None, ...], hops: int
+) -> None:
+    """Where all layers have a window, contiguous parts are about as even as zigzag ones."""
+    axis = Axis("sequence", 8, 0, tuple(range(8)), None)
+    sample = Samples.one(0, [0] * 8192)
+    micro = pack_shared(sample, torch.device("cpu"), axis, windows=windows)
+    plan = AttentionPlan.of(micro.indices, micro.starts, torch.device("cpu"))
+    assert plan.within(1024).hops == hops
 
 
 @settings(deadline=None, derandomize=True)
