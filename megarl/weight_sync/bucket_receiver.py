@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.parallel.reshard.buckets import Bucket
-from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.checksums import Digest, digest
 from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports.base import Receiver, Watch
 
@@ -72,7 +72,7 @@ class BucketReceiver:
         self,
         bucket: Bucket,
         stored: Mapping[str, torch.Tensor],
-        digests: list[int],
+        digests: list[Digest],
         seconds: dict[str, float],
     ) -> None:
         """Add the digests of a bucket's regions to `digests`, one number for each tensor.

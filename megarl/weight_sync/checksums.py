@@ -27,8 +27,13 @@ NUM_WORDS = 2**22
 """64-bit integers that a GPU digests at once; bounds the temporary memory."""
 
 
-def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
-    """Copy a region and digest the copied bytes; returns the digest as a signed 64-bit integer.
+Digest = int | torch.Tensor
+"""A digest, or a sum of some, modulo 2^64. That of a region on a GPU is a tensor there, int64 without
+dimensions, because reading each one would wait for the GPU; `signed` reads it."""
+
+
+def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
+    """Copy a region and digest the copied bytes.
 
     `source` and `target` are [rows, columns]; the copy has the dtype and device of `target`. `box`
     is the region's place in the whole tensor.
@@ -57,8 +62,8 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> int:
     return signed(hasher.intdigest())
 
 
-def digest(stored: torch.Tensor, box: Box) -> int:
-    """Digest of a region `stored` [rows, columns] as a signed 64-bit integer.
+def digest(stored: torch.Tensor, box: Box) -> Digest:
+    """Digest of a region `stored` [rows, columns].
 
     `box` is the place of the region in the whole tensor.
     """
@@ -87,18 +92,19 @@ def _seed(box: Box) -> int:
     return xxhash.xxh3_64_intdigest(",".join(map(str, box)).encode())
 
 
-def signed(value: int) -> int:
+def signed(value: Digest) -> int:
     """`value` modulo 2^64 as a signed 64-bit integer."""
-    return (value + 2**63) % 2**64 - 2**63
+    return (int(value) + 2**63) % 2**64 - 2**63
 
 
-def _on_device(view: torch.Tensor, seed: int) -> int:
-    """Digest of a tensor on a GPU: the sum of its 64-bit integers times odd pseudo-random weights.
+def _on_device(view: torch.Tensor, seed: int) -> torch.Tensor:
+    """Digest of a tensor on a GPU, there: the sum of its 64-bit integers times odd pseudo-random weights.
 
     A weight depends on the integer's index and on `seed`.
     """
     flat = view.contiguous().reshape(-1).view(torch.uint8)
-    total, rest = signed(seed), flat.numel() % 8
+    total = torch.full((), signed(seed), dtype=torch.int64, device=flat.device)
+    rest = flat.numel() % 8
     if rest or flat.storage_offset() % 8:  # int64 views need alignment
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
     integers = flat.view(torch.int64)
@@ -110,5 +116,5 @@ def _on_device(view: torch.Tensor, seed: int) -> int:
         # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), here with arithmetic shifts.
         weight = (weight ^ (weight >> 30)) * signed(0xBF58476D1CE4E5B9)
         weight = (weight ^ (weight >> 27)) * signed(0x94D049BB133111EB)
-        total += int((part * ((weight ^ (weight >> 31)) | 1)).sum())
-    return signed(total)
+        total = total + (part * ((weight ^ (weight >> 31)) | 1)).sum()
+    return total

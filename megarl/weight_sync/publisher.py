@@ -9,6 +9,7 @@ arrived), and the log-probs of a fixed text, the probe (the engines compute with
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megarl.parallel.mesh import ProcessMesh
-from megarl.weight_sync.checksums import carry
+from megarl.weight_sync.checksums import Digest, carry, signed
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
@@ -132,7 +133,9 @@ class Publisher(Publication):
                 sorted({*error.engines, *self._unsettled}),
             )
         except Exception as error:  # gathered below, so that no rank waits for this one
-            problem, lost = f"publishing version {version} failed on rank {world.rank}: {error}", []
+            traceback.print_exc()
+            why = str(error) or repr(error)
+            problem, lost = f"publishing version {version} failed on rank {world.rank}: {why}", []
         reports = gather_objects((problem, lost, given_up), world)
         # A trainer rank's own error comes first: engines that aborted because of it are not lost.
         for message, engines, _ in sorted(reports, key=lambda report: bool(report[1])):
@@ -168,11 +171,12 @@ class Publisher(Publication):
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
         """Send this rank's part of a weight version and digest it.
 
-        Adds to `digests` [destinations, tensors] int64. Returns on rank 0 the status of every
+        Fills `digests` [destinations, tensors] int64. Returns on rank 0 the status of every
         engine rank, [engine][rank]; elsewhere an empty list.
         """
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
         update: Update | None = None
+        sums: dict[tuple[int, int], Digest] = {}
         self._unsettled = []
         sender.begin(version)
         try:
@@ -185,10 +189,11 @@ class Publisher(Publication):
             for bucket in route.buckets:
                 for copy, target in sender.reserve(bucket, watch):
                     source = copy.taken.view(sources[copy.taken.buffer])
-                    digests[copy.destination, self._tensor_index[copy.tensor]] += carry(
-                        source, target, copy.taken.box
-                    )
+                    place = copy.destination, self._tensor_index[copy.tensor]
+                    sums[place] = sums.get(place, 0) + carry(source, target, copy.taken.box)
                 sender.commit(bucket, watch)
+            for place, value in sums.items():
+                digests[place] = signed(value)
             return (
                 update.result(timeout_s=max(0.0, deadline - time.monotonic()))
                 if update is not None

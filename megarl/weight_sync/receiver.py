@@ -28,7 +28,7 @@ from megarl.weight_sync.bucket_receiver import (
     UpdateInfo,
     deadline_watch,
 )
-from megarl.weight_sync.checksums import signed
+from megarl.weight_sync.checksums import Digest, signed
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.route import Route, RouteSpec
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
@@ -154,7 +154,8 @@ class ReshardEngine(WeightTransferEngine):
         """Receive and install one weight version; raises errors, which the caller reports."""
         route = self._route
         seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
-        digests, watch = [0] * len(route.tensors), deadline_watch(update_info.timeout_s)
+        digests: list[Digest] = [0] * len(route.tensors)
+        watch = deadline_watch(update_info.timeout_s)
         modules = Modules(self._route.owned.sizes)
         for bucket, buffers in self._buckets.buckets(update_info.version, watch, seconds):
             started_at = time.perf_counter()
