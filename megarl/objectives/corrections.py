@@ -1,8 +1,8 @@
 """Off-policy correction: trainer and engine give different log-probs to the same sampled tokens.
 
 To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
-returns detached weights, add a line to `CORRECTIONS`, its name to `CorrectionName` in `config.py`,
-and its closed form to `tests/unit/test_algorithms.py`.
+returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`, its name to
+`CorrectionName` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
 Together with a loss that clips the ratio to them, this is PPO with three policies: the engine's
@@ -70,11 +70,16 @@ def decoupled(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Decoupled PPO: [T] w as it is (up to e^20), so that the loss is w x clipped objective.
+    """Decoupled PPO: [T] w where w <= high, else 0, by default 5, so that the loss is w x clipped
+    objective.
 
-    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298.
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers
+    have no bound, with which one token of w = e^20 would decide about a whole step. AReaL's code
+    drops the tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function.
+    `tis` keeps such tokens, with the weight `high`.
     """
-    return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    return torch.where(_inside(weights_T, config), weights_T, 0.0)
 
 
 def tis(
@@ -107,7 +112,7 @@ def sequence_mask(
     config: CorrectionConfig,
 ) -> Tensor:
     """Masked importance sampling of whole samples: [T] W where low <= W <= high, else 0, by default
-    0 and 2, with W = product of w over the sample's response tokens (up to e^20).
+    0 and 2, with W = product of w over the sample's response tokens.
 
     The gradient of a sample that is kept has no bias from the difference between trainer and
     engine. Over long responses W leaves any bounds, and all samples are dropped: then
