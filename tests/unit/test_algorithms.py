@@ -23,7 +23,16 @@ from torch import Tensor
 from megarl.config_checks import check_used
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
-from megarl.objectives.corrections import CORRECTIONS, merge, mismatch, summarise
+from megarl.objectives.corrections import (
+    CORRECTIONS,
+    WEIGHT_SUMS,
+    merge,
+    mismatch,
+    summarise,
+    summarise_weights,
+    truncated,
+    weight_sums,
+)
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.kl_control import KLControl
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
@@ -680,6 +689,42 @@ def test_correction_is_bounded_in_float32_and_1_without_mismatch(name: str) -> N
     assert most <= 5.0
     assert ((got >= 0) & (got <= most)).all()
     assert got[3] == got[4] == 1
+
+
+def test_sums_of_weights_by_hand() -> None:
+    """Weights 1, 1.5, 0 and 2, the last one truncated from 3; in two parts, as two ranks add."""
+    config = CorrectionConfig(kind="tis")
+    log_w = f64([0.0, math.log(1.5), -80.0, math.log(3.0)])
+    capped = truncated(log_w, torch.zeros_like(log_w), config)
+    assert capped.tolist() == [False, False, False, True]
+    weights = torch.tensor([1.0, 1.5, 0.0, 2.0])
+    parts = [weight_sums(weights[part], capped[part]) for part in (slice(0, 1), slice(1, 4))]
+    sums = {name: float(parts[0][name] + parts[1][name]) for name in WEIGHT_SUMS}
+    assert summarise_weights(sums, 4.0) == {
+        "mean": 4.5 / 4,
+        "effective_samples": 4.5**2 / (4 * (1 + 1.5**2 + 4)),
+        "dropped_share": 0.25,
+        "clipped_share": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [([], 0.0), ([0.0, 0.0], 0.0), ([3.0] * 5, 1.0), ([0.0, 0.0, 0.0, 7.0], 0.25)],
+)
+def test_effective_samples_are_between_0_and_1(weights: list[float], wanted: float) -> None:
+    sums = weight_sums(torch.tensor(weights), torch.zeros(len(weights), dtype=torch.bool))
+    found = summarise_weights({name: float(sums[name]) for name in WEIGHT_SUMS}, len(weights))
+    assert found["effective_samples"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_only_tis_truncates(name: str) -> None:
+    """The others drop what is above their bound, or weigh nothing."""
+    config = CorrectionConfig(kind=name)  # pyright: ignore[reportArgumentType]
+    engine = torch.tensor([-9.0, -1.0])
+    got = truncated(torch.tensor([-1.0, -1.0]), engine, config)
+    assert got.tolist() == [name == "tis", False]
 
 
 def test_masks_of_whole_samples_by_hand() -> None:
