@@ -112,7 +112,7 @@ class CorrectionConfig:
     allow_uncorrected: bool = False
     """Allow `rollout.max_staleness` above 0 with `kind: none` and `algorithm.old_logprobs:
     trainer`. The age of the rollouts is then ignored: the first mini-batch's ratio is 1, whatever
-    weights have sampled."""
+    weights have sampled. Refused where it would allow nothing."""
 
     @property
     def lower(self) -> float:
@@ -134,6 +134,17 @@ class CorrectionConfig:
                 f"algorithm.correction.{name} is {value}, which correction.kind '{self.kind}' does"
                 f" not use; leave it out, or set kind to {' or '.join(map(repr, kinds))}",
             )
+        require(
+            self.lower < self.upper,
+            f"algorithm.correction.low is {self.lower:g} and high {self.upper:g}, between which"
+            f" there is no weight but 1; set low below high, for '{self.kind}' usually"
+            f" {usual[0]} and {usual[1]}",
+        )
+        require(
+            not self.allow_uncorrected or self.kind == "none",
+            f"algorithm.correction.allow_uncorrected is true, but correction.kind '{self.kind}'"
+            " corrects; leave allow_uncorrected out, or set kind to 'none'",
+        )
 
 
 @config
@@ -228,8 +239,9 @@ class AlgorithmConfig:
         )
         require(
             self.correction.kind == "none" or self.old_logprobs == "trainer",
-            "algorithm.correction needs the trainer's own log-probs; set algorithm.old_logprobs to"
-            " 'trainer'",
+            f"algorithm.correction.kind '{self.correction.kind}' needs the trainer's own log-probs,"
+            " but algorithm.old_logprobs is 'engine'; set old_logprobs to 'trainer', or leave"
+            " correction out",
         )
 
 

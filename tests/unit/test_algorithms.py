@@ -746,9 +746,19 @@ def test_masks_of_whole_samples_by_hand() -> None:
         ({"high": 2.0}, "correction.high is 2.0, which .* 'none' .* 'decoupled' or 'tis'"),
         ({"kind": "tis", "low": 0.5}, "correction.low is 0.5, which .* 'tis' .* 'icepop'"),
         ({"low": 0.5}, "correction.low is 0.5, which correction.kind 'none'"),
+        (
+            {"kind": "icepop", "low": 1.0, "high": 1.0},
+            "low is 1 and high 1, .* set low below high, for 'icepop' usually 0.5 and 5.0",
+        ),
+        (
+            {"kind": "tis", "allow_uncorrected": True},
+            "allow_uncorrected is true, but correction.kind 'tis' corrects; leave",
+        ),
     ],
 )
-def test_bounds_that_do_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_corrections_that_contradict_themselves_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         CorrectionConfig(**settings)
 
@@ -767,6 +777,11 @@ def test_settings_of_another_loss_are_refused(settings: dict[str, Any], said: st
     algorithm = AlgorithmConfig(**settings)
     with pytest.raises(ValueError, match=said):
         check_used(algorithm)
+
+
+def test_a_correction_needs_the_trainers_logprobs() -> None:
+    with pytest.raises(ValueError, match=r"correction.kind 'tis' needs .* is 'engine'; set old_"):
+        AlgorithmConfig(correction=CorrectionConfig(kind="tis"), old_logprobs="engine")
 
 
 def test_reinforce_has_no_denominator() -> None:
