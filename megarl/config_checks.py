@@ -311,6 +311,19 @@ def check_algorithm(config: RunConfig) -> None:
     )
     algorithm = config.algorithm
     check_used(algorithm)
+    for is_idle, why, instead in (
+        (config.rollout.max_staleness == 0, "rollout.max_staleness is 0", "raise max_staleness"),
+        (
+            algorithm.old_logprobs == "engine",
+            "algorithm.old_logprobs is 'engine', which corrects",
+            "set old_logprobs to 'trainer'",
+        ),
+    ):
+        require(
+            not (algorithm.correction.allow_uncorrected and is_idle),
+            f"algorithm.correction.allow_uncorrected is true, but {why}, so that it would allow"
+            f" nothing; leave it out, or {instead}",
+        )
     require(
         config.rollout.max_staleness == 0
         or algorithm.correction.kind != "none"

@@ -139,6 +139,17 @@ def model_of(folder: Path, seed: int) -> Path:
     return max((run / "checkpoints").glob("step_*")) / "model"
 
 
+def settings_of(case: Case) -> dict[str, object]:
+    """{setting: value} by which the runs of a study differ."""
+    return {
+        "rollout.max_staleness": case.bound,
+        "rollout.dispatch": case.dispatch,
+        "algorithm.correction.kind": case.correction,
+        # Refused where rollouts are never old, or are corrected.
+        "algorithm.correction.allow_uncorrected": case.bound > 0 and case.correction == "none",
+    }
+
+
 def run(case: Case, folder: Path, steps: int) -> Result:
     """Do one run of the study."""
     place = folder / case.name
@@ -150,10 +161,7 @@ def run(case: Case, folder: Path, steps: int) -> Result:
         "model.path": model_of(folder, case.seed),
         "prompts.source": folder / "data" / "train.jsonl",
         "evaluation.prompts.source": folder / "data" / "held_out.jsonl",
-        "rollout.max_staleness": case.bound,
-        "rollout.dispatch": case.dispatch,
-        "algorithm.correction.kind": case.correction,
-        "algorithm.correction.allow_uncorrected": case.correction == "none",
+        **settings_of(case),
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     megarl("train", str(RECIPES / "quickstart.yaml"), *words)

@@ -48,12 +48,13 @@ KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
 CorrectionName = Literal["none", "decoupled", "tis", "icepop", "sequence_mask", "geometric_mask"]
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "decoupled": (None, 5.0),
     "tis": (None, 2.0),
     "icepop": (0.5, 5.0),
     "sequence_mask": (0.0, 2.0),
     "geometric_mask": (0.99, 1.01),
 }
-"""{correction: usual (low, high)}; None where it has no such bound, as the others have none."""
+"""{correction: usual (low, high)}; None where it has no such bound. `none` has no bounds."""
 
 
 @config
@@ -99,19 +100,19 @@ class CorrectionConfig:
     """
 
     kind: CorrectionName = "none"
-    """`decoupled`: w. `tis`: min(w, high). `icepop`: w inside [low, high], 0 outside.
-    `sequence_mask`: the product of a sample's w inside [low, high], 0 outside. `geometric_mask`: 1
-    if the geometric mean of a sample's w is inside [low, high], otherwise 0."""
+    """`decoupled`: w up to high, 0 above. `tis`: min(w, high). `icepop`: w inside [low, high], 0
+    outside. `sequence_mask`: the product of a sample's w inside [low, high], 0 outside.
+    `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], otherwise 0."""
     low: Annotated[float | None, Range(0.0, 1.0)] = None
     """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
     `geometric_mask`."""
     high: Annotated[float | None, Range(1.0, 1e4)] = None
-    """Upper bound; null: 2 for `tis`, 5 for `icepop`, 2 for `sequence_mask`, 1.01 for
-    `geometric_mask`."""
+    """Upper bound; null: 5 for `decoupled`, 2 for `tis`, 5 for `icepop`, 2 for `sequence_mask`,
+    1.01 for `geometric_mask`."""
     allow_uncorrected: bool = False
     """Allow `rollout.max_staleness` above 0 with `kind: none` and `algorithm.old_logprobs:
     trainer`. The age of the rollouts is then ignored: the first mini-batch's ratio is 1, whatever
-    weights have sampled."""
+    weights have sampled. Refused where it would allow nothing."""
 
     @property
     def lower(self) -> float:
@@ -133,6 +134,17 @@ class CorrectionConfig:
                 f"algorithm.correction.{name} is {value}, which correction.kind '{self.kind}' does"
                 f" not use; leave it out, or set kind to {' or '.join(map(repr, kinds))}",
             )
+        require(
+            self.lower < self.upper,
+            f"algorithm.correction.low is {self.lower:g} and high {self.upper:g}, between which"
+            f" there is no weight but 1; set low below high, for '{self.kind}' usually"
+            f" {usual[0]} and {usual[1]}",
+        )
+        require(
+            not self.allow_uncorrected or self.kind == "none",
+            f"algorithm.correction.allow_uncorrected is true, but correction.kind '{self.kind}'"
+            " corrects; leave allow_uncorrected out, or set kind to 'none'",
+        )
 
 
 @config
@@ -227,8 +239,9 @@ class AlgorithmConfig:
         )
         require(
             self.correction.kind == "none" or self.old_logprobs == "trainer",
-            "algorithm.correction needs the trainer's own log-probs; set algorithm.old_logprobs to"
-            " 'trainer'",
+            f"algorithm.correction.kind '{self.correction.kind}' needs the trainer's own log-probs,"
+            " but algorithm.old_logprobs is 'engine'; set old_logprobs to 'trainer', or leave"
+            " correction out",
         )
 
 

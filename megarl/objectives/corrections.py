@@ -1,20 +1,21 @@
 """Off-policy correction: trainer and engine give different log-probs to the same sampled tokens.
 
 To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
-returns detached weights, add a line to `CORRECTIONS`, its name to `CorrectionName` in `config.py`,
-and its closed form to `tests/unit/test_algorithms.py`.
+returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`, its name to
+`CorrectionName` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
 Together with a loss that clips the ratio to them, this is PPO with three policies: the engine's
 (behaviour), the trainer's at the start of the step (proximal) and the one that learns (current).
 Weights multiply `LossTerms.per_token` and do not change the normalisers: a token of weight 0 still
-counts. `mismatch`, `merge` and `summarise` measure the difference over micro-batches and ranks.
+counts. `mismatch`, `merge` and `summarise` measure the difference over micro-batches and ranks,
+`weight_sums` and `summarise_weights` what the weights do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ OUTSIDE_RATIO = 1.25
 
 MAXIMA = frozenset({"max_abs"})
 """Keys of `mismatch` to be reduced with maximum; all others with sum."""
+
+WEIGHT_SUMS = ("weights", "squares", "dropped", "clipped")
+"""Keys of `weight_sums`, to be reduced with sum."""
 
 SequenceSum = Callable[[Tensor], Tensor]
 """[T] -> [T]: each token's value becomes the sum over the response tokens of its sample, which may
@@ -70,11 +74,16 @@ def decoupled(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Decoupled PPO: [T] w as it is (up to e^20), so that the loss is w x clipped objective.
+    """Decoupled PPO: [T] w where w <= high, else 0, by default 5, so that the loss is w x clipped
+    objective.
 
-    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298.
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers
+    have no bound, with which one token of w = e^20 would decide about a whole step. AReaL's code
+    drops the tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function.
+    `tis` keeps such tokens, with the weight `high`.
     """
-    return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    return torch.where(_inside(weights_T, config), weights_T, 0.0)
 
 
 def tis(
@@ -107,7 +116,7 @@ def sequence_mask(
     config: CorrectionConfig,
 ) -> Tensor:
     """Masked importance sampling of whole samples: [T] W where low <= W <= high, else 0, by default
-    0 and 2, with W = product of w over the sample's response tokens (up to e^20).
+    0 and 2, with W = product of w over the sample's response tokens.
 
     The gradient of a sample that is kept has no bias from the difference between trainer and
     engine. Over long responses W leaves any bounds, and all samples are dropped: then
@@ -144,6 +153,49 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
     "geometric_mask": geometric_mask,
 }
 """{name in `algorithm.correction.kind`: function from log-probs to weights}"""
+
+
+def truncated(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
+    """[T] bool, True where `tis` has lowered a token's weight to `high`. All False for the other
+    corrections, which drop what is outside of their bounds.
+    """
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
+    return (weights_T > config.upper) & (config.kind == "tis")
+
+
+@torch.no_grad()
+def weight_sums(weights_T: Tensor, truncated_T: Tensor) -> dict[str, Tensor]:
+    """Sums over this rank's trained tokens, as float64 scalars, by the names of `WEIGHT_SUMS`: of
+    the weights of a correction, of their squares, and the numbers of tokens of weight 0 and of
+    tokens whose weight was lowered to the bound (`truncated`).
+    """
+    w_T = weights_T.double()
+    return {
+        "weights": w_T.sum(),
+        "squares": w_T.square().sum(),
+        "dropped": (w_T == 0).sum().double(),
+        "clipped": truncated_T.sum().double(),
+    }
+
+
+def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Metrics from the sums of `weight_sums` over all ranks and `num_tokens` tokens; all 0 without
+    tokens.
+
+    `effective_samples` is Kish's effective sample size as a share of the tokens,
+    (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1 / n if one token has all the weight, 0 if
+    all weights are 0. Kish, Survey Sampling, 1965; for importance weights Kong, A note on
+    importance sampling using standardized weights, 1992. It counts tokens for corrections of whole
+    samples too, whose tokens have equal weights.
+    """
+    n = max(num_tokens, 1.0)
+    squares = sums["squares"]
+    return {
+        "mean": sums["weights"] / n,
+        "effective_samples": sums["weights"] ** 2 / (n * squares) if squares > 0 else 0.0,
+        "dropped_share": sums["dropped"] / n,
+        "clipped_share": sums["clipped"] / n,
+    }
 
 
 @torch.no_grad()

@@ -241,7 +241,10 @@ def _systems(run: Run) -> list[str]:
         line("mismatch/mean_abs", "mean", 1),
         line("probe/max_abs", "largest on the probe, same weights", 3, "dashed", largest=True),
     ]
-    ages = [line("staleness/max", "oldest", 1, largest=True)]
+    ages = [
+        line("staleness/max", "oldest", 1, largest=True),
+        line("staleness/token_mean", "mean of the trained tokens", 2),
+    ]
     about_gaps = (
         "difference of their log-probs of the sampled tokens, logarithmic; exact zeros are not"
         " drawn"
@@ -252,7 +255,7 @@ def _systems(run: Run) -> list[str]:
         chart("Do trainer and engine agree?", about_gaps, gaps, log=True),
         chart(
             "Age of the weights",
-            "steps behind, at most, when a rollout was trained on",
+            "steps behind when a rollout was trained on",
             ages,
             zero=True,
             whole=True,

@@ -222,7 +222,11 @@ def describe(
     carried: Collection[int] = (),
 ) -> dict[str, float]:
     """Metrics over all drawn groups, also those that dynamic sampling rejected: the accepted groups
-    alone would give biased averages. `carried`: see `shares`.
+    alone would give biased averages. Only `token_ages` are of the accepted groups. `carried`: see
+    `shares`.
+
+    `staleness/mean` and `staleness/max` are over rollouts, greedy responses included, of `step`
+    less the oldest weight version that generated a token of the rollout.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts]
@@ -261,6 +265,7 @@ def describe(
             "tokens/generated_per_s": generated_now / max(seconds, 1e-9),
             "time/rollout_s": seconds,
         }
+        | token_ages(step, accepted)
         | of_greedy
         | own_metrics([rollout.verdict.metrics for rollout in rollouts])
         | source_metrics(
@@ -277,6 +282,27 @@ def describe(
             ]
         )
     )
+
+
+def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
+    """The metrics `staleness/token_mean` and `staleness/token_max`: age in versions of the tokens
+    that are trained on, which are those that the model generated in the rollouts of the `accepted`
+    groups, without greedy responses. A token's age is `step`, the trainer's version, less the
+    version of the weights that generated the token. Both are 0 without tokens.
+    """
+    spans = [
+        (step - version, count)
+        for group in accepted
+        for rollout in group.rollouts
+        for part in rollout.segments
+        for version, count in part.versions
+        if count > 0
+    ]
+    tokens = sum(count for _, count in spans)
+    return {
+        "staleness/token_mean": sum(age * count for age, count in spans) / max(1, tokens),
+        "staleness/token_max": max((age for age, _ in spans), default=0),
+    }
 
 
 def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:

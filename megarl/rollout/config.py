@@ -123,7 +123,9 @@ class RolloutConfig:
     dispatch: DispatchName = "ordered"
     """`ordered`: steps use groups in the order of the data, so that runs can be repeated exactly;
     one long answer holds its step back. `windowed`: steps use groups as they finish; a group that
-    would be older than `max_staleness` is cancelled and rejected as stale."""
+    would be older than `max_staleness` is cancelled and rejected as stale. Slow groups are thus
+    trained on less often, which is a bias where the length of an answer says something about its
+    quality (measured: answers of 14 tokens in the mean instead of 69); `ordered` has none."""
     max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES)] = None
     """`windowed` only: maximum number of groups that are started and neither trained nor rejected;
     null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are

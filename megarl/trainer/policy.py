@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.objectives.config import AlgorithmConfig
-from megarl.objectives.corrections import CORRECTIONS, mismatch
+from megarl.objectives.corrections import (
+    CORRECTIONS,
+    WEIGHT_SUMS,
+    mismatch,
+    summarise_weights,
+    truncated,
+    weight_sums,
+)
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.kl_control import KLControl
 from megarl.objectives.losses import LOSSES
@@ -123,7 +130,7 @@ class PolicyGradient:
         packed = packed if columns else ()
         first = self._first_scored()
         kl = ("kl",) if self.needs_reference else ()
-        weights = ("correction", "dropped") if self.corrects else ()
+        weights = [f"correction/{name}" for name in WEIGHT_SUMS] if self.corrects else []
         gaps = [f"mismatch/{name}" for name in GAPS]
         metrics = StepMetrics(
             self.policy.device,
@@ -235,8 +242,10 @@ class PolicyGradient:
             tokens=float(logprobs.numel()),
         )
         if self.corrects:
-            dropped = (correction == 0).sum()
-            metrics.add(correction=correction.sum().double(), dropped=dropped.double())
+            sums = weight_sums(
+                correction, truncated(behaviour, engine_logprobs, algorithm.correction)
+            )
+            metrics.add(**{f"correction/{name}": sums[name] for name in WEIGHT_SUMS})
         if self.needs_reference:
             reference = columns["reference_logprobs"][places]
             divergence = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, reference)
@@ -262,8 +271,9 @@ class PolicyGradient:
         if self.needs_reference:
             found["kl"] = value["kl"] / tokens
         if self.corrects:
-            found["correction/mean"] = value["correction"] / tokens
-            found["correction/dropped_share"] = value["dropped"] / tokens
+            sums = {name: value[f"correction/{name}"] for name in WEIGHT_SUMS}
+            shares = summarise_weights(sums, value["tokens"])
+            found |= {f"correction/{name}": share for name, share in shares.items()}
         if self.kl.is_adaptive:
             found["kl_coefficient"] = self.kl.coefficient
             if value["tokens"]:

@@ -28,8 +28,8 @@ NUM_WORDS = 2**22
 
 
 Digest = int | torch.Tensor
-"""A digest, or a sum of some, modulo 2^64. That of a region on a GPU is a tensor there, int64 without
-dimensions, because reading each one would wait for the GPU; `signed` reads it."""
+"""A digest, or a sum of some, modulo 2^64. That of a region on a GPU is a tensor there, int64 and
+without dimensions, because reading each one would wait for the GPU; `signed` reads it."""
 
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
@@ -98,9 +98,8 @@ def signed(value: Digest) -> int:
 
 
 def _on_device(view: torch.Tensor, seed: int) -> torch.Tensor:
-    """Digest of a tensor on a GPU, there: the sum of its 64-bit integers times odd pseudo-random weights.
-
-    A weight depends on the integer's index and on `seed`.
+    """Digest of a tensor on a GPU: the sum of its 64-bit integers times odd pseudo-random weights,
+    on the GPU too. A weight depends on the integer's index and on `seed`.
     """
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     total = torch.full((), signed(seed), dtype=torch.int64, device=flat.device)

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 from support.ranks import run_ranks
 from support.tiny import groups, write_model
 
+from megarl.objectives.config import CorrectionConfig
+
 STEPS = 3
 # Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes the
 # update.
@@ -23,7 +25,12 @@ CASES = {
         num_mini_batches=1,
         micro_batch_tokens=200,
         clip_norm=0.0,
-        algorithm=dict(aggregation="sequence", entropy_coefficient=0.01, advantage="rloo"),
+        algorithm=dict(
+            aggregation="sequence",
+            entropy_coefficient=0.01,
+            advantage="rloo",
+            correction=CorrectionConfig(kind="tis"),
+        ),
     ),
     "tied, recomputed activations, KL in the reward, GSPO": dict(
         num_mini_batches=2,
@@ -120,7 +127,14 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         "entropy": 1e-3,
         "mismatch/mean_abs": 1e-3,
         "tokens/trained": 1.0,
+        "staleness/token_mean": 1e-3,
+        "staleness/token_max": 1.0,
     }
+    if "correction/mean" in one[0][0]:
+        names = ("mean", "effective_samples", "clipped_share")
+        scales |= {f"correction/{name}": 1e-3 for name in names}
+        # A bound that clips all tokens or none would compare nothing.
+        assert 0 < one[0][0]["correction/clipped_share"] < 1
     numbers = {
         name: max(
             abs(a[name] - b[name]) / max(abs(a[name]), scale)

@@ -122,9 +122,11 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         "tokens/trained": 1.0,
     }
     if "correction/mean" in one[0][0]:
-        scales |= {"correction/mean": 1e-3, "correction/dropped_share": 1e-3}
-        # Bounds that keep or drop everything would compare nothing.
-        assert 0 < one[0][0]["correction/dropped_share"] < 1
+        shares = ("dropped_share", "clipped_share")
+        names = ("mean", "effective_samples", *shares)
+        scales |= {f"correction/{name}": 1e-3 for name in names}
+        # Bounds that keep, drop or clip everything would compare nothing.
+        assert 0 < sum(one[0][0][f"correction/{name}"] for name in shares) < 1
     numbers = {
         name: max(
             abs(a[name] - b[name]) / max(abs(a[name]), scale)

@@ -42,6 +42,7 @@ def test_a_verifier_that_begins_to_fail_at_step_3(tmp_path: Path) -> None:
             "rewards": {f"{tmp_path}/reward.py:score": 1.0, url: 0.5},
             "remote": {"token_variable": "REWARD_TOKEN"},
             "require_stop": False,
+            "isolate": False,  # the verifier looks into the environment of the actor above it
         }
         recipe = write_recipe(tmp_path / "recipe.yaml", tree)
         done = megarl("train", recipe, REWARD_TOKEN="hush")  # noqa: S106

@@ -23,7 +23,16 @@ from torch import Tensor
 from megarl.config_checks import check_used
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
-from megarl.objectives.corrections import CORRECTIONS, merge, mismatch, summarise
+from megarl.objectives.corrections import (
+    CORRECTIONS,
+    WEIGHT_SUMS,
+    merge,
+    mismatch,
+    summarise,
+    summarise_weights,
+    truncated,
+    weight_sums,
+)
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.kl_control import KLControl
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
@@ -621,7 +630,7 @@ def test_samples_without_tokens_are_not_sequences(name: str) -> None:
 
 CORRECTION_FORMS: dict[str, Callable[[float, list[float]], float]] = {
     "none": lambda log_w, sample: 1.0,
-    "decoupled": lambda log_w, sample: math.exp(log_w),
+    "decoupled": lambda log_w, sample: math.exp(log_w) if math.exp(log_w) <= 5.0 else 0.0,
     "tis": lambda log_w, sample: min(math.exp(log_w), 2.0),
     "icepop": lambda log_w, sample: math.exp(log_w) if 0.5 <= math.exp(log_w) <= 5.0 else 0.0,
     "sequence_mask": lambda log_w, sample: (
@@ -675,9 +684,47 @@ def test_correction_is_bounded_in_float32_and_1_without_mismatch(name: str) -> N
     trainer = torch.tensor([-1e4, 0.0, -0.1, -2.5, -1.5])
     got = correct(name, trainer, engine, torch.tensor([0, 1, 2, 3, 3]))
     assert got.dtype == torch.float32
-    most = {"none": 1.0, "decoupled": math.exp(20.0) * 1.0001, "geometric_mask": 1.0}
-    assert ((got >= 0) & (got <= most.get(name, 5.0))).all()
+    config = CorrectionConfig(kind=name)  # pyright: ignore[reportArgumentType]
+    most = 1.0 if name in ("none", "geometric_mask") else config.upper
+    assert most <= 5.0
+    assert ((got >= 0) & (got <= most)).all()
     assert got[3] == got[4] == 1
+
+
+def test_sums_of_weights_by_hand() -> None:
+    """Weights 1, 1.5, 0 and 2, the last one truncated from 3; in two parts, as two ranks add."""
+    config = CorrectionConfig(kind="tis")
+    log_w = f64([0.0, math.log(1.5), -80.0, math.log(3.0)])
+    capped = truncated(log_w, torch.zeros_like(log_w), config)
+    assert capped.tolist() == [False, False, False, True]
+    weights = torch.tensor([1.0, 1.5, 0.0, 2.0])
+    parts = [weight_sums(weights[part], capped[part]) for part in (slice(0, 1), slice(1, 4))]
+    sums = {name: float(parts[0][name] + parts[1][name]) for name in WEIGHT_SUMS}
+    assert summarise_weights(sums, 4.0) == {
+        "mean": 4.5 / 4,
+        "effective_samples": 4.5**2 / (4 * (1 + 1.5**2 + 4)),
+        "dropped_share": 0.25,
+        "clipped_share": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [([], 0.0), ([0.0, 0.0], 0.0), ([3.0] * 5, 1.0), ([0.0, 0.0, 0.0, 7.0], 0.25)],
+)
+def test_effective_samples_are_between_0_and_1(weights: list[float], wanted: float) -> None:
+    sums = weight_sums(torch.tensor(weights), torch.zeros(len(weights), dtype=torch.bool))
+    found = summarise_weights({name: float(sums[name]) for name in WEIGHT_SUMS}, len(weights))
+    assert found["effective_samples"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_only_tis_truncates(name: str) -> None:
+    """The others drop what is above their bound, or weigh nothing."""
+    config = CorrectionConfig(kind=name)  # pyright: ignore[reportArgumentType]
+    engine = torch.tensor([-9.0, -1.0])
+    got = truncated(torch.tensor([-1.0, -1.0]), engine, config)
+    assert got.tolist() == [name == "tis", False]
 
 
 def test_masks_of_whole_samples_by_hand() -> None:
@@ -695,12 +742,23 @@ def test_masks_of_whole_samples_by_hand() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kind": "decoupled", "high": 2.0}, "correction.high is 2.0, which .* 'decoupled'"),
+        ({"kind": "decoupled", "low": 0.5}, "correction.low is 0.5, which .* 'decoupled'"),
+        ({"high": 2.0}, "correction.high is 2.0, which .* 'none' .* 'decoupled' or 'tis'"),
         ({"kind": "tis", "low": 0.5}, "correction.low is 0.5, which .* 'tis' .* 'icepop'"),
         ({"low": 0.5}, "correction.low is 0.5, which correction.kind 'none'"),
+        (
+            {"kind": "icepop", "low": 1.0, "high": 1.0},
+            "low is 1 and high 1, .* set low below high, for 'icepop' usually 0.5 and 5.0",
+        ),
+        (
+            {"kind": "tis", "allow_uncorrected": True},
+            "allow_uncorrected is true, but correction.kind 'tis' corrects; leave",
+        ),
     ],
 )
-def test_bounds_that_do_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_corrections_that_contradict_themselves_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         CorrectionConfig(**settings)
 
@@ -719,6 +777,11 @@ def test_settings_of_another_loss_are_refused(settings: dict[str, Any], said: st
     algorithm = AlgorithmConfig(**settings)
     with pytest.raises(ValueError, match=said):
         check_used(algorithm)
+
+
+def test_a_correction_needs_the_trainers_logprobs() -> None:
+    with pytest.raises(ValueError, match=r"correction.kind 'tis' needs .* is 'engine'; set old_"):
+        AlgorithmConfig(correction=CorrectionConfig(kind="tis"), old_logprobs="engine")
 
 
 def test_reinforce_has_no_denominator() -> None:

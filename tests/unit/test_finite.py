@@ -83,7 +83,13 @@ def test_reinforce_with_several_updates_is_warned_about() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "high"),
-    [("tis", 2.0), ("icepop", 5.0), ("sequence_mask", 2.0), ("geometric_mask", 1.01)],
+    [
+        ("decoupled", 5.0),
+        ("tis", 2.0),
+        ("icepop", 5.0),
+        ("sequence_mask", 2.0),
+        ("geometric_mask", 1.01),
+    ],
 )
 def test_each_correction_has_its_usual_bound(kind: str, high: float) -> None:
     assert CorrectionConfig(kind=kind).upper == high  # pyright: ignore[reportArgumentType]

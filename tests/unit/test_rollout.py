@@ -20,7 +20,7 @@ from megarl.errors import UserError
 from megarl.loops.schedule import reached
 from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS, EarlyStopConfig
 from megarl.rollout.attempts import Attempts, request_seed
-from megarl.rollout.batch import assemble, in_process, shares
+from megarl.rollout.batch import assemble, describe, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
@@ -373,6 +373,33 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     assert sample.token_ids.tolist() == tokens
     assert sample.mask.sum() == rollout.num_tokens and not sample.mask[0]
     assert sample.rewards.tolist() == [0.0] * (len(tokens) - 1) + [rollout.verdict.reward]
+
+
+def test_ages_are_of_the_trained_tokens_and_of_the_drawn_rollouts() -> None:
+    """At version 9, group 0 is trained: 3 tokens of version 9, then a turn with 2 of version 8 and 1
+    of version 6. Its greedy response, of version 1, and the rejected group, of version 4, are
+    counted by rollout only.
+    """
+
+    def model(versions: list[tuple[int, int]]) -> Segment:
+        count = sum(number for _, number in versions)
+        arrays = TokenArrays(np.zeros(count, np.int32), np.zeros(count, np.float32))
+        return Segment("model", count, arrays, versions, "stop")
+
+    def rollout(*segments: Segment) -> Rollout:
+        return Rollout(0, 0, list(segments), Verdict(reward=0.0, correct=False), 0)
+
+    tool = Segment("environment", 5, TokenArrays(np.zeros(5, np.int32), np.zeros(5, np.float32)))
+    prompt = Prompt(0, "1", [2], "1")
+    mixed = rollout(model([(9, 3)]), tool, model([(8, 2), (6, 1)]))
+    trained = Group(0, prompt, [mixed, rollout(model([(9, 4)]))], rollout(model([(1, 7)])))
+    rejected = Group(1, prompt, [rollout(model([(4, 50)]))])
+    found = describe(9, [trained, rejected], [trained], 1.0)
+    assert found["staleness/token_mean"] == (2 * 1 + 1 * 3) / 10
+    assert found["staleness/token_max"] == 3
+    assert found["staleness/mean"] == (3 + 0 + 5 + 8) / 4 and found["staleness/max"] == 8
+    none = describe(9, [rejected], [], 1.0)
+    assert none["staleness/token_mean"] == none["staleness/token_max"] == 0
 
 
 def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:

@@ -57,6 +57,22 @@ def test_a_truncated_law_needs_the_engines_logprobs(name: str) -> None:
     assert run().rollout.sampling.truncation == {}
 
 
+@pytest.mark.parametrize(
+    ("staleness", "algorithm", "said"),
+    [
+        (0, {}, "rollout.max_staleness is 0, .* raise max_staleness"),
+        (1, {"old_logprobs": "engine"}, "old_logprobs is 'engine', .* to 'trainer'"),
+    ],
+)
+def test_leave_to_use_old_rollouts_that_allows_nothing_is_refused(
+    staleness: int, algorithm: dict[str, Any], said: str
+) -> None:
+    uncorrected = {"correction": {"allow_uncorrected": True}}
+    with pytest.raises(ValueError, match=rf"allow_uncorrected is true, but .*{said}"):
+        run(rollout={"max_staleness": staleness}, algorithm=algorithm | uncorrected)
+    assert run(rollout={"max_staleness": 1}, algorithm=uncorrected).rollout.max_staleness == 1
+
+
 def test_stop_texts() -> None:
     assert run(rollout={"stop": ["\n\n", "END"]}).rollout.sampling.stop == ("\n\n", "END")
     for stop in ([""], ["a"] * 17):

@@ -13,11 +13,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import study_staleness as study
 
+from megarl.config import RunConfig, read
+
 
 def result(bound: int, seed: int, step_s: float, accuracy: list[float]) -> study.Result:
     case = study.Case(bound, "tis" if bound else "none", "ordered", seed)
     steps = len(accuracy)
     return study.Result(case, [step_s] * steps, [100.0] * steps, accuracy, float(bound), 0.5)
+
+
+@pytest.mark.parametrize("dispatch", ["ordered", "windowed"])
+def test_the_settings_of_each_case_are_accepted(dispatch: str) -> None:
+    bounds = "0,1,4" if dispatch == "ordered" else "1,4"
+    words = ["f", "--bounds", bounds, "--dispatch", dispatch]
+    words += ["--corrections", "none,tis,decoupled"]
+    for case in study.cases(study.arguments(words)):
+        changes = [part for n, v in study.settings_of(case).items() for part in (f"--{n}", str(v))]
+        config = read(RunConfig, study.RECIPES / "quickstart.yaml", changes)
+        assert config.rollout.max_staleness == case.bound
+        assert config.algorithm.correction.kind == case.correction
 
 
 def test_the_cases_of_a_seed_follow_each_other_and_bound_0_has_no_correction() -> None:
