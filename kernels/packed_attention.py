@@ -115,14 +115,25 @@ def packed_attention(
     """
     if backend == "reference":
         return reference_attention(q, k, v, documents.starts, scale)
-    is_short = q.dtype in (torch.float16, torch.bfloat16)
-    if backend == "flash_attn" or (q.is_cuda and is_short):
-        function = torch_varlen
-        if backend == "flash_attn":
-            function = varlen_function(_capability(q.device))
-        prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
-        return function(q, k, v, documents.starts, documents.longest, scale)
-    return _batched(q, k, v, documents, scale)
+    function = varlen_kernel(backend, q.dtype, q.device)
+    if function is None:
+        return _batched(q, k, v, documents, scale)
+    prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    return function(q, k, v, documents.starts, documents.longest, scale)
+
+
+def varlen_kernel(
+    backend: PackedBackend, dtype: torch.dtype, device: torch.device
+) -> Varlen | None:
+    """The kernel of variable length that `packed_attention` calls for tensors of this dtype and
+    device; None where it calls none. Raises `ValueError` if `backend` is not installed.
+    """
+    if backend == "flash_attn":
+        return varlen_function(_capability(device))
+    is_short = dtype in (torch.float16, torch.bfloat16)
+    if backend == "torch" and device.type == "cuda" and is_short:
+        return torch_varlen
+    return None
 
 
 def reference_attention(
@@ -154,6 +165,9 @@ def prove_varlen(
 ) -> None:
     """Compare `function`, which is called as `torch_varlen`, with the reference in float64: output
     and gradients of three documents. Raises `RuntimeError` if they differ by more than rounding.
+
+    The gradients are computed at once, so the first call for given heads must not be inside
+    gradient checkpointing, where autograd would begin to recompute the layer that is not finished.
     """
     draw = torch.Generator().manual_seed(0)
     total = sum(TRIED_LENGTHS)
