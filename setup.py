@@ -39,5 +39,9 @@ setup(
         "uvicorn",
         "xxhash",
     ],
+    extras_require={
+        # All its releases are pre-releases, which pip takes only where one is named.
+        "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
+    },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

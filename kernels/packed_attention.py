@@ -7,6 +7,7 @@
 * torch: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches of documents
   of similar length through `scaled_dot_product_attention`.
 * flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_varlen`).
+* auto: flash_attn where FlashAttention-4 is installed and supports the GPU, in 16 bit; else torch.
 * reference: matrix products, in memory that grows with the square of the longest document.
 
 Kernels of variable length are compared with the reference in float64 before their first use.
@@ -23,9 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megarl.kernels.packed_varlen import Varlen, torch_varlen, varlen_function
+from megarl.kernels.packed_varlen import (
+    CAPABILITIES,
+    Varlen,
+    has_module,
+    torch_varlen,
+    varlen_function,
+)
 
-PackedBackend = Literal["torch", "flash_attn", "reference"]
+PackedBackend = Literal["auto", "torch", "flash_attn", "reference"]
 
 BUCKET_SLACK = 1.25
 """Documents share a batch if the longest is at most this many times the shortest; bounds
@@ -115,14 +122,43 @@ def packed_attention(
     """
     if backend == "reference":
         return reference_attention(q, k, v, documents.starts, scale)
-    is_short = q.dtype in (torch.float16, torch.bfloat16)
-    if backend == "flash_attn" or (q.is_cuda and is_short):
-        function = torch_varlen
-        if backend == "flash_attn":
-            function = varlen_function(_capability(q.device))
-        prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
-        return function(q, k, v, documents.starts, documents.longest, scale)
-    return _batched(q, k, v, documents, scale)
+    function = varlen_kernel(backend, q.dtype, q.device)
+    if function is None:
+        return _batched(q, k, v, documents, scale)
+    prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    return function(q, k, v, documents.starts, documents.longest, scale)
+
+
+def varlen_kernel(
+    backend: PackedBackend, dtype: torch.dtype, device: torch.device
+) -> Varlen | None:
+    """The kernel of variable length that `packed_attention` calls for tensors of this dtype and
+    device; None where it calls none. Raises `ValueError` if `backend` is not installed.
+    """
+    if backend == "auto":
+        backend = automatic(dtype, device)[0]
+    if backend == "flash_attn":
+        return varlen_function(_capability(device))
+    is_short = dtype in (torch.float16, torch.bfloat16)
+    if backend == "torch" and device.type == "cuda" and is_short:
+        return torch_varlen
+    return None
+
+
+@functools.cache
+def automatic(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
+    """(implementation that the backend `auto` uses for tensors of this dtype and device, why)."""
+    capability = _capability(device)
+    shown = f"compute capability {capability[0]}.{capability[1]}"
+    if device.type != "cuda":
+        return "torch", "no GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "torch", f"{str(dtype).removeprefix('torch.')}, and FlashAttention-4 takes 16 bit"
+    if capability[0] not in CAPABILITIES:
+        return "torch", f"{shown}, for which FlashAttention-4 is not made"
+    if not has_module("flash_attn.cute"):
+        return "torch", "FlashAttention-4 is not installed"
+    return "flash_attn", f"FlashAttention-4, {shown}"
 
 
 def reference_attention(
@@ -154,6 +190,9 @@ def prove_varlen(
 ) -> None:
     """Compare `function`, which is called as `torch_varlen`, with the reference in float64: output
     and gradients of three documents. Raises `RuntimeError` if they differ by more than rounding.
+
+    The gradients are computed at once, so the first call for given heads must not be inside
+    gradient checkpointing, where autograd would begin to recompute the layer that is not finished.
     """
     draw = torch.Generator().manual_seed(0)
     total = sum(TRIED_LENGTHS)

@@ -84,8 +84,9 @@ def varlen_function(capability: tuple[int, int]) -> Varlen:
         return _flash_attention_2
     raise ValueError(
         "training.attention is 'flash_attn', but no package flash-attn is installed that computes"
-        f" on compute capability {capability[0]}.{capability[1]}: pip install flash-attn-4"
-        " (capability 9 and 10) or flash-attn; or set training.attention to 'torch'"
+        f" on compute capability {capability[0]}.{capability[1]}: pip install -e"
+        " '.[flash-attn-4]' (capability 9 and 10) or flash-attn; or set training.attention to"
+        " 'torch'"
     )
 
 

@@ -3,6 +3,7 @@
 #   bash launch/env.sh            everything, for people and for tests
 # CPU or CUDA is chosen by what the machine has; MEGARL_DEVICE=cpu|cuda overrides it.
 # PYTHON names the interpreter to build from (3.11 or newer).
+# MEGARL_FLASH_ATTN=4 also installs FlashAttention-4, and 2 builds FlashAttention-2 with nvcc, which takes an hour or more.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -24,9 +25,16 @@ if [ "$device" = cuda ]; then
     "set PYTHON to one of $(cd "$root/launch" && ls requirements-cuda-py*.txt | sed 's/.*-py/Python /; s/.txt//' | paste -sd, -), or make it: bash launch/lock_cuda.sh $version"
 fi
 
+flash=${MEGARL_FLASH_ATTN:-}
+case $flash in
+  '') ;;
+  2 | 4) [ "$device" = cuda ] || refuse "MEGARL_FLASH_ATTN is '$flash', which needs MEGARL_DEVICE=cuda; unset it" ;;
+  *) refuse "MEGARL_FLASH_ATTN is '$flash'; set it to 4 or 2, or unset it" ;;
+esac
+
 # What is installed is named by what it was made from.
 stamp=$venv/.megarl-$device-$(cat "$pins" "$dev" "$root/setup.py" | sha256sum | cut -c1-16)
-if [ -e "$stamp" ]; then
+if [ -e "$stamp" ] && { [ -z "$flash" ] || [ -e "$venv/.flash-attn-$flash" ]; }; then
   exit 0
 fi
 "$python" - <<'E2' || { echo "launch/env.sh: $python is too old; set PYTHON to Python 3.11 or newer" >&2; exit 2; }
@@ -151,9 +159,13 @@ check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.open
 phase "waiting for DeepSpeed"
 wait "$building" || failed "pip install $deepspeed failed" "$deepspeed_log"
 trap - EXIT
-if [ "$device" = cuda ] && command -v nvcc >/dev/null 2>&1; then
-  # Optional: used where it imports, never required. It is compiled, which needs a CUDA toolkit.
-  run_pip --no-build-isolation flash-attn >>"$log" 2>&1 || echo "flash-attn did not install; going on without it" >&2
+if [ -n "$flash" ]; then
+  phase "FlashAttention-$flash"
+  case $flash in
+    4) install -c "$pins" "$(sed -n 's/.*\["\(flash-attn-4>=[0-9a-z.]*\)"\].*/\1/p' "$root/setup.py")" ;;
+    2) run_pip --no-build-isolation flash-attn==2.8.3.post2 >>"$log" 2>&1 || failed "flash-attn did not build" "$log" ;;
+  esac
+  touch "$venv/.flash-attn-$flash"
 fi
 phase "imports of a trainer"
 check "deepspeed, torch.utils.tensorboard, megarl.loops.rl, megarl.parallel.mesh, megarl.kernels.logprobs"

@@ -131,7 +131,7 @@ def refuse_kernels(
     missing = {
         "a GPU": on_gpu,
         "training.precision 'bfloat16'": training.precision == "bfloat16",
-        "a package flash-attn (pip install flash-attn-4 for compute capability 9 and 10, or"
+        "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9 and 10, or"
         " flash-attn)": bool(provider(capability)),
     }
     lacking = [name for name, there in missing.items() if not there]

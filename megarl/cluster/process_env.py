@@ -81,6 +81,10 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
             "TORCHDYNAMO_DISABLE": "1",
             **KEEPS_FREED_MEMORY,
         }
+    else:
+        # Left open, vLLM would choose by itself, and say so in a log that is not shown. Runner 1 is
+        # deprecated, and launches a kernel for each request that has a seed.
+        settings["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return settings
 
 

@@ -26,7 +26,7 @@ from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
 from megarl.loops.schedule import due, reached
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
-from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.signals import graceful
 from megarl.trainer.context import RunInputs, open_run
 from megarl.trainer.policy import PolicyGradient
@@ -126,9 +126,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         with activity(f"training of step {step + 1}", kind="train"):
             report = method.train(parts, batch)
         if is_colocated:
-            for role in parts.trained:
-                role.engine.offload()
-            parts.generation.wake()
+            lend_memory(parts)
         trained_at = time.monotonic()
         sent = publish(parts, step + 1)
         rollouts.release(step, parts.publisher.receipts)
@@ -150,6 +148,17 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         if due(step + 1, config.evaluation.every, config.steps) and not evaluate(parts, step + 1):
             return step + 1, saved
     return config.steps, saved
+
+
+def lend_memory(parts: Parts) -> None:
+    """Offload the trained roles of every rank, and then wake the colocated engines. All ranks of
+    the policy call it together.
+    """
+    for role in parts.trained:
+        role.engine.offload()
+    # The engines map their weights at once, on the GPUs of all ranks.
+    barrier(parts.context.mesh.world)
+    parts.generation.wake()
 
 
 def save(parts: Parts, done: int) -> None:

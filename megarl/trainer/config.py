@@ -252,10 +252,12 @@ class TrainingConfig:
     """Compute a prefix that several samples of a packed sequence have in common, such as the prompt
     of a group, once for all of them: where that saves at least a sixteenth of their tokens (auto),
     wherever it saves a token (on), or never."""
-    attention: Literal["torch", "flash_attn", "reference"] = "torch"
+    attention: Literal["auto", "torch", "flash_attn", "reference"] = "auto"
     """Kernel of attention within the documents of a packed sequence, on one rank: torch's; that of
-    the package flash-attn (GPU, 16 bit); or matrix products, to compare with. Sequence parallelism,
-    shared prefixes, sliding windows, soft caps and sinks use `sequence.block` instead."""
+    the package flash-attn (GPU, 16 bit); FlashAttention-4 where it is installed and supports the
+    GPU, and else torch's (auto), which a run on GPUs says at its start; or matrix products, to
+    compare with. Sequence parallelism, shared prefixes, sliding windows, soft caps and sinks use
+    `sequence.block` instead."""
     norms: Literal["model", "torch"] = "model"
     """RMSNorm by the model's code in transformers, which is several kernels, or by torch's
     function, which is one on a GPU. In 16 bit they round differently."""

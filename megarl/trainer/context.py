@@ -365,6 +365,8 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:
                 recording.make(keep=inputs.resume_from is not None)
+            if device.type == "cuda" and training.attention == "auto":
+                console.say(attention_line(training.precision, device))
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there
         if not run.is_main:
             console.open_log(run.folder)
@@ -372,3 +374,11 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             stack.callback(recording.open(f"rank{mesh_module.all_ranks().rank}"))
         with console.first_word():
             yield run
+
+
+def attention_line(precision: str, device: torch.device) -> str:
+    """What `training.attention: auto` stands for on this device, and why, in one line."""
+    from megarl.kernels.packed_attention import automatic
+
+    chosen, why = automatic(getattr(torch, precision), device)
+    return f"training.attention auto is {chosen}: {why}"

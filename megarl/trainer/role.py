@@ -19,6 +19,7 @@ import torch
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.errors import UserError
+from megarl.kernels.packed_attention import varlen_kernel
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
@@ -88,6 +89,23 @@ class Role:
                 f"the weight {broken} of the {name} has a value that is not finite; fetch"
                 f" {model.path} again, or choose another model"
             )
+        self._prove_attention()
+
+    def _prove_attention(self) -> None:
+        """Compare the attention kernel of variable length, where one is used, with float64, for the
+        heads of every layer on this rank: by a forward pass of two tokens without gradients. Raises
+        `RuntimeError` if the kernel is wrong.
+
+        The first training pass is too late, because the comparison computes gradients, which fails
+        inside a layer with gradient checkpointing.
+        """
+        dtype = DTYPES[self.training.precision]
+        if varlen_kernel(self.training.attention, dtype, self.device) is None:
+            return
+        if self.mesh.sequence.size == 1:  # rows that are cut over ranks have other kernels
+            (micro,) = self.pack(Samples.one(0, [0, 0]), [[0]])
+            with torch.no_grad():
+                self.engine(micro, 1.0)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -368,3 +369,26 @@ def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         alone("cuda_ipc", "")
     with pytest.raises(ValueError, match="needs GPUs"):
         RECEIVERS["cuda_ipc"](None, 0, 0, {})
+
+
+def test_cuda_ipc_opens_only_what_it_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each memory that is opened costs a CUDA context on another rank's GPU."""
+    import torch
+
+    from megarl.weight_sync.transports import cuda_ipc
+
+    make, opened = torch.empty, list[Any]()
+    replaced: dict[str, Any] = {
+        "_export_handle": lambda memory: len(memory),
+        "_open_handle": lambda exported: opened.append(exported) or make(8, dtype=torch.uint8),
+        "gather_objects": lambda mine, axis: [{n: f"memory {n}" for n in range(4)}] * 4,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(cuda_ipc, name, function)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **named: make(*size, **named))
+    sender: Any = object.__new__(cuda_ipc.Sender)
+    sender._axis = SimpleNamespace(rank=1, size=4)
+    copies = [[SimpleNamespace(destination=1)], [SimpleNamespace(destination=3)], []]
+    spec = SimpleNamespace(num_destinations=4)
+    sender._route = SimpleNamespace(spec=spec, copies=copies, largest_bytes=8)
+    assert sender._open().keys() == {1, 3} and opened == ["memory 3"]

@@ -5,6 +5,7 @@ the weights stays, and a run with hand-overs learns exactly what a run without l
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,42 @@ def test_only_the_weights_stay_and_nothing_changes(tmp_path: Path) -> None:
                 # Norms, step counters, positions of the rotary embedding.
                 assert max(found["stays"]) == pytest.approx(found["weights"], rel=0.05), settings
                 assert found["moved"] > 0, settings
+
+
+def lend(folder: str) -> bool:
+    """Lend this rank's memory, of which rank 1 is late to let go; on rank 0 whether rank 1 had let
+    go of it when the engines were woken. Runs on every rank.
+    """
+    from types import SimpleNamespace
+
+    from megarl.cluster.engines import EngineGroup
+    from megarl.cluster.rollouts import Generation
+    from megarl.loops.rl import lend_memory
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    mesh_module.initialise(timeout_s=60)
+    done, found = Path(folder, "done"), list[bool]()
+    with ProcessMesh(Layout(2, 1, 1), timeout_s=60) as mesh:
+
+        def offload() -> None:
+            if mesh.world.rank == 1:
+                time.sleep(1.0)
+                done.touch()
+
+        wakes: Any = lambda engines, timeout_s: found.append(done.exists())  # noqa: E731
+        EngineGroup.wake = wakes
+        config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout_s=30.0))
+        parts: Any = SimpleNamespace(
+            context=SimpleNamespace(mesh=mesh),
+            trained=[SimpleNamespace(engine=SimpleNamespace(offload=offload))],
+            generation=Generation(config, mesh, None, None),
+        )
+        lend_memory(parts)
+    mesh_module.finalise()
+    return all(found) and bool(found) == (mesh.world.rank == 0)
+
+
+def test_engines_wake_after_every_rank_has_let_go(tmp_path: Path) -> None:
+    assert run_ranks(2, __file__, "lend", str(tmp_path)) == [True, True]

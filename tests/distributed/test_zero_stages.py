@@ -78,6 +78,38 @@ def losses(model: str, settings: dict[str, Any], mesh: Any, device: Any) -> list
     return found
 
 
+def train_with_a_kernel(model: str, settings: dict[str, Any]) -> list[float]:
+    """As `losses` on one rank, with a kernel of variable length in the place of a GPU's."""
+    from megarl.kernels import packed_attention
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    def kernel(q: Any, k: Any, v: Any, starts: Any, longest: int, scale: float) -> Any:
+        return packed_attention.reference_attention(q, k, v, starts, scale)
+
+    packed_attention.varlen_function = lambda capability: kernel
+    device = mesh_module.initialise(timeout_s=120)
+    with ProcessMesh(Layout(), timeout_s=120) as mesh:
+        found = losses(model, settings | {"attention": "flash_attn"}, mesh, device)
+    mesh_module.finalise()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kernel_is_proven_before_the_first_backward(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No forward pass without gradients comes before, as in supervised training: the comparison
+    with float64 inside a layer that is checkpointed would end the run.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model = write_model(tmp_path / "model", hidden_size=64)
+    settings = {"zero_stage": stage, "gradient_checkpointing": True}
+    (found,) = run_ranks(1, __file__, "train_with_a_kernel", str(model), settings)
+    assert found[-1] < 0.5 * found[0], found
+
+
 def check_stages(folder: Path) -> None:
     """Every stage learns, and all learn the same."""
     model = write_model(folder / "model", hidden_size=64)

@@ -20,7 +20,9 @@ LOCKS = {
 }
 
 
-def start(folder: Path, *, driver: str = "580.65.06", python: str = sys.executable) -> str:
+def start(
+    folder: Path, *, driver: str = "580.65.06", python: str = sys.executable, **variables: str
+) -> str:
     """What a copy of the script says on a machine with a GPU, with pip and venv taken away."""
     shutil.copytree(LAUNCH, folder / "launch", dirs_exist_ok=True)
     (folder / "setup.py").touch()
@@ -30,7 +32,7 @@ def start(folder: Path, *, driver: str = "580.65.06", python: str = sys.executab
     smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo {driver}\n')
     smi.chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    environment = {"PATH": path, "PYTHON": python, "HOME": str(folder)}
+    environment = {"PATH": path, "PYTHON": python, "HOME": str(folder)} | variables
     script = ["bash", str(folder / "launch/env.sh")]
     told = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
     assert told.returncode == 2, told.stderr
@@ -65,6 +67,49 @@ def test_a_python_without_pins_is_refused(tmp_path: Path) -> None:
     said = start(tmp_path, python=interpreter(tmp_path, "echo 3.14"))
     assert "no launch/requirements-cuda-py3.14.txt" in said
     assert "set PYTHON to one of Python 3.11,Python 3.12,Python 3.13, or make it" in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MEGARL_FLASH_ATTN": "yes"}, "MEGARL_FLASH_ATTN is 'yes'; set it to 4 or 2"),
+        (
+            {"MEGARL_FLASH_ATTN": "4", "MEGARL_DEVICE": "cpu"},
+            "MEGARL_FLASH_ATTN is '4', which needs MEGARL_DEVICE=cuda",
+        ),
+    ],
+)
+def test_flash_attention_is_asked_for_by_its_number(
+    variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    assert said in start(tmp_path, **variables)
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed"),
+    [
+        ("", []),
+        ("4", ["install -c pins flash-attn-4>=4.0.0b36"]),
+        ("2", ["run_pip --no-build-isolation flash-attn==2.8.3.post2"]),
+    ],
+)
+def test_flash_attention_is_installed_only_where_it_is_asked_for(
+    asked: str, installed: list[str], tmp_path: Path
+) -> None:
+    """The lines of the script between DeepSpeed and the imports, with a compiler for CUDA there."""
+    script = (LAUNCH / "env.sh").read_text()
+    lines = script[script.index("\ntrap - EXIT\n") : script.index('phase "imports of a trainer"')]
+    stand_ins = "".join(
+        f'{name}() {{ echo "{name} $*" >>"$told"; }}\n' for name in ("install", "run_pip", "nvcc")
+    )
+    given = {"told": str(tmp_path / "told"), "venv": str(tmp_path), "log": str(tmp_path / "log")}
+    given |= {"device": "cuda", "flash": asked, "pins": "pins", "root": str(LAUNCH.parent)}
+    command = f"phase() {{ :; }}\n{stand_ins}{lines}"
+    subprocess.run(["bash", "-euc", command], env=os.environ | given, check=True, timeout=30)
+    told = tmp_path / "told"
+    # The output of `run_pip` goes to the log; what it was called with is in the file.
+    assert (told.read_text().splitlines() if told.exists() else []) == installed
+    assert (tmp_path / f".flash-attn-{asked}").exists() == bool(asked)
 
 
 @pytest.mark.parametrize("version", LOCKS)

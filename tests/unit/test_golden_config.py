@@ -130,6 +130,14 @@ def test_there_is_no_other_file() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
 
 
+def test_vllm_reads_what_engines_are_given() -> None:
+    """A variable that a new version of vLLM no longer knows would be ignored."""
+    from vllm.envs import environment_variables
+
+    given = engine_environment(on_cpu=False, num_threads=1, kv_cache_gib=1)
+    assert {name for name in given if name.startswith("VLLM_")} <= environment_variables.keys()
+
+
 def write(reason_of: Callable[[str, str], str]) -> None:
     """Write every file anew; `reason_of(file, setting)` is asked for each line."""
     GOLDEN.mkdir(exist_ok=True)

@@ -17,11 +17,15 @@ from megarl.kernels.linear import linear
 from megarl.kernels.packed_attention import (
     Documents,
     PackedBackend,
+    automatic,
     packed_attention,
     prove_varlen,
     reference_attention,
+    varlen_kernel,
 )
-from megarl.kernels.packed_varlen import provider, varlen_function
+from megarl.kernels.packed_varlen import provider, torch_varlen, varlen_function
+from megarl.trainer.config import TrainingConfig
+from megarl.trainer.context import attention_line
 
 
 def dense_attention(
@@ -132,6 +136,54 @@ def test_flash_attn_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("megarl.kernels.packed_varlen.has_module", found.__contains__)
     capabilities = [(8, 0), (9, 0), (10, 0), (12, 0)]
     assert [provider(one) for one in capabilities] == ["FA2", "FA4", "FA4", "FA2"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "installed", "wanted", "why"),
+    [
+        ((9, 0), torch.bfloat16, True, "flash_attn", "FlashAttention-4, compute capability 9.0"),
+        ((10, 0), torch.float16, True, "flash_attn", "compute capability 10.0"),
+        ((9, 0), torch.bfloat16, False, "torch", "not installed"),
+        ((8, 0), torch.bfloat16, True, "torch", "compute capability 8.0, for which"),
+        ((12, 0), torch.bfloat16, True, "torch", "compute capability 12.0, for which"),
+        ((9, 0), torch.float32, True, "torch", "float32, and FlashAttention-4 takes 16 bit"),
+    ],
+)
+def test_what_auto_stands_for_on_a_gpu(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    installed: bool,
+    wanted: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, module = torch.device("cuda", 0), "megarl.kernels.packed_attention"
+    monkeypatch.setattr(f"{module}._capability", lambda device: capability)
+    monkeypatch.setattr(f"{module}.has_module", lambda name: installed)
+    monkeypatch.setattr(f"{module}.varlen_function", lambda capability: reference_attention)
+    automatic.cache_clear()
+    chosen, said = automatic(dtype, device)
+    kernel = varlen_kernel("auto", dtype, device)
+    line = attention_line(str(dtype).removeprefix("torch."), device)
+    automatic.cache_clear()
+    assert (
+        chosen == wanted and why in said and line == f"training.attention auto is {wanted}: {said}"
+    )
+    if wanted == "flash_attn":
+        assert kernel is reference_attention
+    else:
+        assert kernel is (torch_varlen if dtype == torch.bfloat16 else None)
+
+
+def test_auto_is_the_default_and_torch_on_the_cpu() -> None:
+    assert TrainingConfig().attention == "auto"
+    assert automatic(torch.bfloat16, torch.device("cpu")) == ("torch", "no GPU")
+    q = torch.randn(6, 2, 8)
+    ours, torchs = (
+        packed_attention(q, q, q, Documents.of(starts_of([2, 4])), 0.3, backend)
+        for backend in ("auto", "torch")
+    )
+    assert torch.equal(ours, torchs)
 
 
 def test_torch_has_the_switch_to_flash_attention_4() -> None:

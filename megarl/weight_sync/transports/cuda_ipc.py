@@ -119,13 +119,13 @@ class Sender(shared_memory.Sender):
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
         """Count a bucket as written by this rank, after its copies on the GPUs have finished."""
-        _synchronize(*self._memories)
+        _synchronize(*self._memories.values())
         super().commit(bucket, watch)
 
     def _host_bytes(self) -> int:
         return 0
 
-    def _open(self) -> list[torch.Tensor]:
+    def _open(self) -> dict[int, torch.Tensor]:
         route, axis = self._route, self._axis
         own = {
             number: torch.empty(shared_memory.memory_bytes(route), dtype=torch.uint8, device="cuda")
@@ -138,10 +138,10 @@ class Sender(shared_memory.Sender):
         self._exported = [
             by_rank[number % axis.size][number] for number in range(route.spec.num_destinations)
         ]
-        return [
-            own[number] if number in own else _open_handle(exported)
-            for number, exported in enumerate(self._exported)
-        ]
+        # An open memory costs this process a CUDA context on its GPU, about half a GiB there.
+        written = {copy.destination for bucket in route.copies for copy in bucket}
+        foreign = {number: _open_handle(self._exported[number]) for number in written - own.keys()}
+        return own | foreign
 
 
 class Receiver(shared_memory.Receiver):

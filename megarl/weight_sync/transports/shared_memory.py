@@ -79,13 +79,15 @@ class Sender(Direct):
         Waits until all engine ranks have read the bucket that had the same memory before.
         """
         self._counters.until(lambda: self._counters.all_read() > bucket.number - SLOTS, watch)
-        buffers = [
-            bucket.buffers(block_of(memory, self._route, bucket), self._route.dtype)
-            for memory in self._memories
-        ]
+        copies, memories = self._route.copies[bucket.number], self._memories
+        buffers = {
+            number: bucket.buffers(
+                block_of(memories[number], self._route, bucket), self._route.dtype
+            )
+            for number in {copy.destination for copy in copies}
+        }
         return [
-            (copy, copy.put.view(buffers[copy.destination][copy.put.buffer]))
-            for copy in self._route.copies[bucket.number]
+            (copy, copy.put.view(buffers[copy.destination][copy.put.buffer])) for copy in copies
         ]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
@@ -109,9 +111,11 @@ class Sender(Direct):
         """Bytes of shared host memory for all engine ranks."""
         return self._route.spec.num_destinations * memory_bytes(self._route)
 
-    def _open(self) -> list[torch.Tensor]:
-        """The shared memory of each engine rank, uint8 [memory_bytes]."""
-        return list(self._counters.memory().split(memory_bytes(self._route)))
+    def _open(self) -> dict[int, torch.Tensor]:
+        """{engine rank: its shared memory, uint8 [memory_bytes]} of those that this rank writes to,
+        at least.
+        """
+        return dict(enumerate(self._counters.memory().split(memory_bytes(self._route))))
 
 
 class Receiver:
