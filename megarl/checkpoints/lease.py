@@ -89,42 +89,37 @@ def newest(folder: Path) -> tuple[int, Path] | None:
     return max(numbered, default=None)
 
 
-class Lease:
-    """The lease of this process on a run folder, which a thread renews until `release`."""
+@dataclass(frozen=True)
+class Claim:
+    """What a run says of itself: lease `number` on `folder` is of `run`. Any process of the run, on
+    any host, can look up whether that still holds.
+    """
 
-    def __init__(self, folder: Path, number: int, descriptor: int, record: Record) -> None:
-        """`descriptor`: the open lease file. `take` makes leases."""
-        self.folder, self.run_id = folder, record.run
-        self._number, self._descriptor, self._record = number, descriptor, record
-        self._path = path_of(folder, number)
-        self._found = ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
+    folder: Path
+    number: int
+    run: str
 
     def problem(self) -> str:
         """Why this run must not write to the folder: a sentence for the user, "" while the run owns
-        the folder. Looks at the files each time; a lease that was lost once stays lost.
+        the folder. Looks at the files each time.
         """
-        if not self._found:
-            try:
-                self._found = self._look()
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    return (
-                        f"whether this run still owns its folder {self.folder} cannot be read"
-                        f" ({error}), so nothing more is written there; see to the disk and go on"
-                        " with --resume auto"
-                    )
-                self._found = self._gone()
-        return self._found
+        try:
+            return self.look()
+        except OSError as error:
+            return self.unread(error)
 
-    def _look(self) -> str:
-        last = newest(self.folder)
-        if last is None or last[0] < self._number:
-            return self._gone()
-        record = decode(last[1].read_bytes())
-        if last[0] == self._number and (record is None or record.run == self.run_id):
+    def look(self) -> str:
+        """As `problem`; raises `OSError` where the files cannot be read."""
+        try:
+            last = newest(self.folder)
+            if last is None or last[0] < self.number:
+                return self.gone()
+            record = decode(last[1].read_bytes())
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return self.gone()
+        if last[0] == self.number and (record is None or record.run == self.run):
             return ""
         return (
             f"the run folder {self.folder} was taken over by {record or 'another run'}: this run"
@@ -132,11 +127,44 @@ class Lease:
             " suspended, or did the disk not answer?)"
         )
 
-    def _gone(self) -> str:
+    def unread(self, error: OSError) -> str:
+        """The sentence for files that cannot be read."""
         return (
-            f"the file {self._path}, which says that this run owns the folder, is gone: this run"
-            " ends and writes nothing more there; was the folder removed?"
+            f"whether this run still owns its folder {self.folder} cannot be read ({error}), so"
+            " nothing more is written there; see to the disk and go on with --resume auto"
         )
+
+    def gone(self) -> str:
+        """The sentence for a lease file that was removed."""
+        return (
+            f"the file {path_of(self.folder, self.number)}, which says that this run owns the"
+            " folder, is gone: this run ends and writes nothing more there; was the folder"
+            " removed?"
+        )
+
+
+class Lease:
+    """The lease of this process on a run folder, which a thread renews until `release`."""
+
+    def __init__(self, folder: Path, number: int, descriptor: int, record: Record) -> None:
+        """`descriptor`: the open lease file. `take` makes leases."""
+        self.folder, self.run_id = folder, record.run
+        self.claim = Claim(folder.absolute(), number, record.run)
+        self._descriptor, self._record = descriptor, record
+        self._path = path_of(folder, number)
+        self._found = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> str:
+        """As `Claim.problem`; a lease that was lost once stays lost."""
+        if not self._found:
+            try:
+                self._found = self.claim.look()
+            except OSError as error:
+                return self.claim.unread(error)
+        return self._found
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):

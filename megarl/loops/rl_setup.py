@@ -138,9 +138,10 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         generation.join(stack)
     publisher = make_publisher(config, inputs, made.policy, generation, mesh)
     stack.callback(publisher.close)
-    batches = None
+    claim, batches = context.claim(), None
     if mesh.sample.rank == 0:
-        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size)
+        lost = claim.problem if claim else str
+        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size, lost)
         batches.start(made.first_step)  # also where none are written: old ones count no longer
     return Parts(
         **vars(made),

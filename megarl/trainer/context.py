@@ -28,7 +28,7 @@ from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.aside import remove_unfinished
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.lease import Lease
+from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
@@ -209,6 +209,13 @@ class RunContext:
         owner = self.inputs.owner
         lost = owner.problem() if self.is_main and owner is not None else ""
         return broadcast_object(lost, self.mesh.world)
+
+    def claim(self) -> Claim | None:
+        """What this run says of itself as the owner of its folder, on every rank of the run's mesh;
+        None where nobody owns the folder. All of them call it together.
+        """
+        owner = self.inputs.owner
+        return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
     @property
     def is_adapted(self) -> bool:
