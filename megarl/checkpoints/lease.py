@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ RECORD_BYTES = 1024
 """Size of a lease file, the same at every renewal, so that each is one write in place."""
 NAME = re.compile(r"\.owner\.(\d{6,})\.json")
 RUNS, ENDED = "runs", "ended"
+FORMAT = 1
+"""Version of a lease file's content, in its field `format`. The field is left out in this first
+version; a file of a newer version is no `Record` for this one. Fields that are added in the same
+format are passed over."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,16 @@ class Record:
 
 
 def decode(content: bytes) -> Record | None:
-    """The record in a lease file; None if the content is incomplete or no record."""
+    """The record in a lease file; None if the content is incomplete, of a newer format or no
+    record.
+    """
     try:
         found: Any = json.loads(content)
-        return Record(**found)
-    except (TypeError, ValueError):
+        if found.pop("format", FORMAT) != FORMAT:
+            return None
+        known = {one.name for one in fields(Record)}
+        return Record(**{name: value for name, value in found.items() if name in known})
+    except (AttributeError, TypeError, ValueError):
         return None
 
 
@@ -311,9 +320,9 @@ def has_ended(path: Path, record: Record | None, patience_s: float) -> bool:
 
 
 def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
-    """Watch the lease file of a process that cannot be seen from here: True if it stays as it is
-    for `patience_s` seconds, or says that the run has ended; False if it is removed. Raises
-    `ValueError` as soon as it is renewed.
+    """Watch the lease file of a process that cannot be seen from here, or that this version cannot
+    read: True if the file stays as it is for `patience_s` seconds, or says that the run has ended;
+    False if it is removed. Raises `ValueError` as soon as it is renewed.
 
     Only changes count, not the times in the file, since the clocks of two machines differ.
     """
@@ -324,7 +333,8 @@ def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
         " (training.checkpoint.owner_timeout_s)"
     )
     deadline, now = time.monotonic() + patience_s, record
-    while now == record:
+    before = stamp(path)
+    while now == record and (record is not None or stamp(path) == before):
         if time.monotonic() >= deadline:
             return True
         time.sleep(POLL_S)
@@ -334,6 +344,14 @@ def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
     if now is not None and now.state == ENDED:
         return True
     raise ValueError(refusal(path.parent, now))
+
+
+def stamp(path: Path) -> tuple[bytes, int]:
+    """(content, time of the last change) of a lease file; empty where it is gone."""
+    try:
+        return path.read_bytes(), path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return b"", 0
 
 
 def refusal(folder: Path, record: Record | None) -> str:

@@ -321,6 +321,18 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     ]
 
 
+def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
+    """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
+    where that file cannot be read.
+    """
+    try:
+        old = yaml.safe_load(recipe.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    now = dict(_leaves(yaml.safe_load(dump(config))))
+    return [name for name, _ in _leaves(old) if name not in now]
+
+
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Each value of nested mappings under its dotted name."""
     if not isinstance(tree, dict) or not tree:
@@ -368,6 +380,11 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                 console.say(f"the run goes on with other settings: {', '.join(changed)}")
                 if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
                     console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
+            if inputs.resume_from is not None and (foreign := unknown_settings(recipe, config)):
+                console.say(
+                    f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
+                    " (of another version of megarl, or no longer in the recipe)"
+                )
             recipe.write_text(dump(config))
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:

@@ -47,6 +47,7 @@ from megarl.ledger.events import (
     to_record,
 )
 from megarl.ledger.journal import FILE, Journal, LostError, Reader
+from megarl.ledger.position import BLOCK_BYTES, difference, position
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.registry import POLICIES
@@ -258,6 +259,27 @@ def test_a_service_records_while_its_run_owns_the_folder(tmp_path: Path) -> None
     with pytest.raises(UserError, match="was taken over by another run"):
         with_ledger(build, tmp_path, mine.claim)
     mine.release()
+
+
+@pytest.mark.parametrize("size", [1, 3 * BLOCK_BYTES])
+def test_the_ledger_of_a_checkpoint_is_known_again(tmp_path: Path, size: int) -> None:
+    path = tmp_path / FILE
+    assert position(path) == {} and difference(path, {}) == ""
+    whole = written(path, [{"event": "x", "text": "t" * size}, {"event": "y"}])
+    at = position(path)
+    assert at["bytes"] == len(whole) and difference(path, at) == ""
+    path.write_bytes(whole + b"t" * size)  # a torn tail
+    assert position(path) == at and difference(path, at) == ""
+    written(path, numbered(2))  # goes on
+    assert difference(path, at) == "" and position(path) != at
+    path.write_bytes(whole[:-1])
+    assert f"it has {len(whole) - 1} bytes, and had {len(whole)} when" in difference(path, at)
+    path.write_bytes(example(40) + whole)
+    assert "is another one than when it was written" in difference(path, at)
+    path.unlink()
+    assert "it has 0 bytes" in difference(path, at)
+    path.write_bytes(b"")
+    assert position(path) == {}
 
 
 def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
