@@ -22,6 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from megarl.activity.spans import activity
 from megarl.errors import UserError
 from megarl.types import COLUMNS, Samples, StepBatch
 
@@ -39,6 +40,9 @@ OF_SAMPLES = ("ids", "offsets", *COLUMNS)
 
 ASIDE = ".writing"
 """End of the name of a file that is being written."""
+
+WRITTEN_WITHIN_S = 300.0
+"""Seconds to wait for a batch to be on the disk, beside the step in which it was written."""
 
 NAME = re.compile(r"step_(\d{6,})\.rank_(\d{3,})\.safetensors")
 
@@ -187,15 +191,26 @@ class BatchWriter:
     def write(self, batch: StepBatch) -> None:
         """Begin to write a batch, once `flush` has returned."""
         assert self._thread is None
-        self._thread = threading.Thread(target=self._write, args=(batch,), name="batch writer")
+        # A daemon: a disk that does not answer must not keep the process.
+        self._thread = threading.Thread(
+            target=self._write, args=(batch,), name="batch writer", daemon=True
+        )
         self._thread.start()
 
     def flush(self) -> str:
-        """Wait until every batch so far is on the disk. Returns an error message if one could not
-        be written, else "".
+        """Wait until every batch so far is on the disk, for at most `WRITTEN_WITHIN_S`. Returns an
+        error message if one could not be written, else "".
         """
         if self._thread is not None:
-            self._thread.join()
+            what = "batch that is being written"
+            with activity(what, kind="wait", deadline_s=WRITTEN_WITHIN_S):
+                self._thread.join(WRITTEN_WITHIN_S)
+            if self._thread.is_alive():
+                return (
+                    f"a batch was not on the disk of {self.folder / FOLDER} within"
+                    f" {WRITTEN_WITHIN_S:g} s; see to the disk and resume the run, or set"
+                    " observe.batches to false"
+                )
             self._thread = None
         if not self._problem:
             return ""

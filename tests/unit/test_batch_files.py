@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import UserError
+from megarl.rollout import batch_files
 from megarl.rollout.batch_files import (
     BatchWriter,
     batch_file,
@@ -168,3 +171,24 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path) -> None:
     other.touch()
     BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(0)
     assert list(folder.iterdir()) == [other]
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "WRITTEN_WITHIN_S", 0.2)
+    answers = threading.Event()
+
+    def hang() -> str:
+        answers.wait(20)
+        return ""
+
+    writer = BatchWriter(tmp_path, data_rank=0, num_data_ranks=1, lost=hang)
+    writer.write(made([[5]]))
+    began = time.monotonic()
+    assert "was not on the disk" in (said := writer.flush()) and "within 0.2 s" in said
+    assert time.monotonic() - began < 10
+    assert writer._thread is not None and writer._thread.daemon
+    answers.set()
+    writer._thread.join()
+    assert writer.flush() == ""
