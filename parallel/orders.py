@@ -41,7 +41,7 @@ class Orders:
         self._beat_s = min(MOST_BEAT_S, silence_s / 4)
         # torch has no public name for the store that the process groups were made with.
         store = distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"megarl/{name}", store)
+        self._store = distributed_c10d.PrefixStore(f"megarl/{name}", store)
         self._given = self._taken = 0
         self._is_first = dist.get_rank() == 0
         self._closed = threading.Event()

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -38,7 +39,7 @@ class Agent(LocalElasticAgent):
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
         codes = [failure.exitcode for failure in result.failures.values()]
         if result.state == WorkerState.FAILED and SAID in codes:
             self._remaining_restarts = 0
@@ -50,12 +51,8 @@ def own_agent() -> Iterator[None]:
     """A context manager in which torchrun uses `Agent`: it takes its agent from this name, and has
     no option for one.
     """
-    before = api.LocalElasticAgent
-    api.LocalElasticAgent = Agent
-    try:
+    with patch.object(api, LocalElasticAgent.__name__, Agent):
         yield
-    finally:
-        api.LocalElasticAgent = before
 
 
 def run(arguments: list[str]) -> int:
