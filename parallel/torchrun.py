@@ -5,6 +5,7 @@
 
 torchrun itself ends with exit code 1 whatever happened, below 50 lines of its own traceback. Here
 the exit code is that of the rank that failed first, and a rank's one line of error stands alone.
+With --max-restarts, ranks are not started again after a mistake of the user.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api
 from torch.distributed.run import main
 
 from megarl.signals import AGENT, SHUTDOWN
@@ -24,6 +31,28 @@ SAID = 2
 
 TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 """Commands that run on several ranks."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, for which a mistake that a rank has said is final: another attempt would
+    only say it again.
+    """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
+        codes = [failure.exitcode for failure in result.failures.values()]
+        if result.state == WorkerState.FAILED and SAID in codes:
+            self._remaining_restarts = 0
+        return result
+
+
+@contextmanager
+def own_agent() -> Iterator[None]:
+    """A context manager in which torchrun uses `Agent`: it takes its agent from this name, and has
+    no option for one.
+    """
+    with patch.object(api, LocalElasticAgent.__name__, Agent):
+        yield
 
 
 def run(arguments: list[str]) -> int:
@@ -37,7 +66,8 @@ def run(arguments: list[str]) -> int:
     if waits := shutdown_timeout(arguments):
         os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:
-        main(arguments)
+        with own_agent():
+            main(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != SAID:

@@ -49,6 +49,8 @@ from megarl.checkpoints.progress import (
 from megarl.checkpoints.random_states import random_states, restore_random_states
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError
+from megarl.ledger.journal import FILE as LEDGER
+from megarl.ledger.position import position
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
@@ -391,4 +393,5 @@ class Checkpoints:
             self.roles,
             dict(algorithm),
             list(used),
+            position(self.folder.parent / LEDGER) if self.everyone.rank == 0 else {},
         )

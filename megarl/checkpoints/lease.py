@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ RECORD_BYTES = 1024
 """Size of a lease file, the same at every renewal, so that each is one write in place."""
 NAME = re.compile(r"\.owner\.(\d{6,})\.json")
 RUNS, ENDED = "runs", "ended"
+FORMAT = 1
+"""Version of a lease file's content, in its field `format`. The field is left out in this first
+version; a file of a newer version is no `Record` for this one. Fields that are added in the same
+format are passed over."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,16 @@ class Record:
 
 
 def decode(content: bytes) -> Record | None:
-    """The record in a lease file; None if the content is incomplete or no record."""
+    """The record in a lease file; None if the content is incomplete, of a newer format or no
+    record.
+    """
     try:
         found: Any = json.loads(content)
-        return Record(**found)
-    except (TypeError, ValueError):
+        if found.pop("format", FORMAT) != FORMAT:
+            return None
+        known = {one.name for one in fields(Record)}
+        return Record(**{name: value for name, value in found.items() if name in known})
+    except (AttributeError, TypeError, ValueError):
         return None
 
 
@@ -89,42 +98,37 @@ def newest(folder: Path) -> tuple[int, Path] | None:
     return max(numbered, default=None)
 
 
-class Lease:
-    """The lease of this process on a run folder, which a thread renews until `release`."""
+@dataclass(frozen=True)
+class Claim:
+    """What a run says of itself: lease `number` on `folder` is of `run`. Any process of the run, on
+    any host, can look up whether that still holds.
+    """
 
-    def __init__(self, folder: Path, number: int, descriptor: int, record: Record) -> None:
-        """`descriptor`: the open lease file. `take` makes leases."""
-        self.folder, self.run_id = folder, record.run
-        self._number, self._descriptor, self._record = number, descriptor, record
-        self._path = path_of(folder, number)
-        self._found = ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
+    folder: Path
+    number: int
+    run: str
 
     def problem(self) -> str:
         """Why this run must not write to the folder: a sentence for the user, "" while the run owns
-        the folder. Looks at the files each time; a lease that was lost once stays lost.
+        the folder. Looks at the files each time.
         """
-        if not self._found:
-            try:
-                self._found = self._look()
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    return (
-                        f"whether this run still owns its folder {self.folder} cannot be read"
-                        f" ({error}), so nothing more is written there; see to the disk and go on"
-                        " with --resume auto"
-                    )
-                self._found = self._gone()
-        return self._found
+        try:
+            return self.look()
+        except OSError as error:
+            return self.unread(error)
 
-    def _look(self) -> str:
-        last = newest(self.folder)
-        if last is None or last[0] < self._number:
-            return self._gone()
-        record = decode(last[1].read_bytes())
-        if last[0] == self._number and (record is None or record.run == self.run_id):
+    def look(self) -> str:
+        """As `problem`; raises `OSError` where the files cannot be read."""
+        try:
+            last = newest(self.folder)
+            if last is None or last[0] < self.number:
+                return self.gone()
+            record = decode(last[1].read_bytes())
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return self.gone()
+        if last[0] == self.number and (record is None or record.run == self.run):
             return ""
         return (
             f"the run folder {self.folder} was taken over by {record or 'another run'}: this run"
@@ -132,11 +136,44 @@ class Lease:
             " suspended, or did the disk not answer?)"
         )
 
-    def _gone(self) -> str:
+    def unread(self, error: OSError) -> str:
+        """The sentence for files that cannot be read."""
         return (
-            f"the file {self._path}, which says that this run owns the folder, is gone: this run"
-            " ends and writes nothing more there; was the folder removed?"
+            f"whether this run still owns its folder {self.folder} cannot be read ({error}), so"
+            " nothing more is written there; see to the disk and go on with --resume auto"
         )
+
+    def gone(self) -> str:
+        """The sentence for a lease file that was removed."""
+        return (
+            f"the file {path_of(self.folder, self.number)}, which says that this run owns the"
+            " folder, is gone: this run ends and writes nothing more there; was the folder"
+            " removed?"
+        )
+
+
+class Lease:
+    """The lease of this process on a run folder, which a thread renews until `release`."""
+
+    def __init__(self, folder: Path, number: int, descriptor: int, record: Record) -> None:
+        """`descriptor`: the open lease file. `take` makes leases."""
+        self.folder, self.run_id = folder, record.run
+        self.claim = Claim(folder.absolute(), number, record.run)
+        self._descriptor, self._record = descriptor, record
+        self._path = path_of(folder, number)
+        self._found = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> str:
+        """As `Claim.problem`; a lease that was lost once stays lost."""
+        if not self._found:
+            try:
+                self._found = self.claim.look()
+            except OSError as error:
+                return self.claim.unread(error)
+        return self._found
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
@@ -283,9 +320,9 @@ def has_ended(path: Path, record: Record | None, patience_s: float) -> bool:
 
 
 def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
-    """Watch the lease file of a process that cannot be seen from here: True if it stays as it is
-    for `patience_s` seconds, or says that the run has ended; False if it is removed. Raises
-    `ValueError` as soon as it is renewed.
+    """Watch the lease file of a process that cannot be seen from here, or that this version cannot
+    read: True if the file stays as it is for `patience_s` seconds, or says that the run has ended;
+    False if it is removed. Raises `ValueError` as soon as it is renewed.
 
     Only changes count, not the times in the file, since the clocks of two machines differ.
     """
@@ -296,7 +333,8 @@ def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
         " (training.checkpoint.owner_timeout_s)"
     )
     deadline, now = time.monotonic() + patience_s, record
-    while now == record:
+    before = stamp(path)
+    while now == record and (record is not None or stamp(path) == before):
         if time.monotonic() >= deadline:
             return True
         time.sleep(POLL_S)
@@ -306,6 +344,14 @@ def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
     if now is not None and now.state == ENDED:
         return True
     raise ValueError(refusal(path.parent, now))
+
+
+def stamp(path: Path) -> tuple[bytes, int]:
+    """(content, time of the last change) of a lease file; empty where it is gone."""
+    try:
+        return path.read_bytes(), path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return b"", 0
 
 
 def refusal(folder: Path, record: Record | None) -> str:

@@ -25,6 +25,10 @@ FORMAT_IN_ORDER = 1
 field can read the checkpoint."""
 
 
+class NewerError(ValueError):
+    """A checkpoint of a newer format than this version reads."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Content of `run.json`: the state of a run without its tensors."""
@@ -48,6 +52,9 @@ class Progress:
     used: list[int] = field(default_factory=list)
     """Positions above `next_ordinal` whose prompts are used as well; not empty only under a
     `rollout.dispatch` that does not use groups in order."""
+    ledger: dict[str, int | str] = field(default_factory=dict)
+    """How far the ledger went, as `megarl.ledger.position.position` returns it; empty in a run
+    without a ledger, and in checkpoints of earlier versions."""
 
     @property
     def cursor(self) -> Cursor:
@@ -80,8 +87,9 @@ def write_progress(folder: Path, progress: Progress) -> Path:
     """Write `run.json`; returns its path."""
     path = folder / "run.json"
     content = asdict(progress)
-    if not progress.used:
-        del content["used"]
+    for name in ("used", "ledger"):
+        if not content[name]:
+            del content[name]
     written = FORMAT if progress.used else FORMAT_IN_ORDER
     path.write_text(json.dumps({"format": written, **content}, indent=1))
     return path
@@ -97,7 +105,8 @@ def read_progress(folder: Path) -> Progress:
         raise ValueError(f"{path} holds no JSON object; name a checkpoint that is whole")
     written = found.pop("format", 0)
     if not isinstance(written, int) or written > FORMAT:
-        raise ValueError(
+        kind = NewerError if isinstance(written, int) else ValueError
+        raise kind(
             f"{path} is of format {written}, and this version of megarl reads formats up to"
             f" {FORMAT}; use the version that wrote it, or a newer one"
         )
@@ -162,7 +171,8 @@ def choose(
     its conversion to this run's layout; None if the folder has no checkpoint.
 
     `base`: with LoRA, the digest of the base model's weights. Other checkpoints are skipped with a
-    message on standard error. Raises `ValueError` if all were skipped.
+    message on standard error. Raises `ValueError` if all were skipped, and for a checkpoint of a
+    newer format than this version reads: to go on from an older one would lose the steps between.
     """
     passed = []
     for path in newest_first(folder):
@@ -192,10 +202,12 @@ def _foreign(
     base: str,
 ) -> str:
     """Why this run cannot resume an undamaged checkpoint (another model, layout, seed, data or
-    critic), or an empty string.
+    critic), or an empty string. Raises `NewerError` for a newer format.
     """
     try:
         progress = read_progress(path)
+    except NewerError:
+        raise
     except ValueError as error:
         return str(error)
     if progress.model != model:

@@ -35,6 +35,8 @@ from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, longest_request, with_steps
 from megarl.data.source import PromptList, load_prompts
+from megarl.ledger.journal import FILE
+from megarl.ledger.position import difference
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -216,8 +218,15 @@ def find_checkpoint(
         base=base_digest(config.model.path) if config.training.lora.is_on else "",
     )
     if chosen is not None and isinstance(config, RunConfig):
-        why = refusal(config.rollout.dispatch, read_progress(chosen).cursor)
+        progress, ledger = read_progress(chosen), Path(config.folder) / FILE
+        why = refusal(config.rollout.dispatch, progress.cursor)
         require(not why, f"checkpoint {chosen} cannot be resumed: {why}")
+        why = difference(ledger, progress.ledger)
+        require(
+            not why,
+            f"{ledger} is not the ledger of checkpoint {chosen.name}: {why}; put the run's ledger"
+            f" back, or begin a new run in another folder with model.path {chosen / 'model'}",
+        )
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
     return chosen

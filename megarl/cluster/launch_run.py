@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import IO
 
 from megarl.cluster.launch_processes import Addresses, Process
 from megarl.cluster.node_process import END, KILL, kill_marked
+from megarl.cluster.private_folder import PrivateFolder
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.cluster.slurm import srun
 
@@ -99,18 +99,22 @@ class Launcher:
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
+        folder = None
         code = 143  # a signal's, unless one of the lines below is reached
         try:
-            state.mkdir(mode=0o700)
+            folder = PrivateFolder(state)
             code = self._run()
             return code
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, lambda *_: self.hurry.set())
             self.end()
-            if code in (0, 2) or code >= 128:
-                shutil.rmtree(state, ignore_errors=True)
+            if folder is None:
+                pass
+            elif code in (0, 2) or code >= 128:
+                folder.remove()
             else:
+                folder.keep()
                 say(f"exit code {code}; Ray's logs are in {state} (remove it when read)")
 
     def _run(self) -> int:

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megarl.cluster.private_folder import PrivateFolder
 from megarl.cluster.process_env import SOCKETS
 from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
@@ -60,9 +60,9 @@ def main(kind: str, words: Sequence[str]) -> int:
     for number in SIGNALS:
         signal.signal(number, hear)
     own, folder = os.getpid(), Path(os.environ.get(MARK, "/")).parent
-    makes_folder = kind == "ray" and not folder.exists()  # not on the launcher's node
-    if makes_folder:
-        folder.mkdir(mode=0o700)
+    made = None
+    if kind == "ray" and not folder.exists():  # not on the launcher's node
+        made = PrivateFolder(folder)
     if kind == "ray" and MARK in os.environ:
         os.environ.setdefault(SOCKETS, str(folder))
 
@@ -91,8 +91,8 @@ def main(kind: str, words: Sequence[str]) -> int:
             if code <= 0 or told_at or time.monotonic() > began + RAY_STARTS_WITHIN_S:
                 break
     finally:
-        if makes_folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        if made is not None:
+            made.remove()
     return code if code >= 0 else 128 - code
 
 

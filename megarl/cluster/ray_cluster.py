@@ -16,7 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.asking import KILL_S, ask, within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
-from megarl.cluster.private_ray import PrivateFolder, start_ray
+from megarl.cluster.private_folder import PrivateFolder
+from megarl.cluster.private_ray import start_ray
 from megarl.cluster.process_env import SOCKETS, use_cluster_token, without_variable
 from megarl.cluster.processes import end
 from megarl.cluster.ray_address import ray_address

@@ -14,12 +14,12 @@ import ray
 from megarl.activity.spans import Span, activity
 from megarl.checkpoints.group_files import segments_of, with_arrays
 from megarl.cluster.asking import ActorDied, ActorUnreachable, ask, ask_service
-from megarl.cluster.mailbox import fetch
+from megarl.cluster.mailbox import StoredArrays, fetch
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.waits import PublishAgain
 from megarl.signals import Stop
-from megarl.types import Cursor, Group, Prompt, StepBatch
+from megarl.types import Cursor, Group, Prompt, StepBatch, TokenArrays
 
 SERVICE = "rollouts"
 """Name of the rollout service's actor."""
@@ -72,7 +72,7 @@ class RolloutClient:
         )
         if plan is None:
             return None
-        return assemble(plan, partial(fetch, timeout_s=self._silence_s))
+        return assemble(plan, partial(self._fetch, f"token arrays of step {step + 1}"))
 
     def release(self, step: int, receipts: Sequence[str] = ()) -> None:
         """Tell the service that `step` is trained and weight version `step + 1`, which has these
@@ -93,7 +93,8 @@ class RolloutClient:
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
         stored = [part.arrays for part in segments_of(groups)]
-        return with_arrays(groups, fetch(stored, self._silence_s)) if stored else []
+        what = f"token arrays of the finished groups after {step} steps"
+        return with_arrays(groups, self._fetch(what, stored)) if stored else []
 
     def evaluate(
         self, temperature: float, name: str, publish_again: Callable[[], object]
@@ -145,6 +146,24 @@ class RolloutClient:
                     watch()
             found = {"the rollout service": reference}
             yield ask(found, SERVICE_TIMEOUT_S, "collecting responses")[0]
+
+    def _fetch(self, what: str, arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
+        """As `fetch`, in pieces, between which signals are seen. A signal is told to the service,
+        so that the run ends after this step, which other ranks train as well.
+        """
+        told, refs = False, list({one.ref: None for one in arrays})
+        deadline = time.monotonic() + self._silence_s
+        with activity(what, kind="wait", of="service", deadline_s=self._silence_s):
+            left_s = self._silence_s
+            while refs:
+                if self.stop and not told:
+                    self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
+                    told = True
+                left_s = deadline - time.monotonic()
+                some_s = max(0.0, min(STOP_POLL_S, left_s))
+                if left_s <= 0 or not ray.wait(refs, num_returns=len(refs), timeout=some_s)[1]:
+                    break
+            return fetch(arrays, max(STOP_POLL_S, left_s))
 
     def _ask_unless_stopped(
         self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]

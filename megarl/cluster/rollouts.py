@@ -22,6 +22,7 @@ from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.mailbox import store
+from megarl.cluster.owned_ledger import with_ledger
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
@@ -31,7 +32,6 @@ from megarl.config_checks import TELL_S
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
-from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
@@ -136,7 +136,7 @@ def start_generation(
         inputs,
         first_step=step,
         cursor=cursor,
-        ledger=Path(config.folder).absolute() / FILE,
+        records=True,
         recording=recording,
         carried=carried,
     )
@@ -229,15 +229,15 @@ def start_service(
     *,
     first_step: int,
     cursor: Cursor = START,
-    ledger: Path | None = None,
+    records: bool = False,
     recording: Recording | None = None,
     carried: Sequence[Group] = (),
 ) -> None:
     """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
     service, so that they are read and tokenised only once. `cursor`: the groups that the steps
-    before `first_step` have used. `ledger`: file in which the service records what becomes of every
-    group, or None. `recording`: where service and environment record what they do, or None.
-    `carried`: finished groups that the run goes on with.
+    before `first_step` have used. `records`: whether the service records what becomes of every
+    group in the ledger of the run folder. `recording`: where service and environment record what
+    they do, or None. `carried`: finished groups that the run goes on with.
     """
     assert inputs.prompts is not None
     builder = functools.partial(
@@ -250,8 +250,12 @@ def start_service(
         first_step,
         cursor,
         client_token(config.environment),
-        ledger,
+        None,
         recording,
         carried,
     )
+    if records:
+        claim = inputs.owner.claim if inputs.owner is not None else None
+        folder = Path(config.folder).absolute()
+        builder = functools.partial(with_ledger, builder, folder, claim)
     engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))

@@ -6,13 +6,19 @@
 `n` is the number of the line, from 0. `crc` is the CRC-32 of the line's text before `,"crc"`,
 started from the `crc` of the line before: a line that is changed, missing or out of place does not
 fit. CRC-32 finds accidents, not forgery.
+
+Two processes must not append to one file. A process that opens a journal therefore puts a copy of
+the file in its place: what another process appends later goes to the old file, which no longer has
+a name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -33,6 +39,9 @@ appended meanwhile."""
 
 SYNC_TIMEOUT_S = 60.0
 """Seconds to wait for records to be on the disk."""
+
+ASIDE = ".writing"
+"""End of the name of a copy that is to take the place of a journal."""
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\n')
@@ -166,21 +175,28 @@ def _is_damage(line: bytes, rest: list[bytes], number: int, before: int) -> bool
     return False
 
 
+class LostError(OSError):
+    """Another run owns the journal. The text is a sentence for the user."""
+
+
 class Journal:
     """A journal that is being written, by a thread of its own: appending costs the caller no input
     or output.
 
     Args:
-        path: the file; made with its folder if missing. Records are appended to an existing one,
-            whose torn tail is cut off first.
+        path: the file; made with its folder if missing. Records are appended to a copy of an
+            existing one, which takes its place, without the torn tail.
+        lost: says in a sentence why this process must not write, "" while it may. Asked before
+            each write.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; `LostError` for what `lost` says.
         ValueError: the file is damaged before its end, or is no journal of a known format.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, lost: Callable[[], str] = str) -> None:
+        self.path, self._lost = path, lost
+        self._refuse_lost()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._number, self._checksum, self.cut_bytes, size = 0, 0, 0, 0
         if path.exists():
@@ -189,12 +205,7 @@ class Journal:
             self._number, self._checksum = reader.num_lines, reader.checksum
         self.is_new = self._number <= 1
         """Whether the file held no record."""
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.ftruncate(self._file, size)
-        if self._number == 0:
-            self._write([{"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}])
-        os.fsync(self._file)
-        _sync_folder(path.parent)
+        self._file = self._take_place(size)
         self._waiting: list[Callable[[], Mapping[str, Any]]] = []
         self._appended = self._synced = 0
         self._is_closed, self._is_urgent = False, False
@@ -202,6 +213,37 @@ class Journal:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
+
+    def _refuse_lost(self) -> None:
+        if problem := self._lost():
+            raise LostError(problem)
+
+    def _take_place(self, size: int) -> int:
+        """Put a copy of the first `size` bytes of the file in its place, with a first line if they
+        are none. Returns the descriptor of the new file, at its end.
+        """
+        for left in self.path.parent.glob(f".{self.path.name}.*{ASIDE}"):
+            left.unlink(missing_ok=True)  # of a process that was killed here
+        aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}{ASIDE}")
+        with contextlib.ExitStack() as undo:
+            undo.callback(aside.unlink, missing_ok=True)
+            new = os.open(aside, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+            undo.callback(os.close, new)
+            if size:
+                with self.path.open("rb") as old, open(new, "wb", closefd=False) as file:
+                    shutil.copyfileobj(old, file)
+                os.ftruncate(new, size)
+            else:
+                first = {"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}
+                line, self._checksum = sealed(0, first, 0)
+                self._number = 1
+                os.write(new, line)
+            os.fsync(new)
+            self._refuse_lost()
+            aside.rename(self.path)
+            undo.pop_all()
+        _sync_folder(self.path.parent)
+        return new
 
     def append(self, record: Callable[[], Mapping[str, Any]]) -> None:
         """Append what `record` returns; the writing thread calls it. Returns at once. Raises
@@ -249,12 +291,13 @@ class Journal:
                 batch, self._waiting, self._is_urgent = self._waiting, [], False
                 is_last, upto = self._is_closed, self._appended
             try:
+                self._refuse_lost()
                 self._write([record() for record in batch])
                 os.fsync(self._file)
             except Exception as error:  # raised again from the next call
                 with self._changed:
                     self._failure = error
-                    if isinstance(error, OSError):
+                    if isinstance(error, OSError) and not isinstance(error, LostError):
                         self._failure = OSError(error.errno, error.strerror, str(self.path))
                     self._changed.notify_all()
                 return

@@ -27,7 +27,7 @@ from megarl.ledger.events import (
     Trained,
     to_record,
 )
-from megarl.ledger.journal import Journal
+from megarl.ledger.journal import Journal, LostError
 from megarl.types import Cursor, Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
@@ -49,11 +49,11 @@ class Recorder:
     Methods raise `UserError` where the file cannot be written.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        """`path`: the ledger's file; None to record nothing. Raises `OSError` or `ValueError` for a
-        file that cannot be continued, as `Journal` does.
+    def __init__(self, path: Path | None = None, lost: Callable[[], str] = str) -> None:
+        """`path`: the ledger's file; None to record nothing. `lost`: see `Journal`. Raises
+        `OSError` or `ValueError` for a file that cannot be continued, as `Journal` does.
         """
-        self._journal = Journal(path) if path is not None else None
+        self._journal = Journal(path, lost) if path is not None else None
         self._version = 0
         self._is_started = False
 
@@ -170,6 +170,8 @@ class Recorder:
 
 def unwritten(error: OSError) -> UserError:
     """The error of a run whose ledger cannot be written."""
+    if isinstance(error, LostError):
+        return UserError(str(error))
     return UserError(
         f"the run's ledger cannot be written ({error}); free space on its disk, and resume the run"
     )

@@ -164,15 +164,17 @@ def lend_memory(parts: Parts) -> None:
 def save(parts: Parts, done: int) -> None:
     """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
     write_batch(parts, None, done)
-    tell(parts, "save", done)
     cursor = parts.rollouts.cursor(done)
     is_writer = parts.context.mesh.sample.rank == 0
+    groups = parts.rollouts.unused(done) if is_writer else ()
+    # Last: the ranks that are told wait for this one in a collective from then on.
+    tell(parts, "save", done)
     parts.checkpoints.save(
         step=done,
         next_ordinal=cursor.first,
         used=cursor.beyond,
         algorithm=parts.algorithm_state(),
-        groups=parts.rollouts.unused(done) if is_writer else (),
+        groups=groups,
         made_with=made_with(parts.config),
     )
 
@@ -211,7 +213,7 @@ def tell(parts: TrainingParts, order: Order, step: int) -> None:
     `serve`.
     """
     if parts.serving is not None:
-        broadcast_object((order, step), parts.serving)
+        parts.serving.give(order, step)
 
 
 def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
@@ -258,10 +260,9 @@ def serve(parts: ServingParts, method: Method) -> None:
     After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
     step.
     """
-    nothing: tuple[Order, int] = ("abort", 0)
     with graceful() as stop:
         while True:
-            order, step = broadcast_object(nothing, parts.serving)
+            order, step = parts.serving.next()
             if order == "end":
                 parts.checkpoints.finish()
             if order in ("end", "abort"):

@@ -15,6 +15,7 @@ from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
+from megarl.parallel.orders import Orders
 from megarl.rollout.batch_files import BatchWriter
 from megarl.trainer.context import RunContext, RunInputs, trained_roles
 from megarl.trainer.critic import Critic
@@ -53,8 +54,8 @@ class TrainingParts:
     """Adds the scores of the reward models, if there are any, to the rewards of each batch."""
     teacher: Teacher | None
     """Computes the soft targets of `megarl distill`; None otherwise."""
-    serving: Axis | None
-    """All ranks of the job, if some hold no part of the policy and follow its ranks; else None."""
+    serving: Orders | None
+    """Rank 0's orders to the ranks that hold no part of the policy; None where there are none."""
     learner: PolicyGradient | Distillation
     checkpoints: Checkpoints
     observer: Observer | None
@@ -102,8 +103,8 @@ class ServingParts:
     critic: Critic | None
     rewards: RewardModels
     teacher: Teacher | None
-    serving: Axis
-    """All ranks of the job; rank 0 says what comes next."""
+    serving: Orders
+    """Of rank 0, which says what comes next."""
     checkpoints: Checkpoints
 
 
@@ -111,7 +112,6 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
     mesh, stack = context.mesh, context.stack
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
-    # The ranks of other roles wait for the policy's, which wait for rollouts.
     deadline_s = step_deadline_s(config, num_held_out)
     if not mesh.is_member:
         made = build_training(context, config, inputs, deadline_s)
@@ -138,9 +138,10 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         generation.join(stack)
     publisher = make_publisher(config, inputs, made.policy, generation, mesh)
     stack.callback(publisher.close)
-    batches = None
+    claim, batches = context.claim(), None
     if mesh.sample.rank == 0:
-        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size)
+        lost = claim.problem if claim else str
+        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size, lost)
         batches.start(made.first_step)  # also where none are written: old ones count no longer
     return Parts(
         **vars(made),
@@ -156,19 +157,19 @@ def build_training(
     context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
 ) -> TrainingParts | ServingParts:
     """Create the models of this rank, and load the checkpoint to resume from. `deadline_s`: seconds
-    that ranks without a part of the policy may wait for those that have one. All ranks call it
-    together.
+    that ranks without a part of the policy may wait for an order. All ranks call it together.
     """
-    mesh = context.mesh
-    everyone = all_ranks()
-    if any(place.ranks != mesh.ranks for place in inputs.roles.values()):
-        everyone = all_ranks(timeout_s=deadline_s)
+    mesh, everyone, orders = context.mesh, all_ranks(), None
+    if len(mesh.ranks) < everyone.size:
+        orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
+        context.stack.callback(orders.close)
     if not mesh.is_member:
         reference, critic, rewards = make_roles(context, config, inputs, everyone, None)
         checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
         teacher = make_teacher(context, config, inputs, None, everyone)
         context.resume(checkpoints)
-        return ServingParts(config, reference, critic, rewards, teacher, everyone, checkpoints)
+        assert orders is not None
+        return ServingParts(config, reference, critic, rewards, teacher, orders, checkpoints)
     updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
     with phase("model and optimizer"), activity("model and optimizer", kind="load"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
@@ -190,7 +191,7 @@ def build_training(
         critic=critic,
         rewards=rewards,
         teacher=teacher,
-        serving=everyone if len(mesh.ranks) < everyone.size else None,
+        serving=orders,
         learner=learner,
         checkpoints=checkpoints,
         observer=context.observe(first_step),

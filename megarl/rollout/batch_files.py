@@ -11,7 +11,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from megarl.activity.spans import activity
+from megarl.errors import UserError
 from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"
@@ -34,6 +37,12 @@ OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 
 OF_SAMPLES = ("ids", "offsets", *COLUMNS)
 """The arrays of each of its `Samples`."""
+
+ASIDE = ".writing"
+"""End of the name of a file that is being written."""
+
+WRITTEN_WITHIN_S = 300.0
+"""Seconds to wait for a batch to be on the disk, beside the step in which it was written."""
 
 NAME = re.compile(r"step_(\d{6,})\.rank_(\d{3,})\.safetensors")
 
@@ -56,8 +65,14 @@ def recorded(folder: Path) -> dict[int, set[int]]:
     return found
 
 
-def write_batch(path: Path, batch: StepBatch, num_data_ranks: int) -> None:
-    """Write a batch aside, bring it to the disk and give it its name. Raises `OSError`."""
+def write_batch(
+    path: Path, batch: StepBatch, num_data_ranks: int, lost: Callable[[], str] = str
+) -> None:
+    """Write a batch aside, bring it to the disk and give it its name. Raises `OSError`.
+
+    `lost`: says in a sentence why the run must not write to its folder, "" while it may; the file
+    gets no name then, and the sentence is raised as a `UserError`.
+    """
     arrays = {name: getattr(batch, name) for name in OF_STEP}
     for number, samples in enumerate(batch.samples):
         arrays |= {f"samples.{number}.{name}": getattr(samples, name) for name in OF_SAMPLES}
@@ -73,12 +88,18 @@ def write_batch(path: Path, batch: StepBatch, num_data_ranks: int) -> None:
     }
     about["digest"] = _digest(about, arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".writing")
-    with aside.open("wb") as file:
-        file.write(save(arrays, {"megarl": json.dumps(about)}))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    # A name of its own: a run that was suspended may write beside the one that took its folder.
+    aside = path.with_suffix(f".{uuid.uuid4().hex[:8]}{ASIDE}")
+    try:
+        with aside.open("wb") as file:
+            file.write(save(arrays, {"megarl": json.dumps(about)}))
+            file.flush()
+            os.fsync(file.fileno())
+        if problem := lost():
+            raise UserError(problem)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> StepBatch:
@@ -147,13 +168,19 @@ class BatchWriter:
     """The run folder."""
     data_rank: int
     num_data_ranks: int
+    lost: Callable[[], str] = str
+    """Says in a sentence why the run must not write to its folder, "" while it may."""
     _thread: threading.Thread | None = None
     _problem: list[Exception] = field(default_factory=list)
 
     def start(self, first_step: int) -> None:
         """Remove this rank's files of steps from `first_step` on, which an earlier start of the run
-        has written and which count no longer.
+        has written and which count no longer. Raises `UserError` if another run owns the folder.
         """
+        if problem := self.lost():
+            raise UserError(problem)
+        for left in (self.folder / FOLDER).glob(f"*.rank_{self.data_rank:03d}.*{ASIDE}"):
+            left.unlink(missing_ok=True)  # of a run that was killed here
         for step, ranks in recorded(self.folder).items():
             for rank in ranks:
                 # With fewer ranks than before, rank 0 removes the files of those that are gone.
@@ -164,18 +191,31 @@ class BatchWriter:
     def write(self, batch: StepBatch) -> None:
         """Begin to write a batch, once `flush` has returned."""
         assert self._thread is None
-        self._thread = threading.Thread(target=self._write, args=(batch,), name="batch writer")
+        # A daemon: a disk that does not answer must not keep the process.
+        self._thread = threading.Thread(
+            target=self._write, args=(batch,), name="batch writer", daemon=True
+        )
         self._thread.start()
 
     def flush(self) -> str:
-        """Wait until every batch so far is on the disk. Returns an error message if one could not
-        be written, else "".
+        """Wait until every batch so far is on the disk, for at most `WRITTEN_WITHIN_S`. Returns an
+        error message if one could not be written, else "".
         """
         if self._thread is not None:
-            self._thread.join()
+            what = "batch that is being written"
+            with activity(what, kind="wait", deadline_s=WRITTEN_WITHIN_S):
+                self._thread.join(WRITTEN_WITHIN_S)
+            if self._thread.is_alive():
+                return (
+                    f"a batch was not on the disk of {self.folder / FOLDER} within"
+                    f" {WRITTEN_WITHIN_S:g} s; see to the disk and resume the run, or set"
+                    " observe.batches to false"
+                )
             self._thread = None
         if not self._problem:
             return ""
+        if isinstance(self._problem[0], UserError):
+            return str(self._problem[0])
         return (
             f"a batch could not be written to {self.folder / FOLDER} ({self._problem[0]}); free"
             " space on its disk and resume the run, or set observe.batches to false"
@@ -184,7 +224,7 @@ class BatchWriter:
     def _write(self, batch: StepBatch) -> None:
         try:
             path = batch_file(self.folder, batch.step, self.data_rank)
-            write_batch(path, batch, self.num_data_ranks)
+            write_batch(path, batch, self.num_data_ranks, self.lost)
         except Exception as error:  # told where the run waits for the thread
             self._problem.append(error)
 

@@ -93,7 +93,7 @@ class RolloutService:
         )
         self._waits = Waits()
         self._engine_steps = 0
-        self._ledger = ledger or Recorder()
+        self.ledger = ledger or Recorder()
         self._finished = FinishedGroups()
         self._carried = list(carried)
         self._ready: dict[int, StepGroups] = {}
@@ -141,7 +141,7 @@ class RolloutService:
         """
         self._times.start()
         self.engines.version = self.window.version
-        self._ledger.start(
+        self.ledger.start(
             step=self.window.step,
             cursor=self.window.cursor(),
             max_staleness=self.limits.staleness,
@@ -151,11 +151,11 @@ class RolloutService:
             max_open=self.limits.max_open,
         )
         if self.engines.receipts.publish(self.window.version, receipts):
-            self._ledger.publish(self.window.version, receipts)
+            self.ledger.publish(self.window.version, receipts)
         for version, group in by_version(self._carried):
             if self.window.adopt(group.ordinal, version, self._accepts(group)):
                 seed = self._attempts.seed(group.ordinal, 0)
-                self._ledger.carry(group.ordinal, group.prompt.index, version, seed)
+                self.ledger.carry(group.ordinal, group.prompt.index, version, seed)
                 self.engines.receipts.carried.add(group.ordinal)
                 await self._add(group)
         self._carried = []
@@ -201,9 +201,9 @@ class RolloutService:
         are known. It discards the batches of earlier steps, and starts the groups that the
         staleness limit now allows.
         """
-        self._ledger.release(version)
+        self.ledger.release(version)
         if self.engines.receipts.publish(version, receipts):
-            self._ledger.publish(version, receipts)
+            self.ledger.publish(version, receipts)
         self.window.release(version)
         self._finished.release(version)
         self.engines.version = self.window.version
@@ -223,7 +223,7 @@ class RolloutService:
         the prompts. By then the events of these steps are on the disk, if there is
         a ledger.
         """
-        await self._ledger.durable()
+        await self.ledger.durable()
         return self._cursors[step]
 
     async def unused(self, step: int, data_rank: int) -> list[Group]:
@@ -232,7 +232,7 @@ class RolloutService:
         """
         groups = self._finished.after(step)
         self.engines.receipts.check_groups(groups)
-        await self._ledger.durable()
+        await self.ledger.durable()
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
     async def evaluate(
@@ -285,7 +285,7 @@ class RolloutService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._ledger.end(self._waits.failure)
+        await self.ledger.end(self._waits.failure)
 
     # ----------------------------------------------------------------------------------- collection
 
@@ -296,7 +296,7 @@ class RolloutService:
         while self._waits.failure is None and self.window.may_start():
             ordinal, version = self.window.start(), self.window.version
             prompt, seed = self.prompts.at(ordinal), self._attempts.seed(ordinal, 0)
-            self._ledger.dispatch(ordinal, prompt.index, version, seed)
+            self.ledger.dispatch(ordinal, prompt.index, version, seed)
             task = asyncio.create_task(self._collect(ordinal, prompt, version))
             self._tasks[ordinal] = task
             task.add_done_callback(lambda _, ordinal=ordinal: self._tasks.pop(ordinal))
@@ -325,7 +325,7 @@ class RolloutService:
     async def _add(self, group: Group) -> None:
         """Keep a finished group, and complete every batch that has its groups."""
         self._finished.open[group.ordinal] = group
-        self._ledger.finish(group)
+        self.ledger.finish(group)
         while (closing := self._close()) is not None:
             # In a thread: thousands of samples are dealt out in a tenth of a second.
             closed = await asyncio.to_thread(closing)
@@ -354,7 +354,7 @@ class RolloutService:
             return None
         drawn = self._finished.close(step, batch.drawn)
         chosen = set(batch.accepted)
-        self._ledger.close(step, batch.drawn, chosen, batch.swept)
+        self.ledger.close(step, batch.drawn, chosen, batch.swept)
         for ordinal in batch.swept:
             self._tasks[ordinal].cancel()
         verdicts = [

@@ -28,7 +28,7 @@ from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.aside import remove_unfinished
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.lease import Lease
+from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
@@ -210,6 +210,13 @@ class RunContext:
         lost = owner.problem() if self.is_main and owner is not None else ""
         return broadcast_object(lost, self.mesh.world)
 
+    def claim(self) -> Claim | None:
+        """What this run says of itself as the owner of its folder, on every rank of the run's mesh;
+        None where nobody owns the folder. All of them call it together.
+        """
+        owner = self.inputs.owner
+        return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
+
     @property
     def is_adapted(self) -> bool:
         """Whether LoRA adapters are trained instead of the model's own weights."""
@@ -314,6 +321,18 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     ]
 
 
+def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
+    """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
+    where that file cannot be read.
+    """
+    try:
+        old = yaml.safe_load(recipe.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    now = dict(_leaves(yaml.safe_load(dump(config))))
+    return [name for name, _ in _leaves(old) if name not in now]
+
+
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Each value of nested mappings under its dotted name."""
     if not isinstance(tree, dict) or not tree:
@@ -361,6 +380,11 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                 console.say(f"the run goes on with other settings: {', '.join(changed)}")
                 if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
                     console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
+            if inputs.resume_from is not None and (foreign := unknown_settings(recipe, config)):
+                console.say(
+                    f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
+                    " (of another version of megarl, or no longer in the recipe)"
+                )
             recipe.write_text(dump(config))
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:

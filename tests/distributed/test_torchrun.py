@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from support.commands import megarl
+from support.ranks import ROOT
 
 
 def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
@@ -16,6 +19,29 @@ def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
     lines = done.err.strip().splitlines()
     assert len(lines) == 1, done.err
     assert lines[0].startswith(f"megarl: error: {recipe}: stepz: unknown key")
+
+
+def test_a_mistake_is_said_once_whatever_restarts_are_allowed(tmp_path: Path) -> None:
+    options = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "2"]
+    missing = str(tmp_path / "absent.yaml")
+    done = megarl("torchrun", *options, "train", missing, timeout_s=180)
+    assert done.code == 2 and done.out == "", done.err
+    assert len(done.err.strip().splitlines()) == 1 and missing in done.err
+
+
+FAILS = """import os, sys
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+sys.exit(3)
+"""
+
+
+def test_other_failures_are_tried_again(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    options = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "megarl.parallel.torchrun", *options, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
+    assert done.stdout.split() == ["attempt", "0", "attempt", "1"] and done.returncode == 3
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.errors import UserError
+from megarl.rollout import batch_files
 from megarl.rollout.batch_files import (
     BatchWriter,
     batch_file,
@@ -143,3 +147,48 @@ def test_a_batch_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     writer = BatchWriter(tmp_path, data_rank=0, num_data_ranks=1)
     writer.write(made([[3]]))
     assert "set observe.batches to false" in writer.flush()
+
+
+def test_a_run_that_lost_its_folder_changes_no_batch(tmp_path: Path) -> None:
+    path, reasons = batch_file(tmp_path, 1, 0), [""]
+    write_batch(path, made([[5]], 1, seed=1), num_data_ranks=1)
+    before = path.read_bytes()
+    writer = BatchWriter(tmp_path, data_rank=0, num_data_ranks=1, lost=lambda: reasons[0])
+    reasons[0] = "the run folder was taken over by another run"
+    writer.write(made([[5]], 1, seed=2))
+    assert writer.flush() == "the run folder was taken over by another run"
+    with pytest.raises(UserError, match="taken over"):
+        writer.start(0)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    folder.mkdir()
+    mine = folder / "step_000001.rank_000.0123abcd.writing"
+    other = folder / "step_000001.rank_001.0123abcd.writing"
+    mine.touch()
+    other.touch()
+    BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(0)
+    assert list(folder.iterdir()) == [other]
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "WRITTEN_WITHIN_S", 0.2)
+    answers = threading.Event()
+
+    def hang() -> str:
+        answers.wait(20)
+        return ""
+
+    writer = BatchWriter(tmp_path, data_rank=0, num_data_ranks=1, lost=hang)
+    writer.write(made([[5]]))
+    began = time.monotonic()
+    assert "was not on the disk" in (said := writer.flush()) and "within 0.2 s" in said
+    assert time.monotonic() - began < 10
+    assert writer._thread is not None and writer._thread.daemon
+    answers.set()
+    writer._thread.join()
+    assert writer.flush() == ""

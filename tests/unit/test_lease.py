@@ -228,3 +228,37 @@ def test_a_folder_that_cannot_be_read_is_not_the_affair_of_its_owner(
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     leases.refuse_living(tmp_path / name)
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_a_living_owner_of_a_newer_version_is_refused(tmp_path: Path, touches: bool) -> None:
+    """Its lease file cannot be read, but changes."""
+    path, ended = path_of(tmp_path, 4), threading.Event()
+    path.write_text(json.dumps({"format": 2, "beats": 0}))
+
+    def renew() -> None:
+        beats = 0
+        while not ended.wait(0.3):
+            beats += 1
+            if touches:
+                os.utime(path, (beats, beats))
+            else:
+                path.write_text(json.dumps({"format": 2, "beats": beats}))
+
+    owner = threading.Thread(target=renew)
+    owner.start()
+    try:
+        with pytest.raises(ValueError, match="belongs to a run that is still going"):
+            take(tmp_path, patience_s=20)
+    finally:
+        ended.set()
+        owner.join()
+    take(tmp_path, patience_s=0.4).release()
+
+
+def test_further_fields_of_a_lease_are_passed_over() -> None:
+    record = left_by(7, "1")
+    more = json.loads(record.encode()) | {"colour": "red", "format": 1}
+    assert leases.decode(json.dumps(more).encode()) == record
+    assert leases.decode(json.dumps(more | {"format": 2}).encode()) is None
+    assert leases.decode(b"[]") is None

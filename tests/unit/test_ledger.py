@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -20,7 +21,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.checkpoints.lease import path_of, take
 from megarl.checks.folder_checks import check_ledger
+from megarl.cluster.owned_ledger import with_ledger
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
 from megarl.ledger.audit import audit
@@ -43,7 +46,8 @@ from megarl.ledger.events import (
     from_record,
     to_record,
 )
-from megarl.ledger.journal import FILE, Journal, Reader
+from megarl.ledger.journal import FILE, Journal, LostError, Reader
+from megarl.ledger.position import BLOCK_BYTES, difference, position
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.registry import POLICIES
@@ -194,6 +198,90 @@ def test_records_are_on_the_disk_after_sync_and_soon_without(tmp_path: Path) -> 
     journal.close()
 
 
+def test_a_journal_that_another_process_opened_gets_no_more_lines(tmp_path: Path) -> None:
+    """A run that was suspended goes on to write after another run has taken its folder."""
+    path = tmp_path / FILE
+    old = Journal(path)
+    old.append(lambda: {"event": "first"})
+    old.sync()
+    new = Journal(path)
+    new.append(lambda: {"event": "second"})
+    new.sync()
+    for number in range(3):
+        old.append(lambda: {"event": "late"})
+        old.sync()
+        new.append(lambda number=number: {"event": f"next {number}"})
+        new.sync()
+    old.close()
+    new.close()
+    named = [record["event"] for record in Reader(path)]
+    assert named == ["first", "second", "next 0", "next 1", "next 2"]
+    assert os.listdir(tmp_path) == [FILE]
+
+
+def test_a_run_that_lost_its_folder_writes_no_line(tmp_path: Path) -> None:
+    reasons = [""]
+    recorder = Recorder(tmp_path / FILE, lambda: reasons[0])
+    recorder.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
+    asyncio.run(recorder.durable())
+    before = (tmp_path / FILE).read_bytes()
+    reasons[0] = "the run folder was taken over by another run"
+    recorder.release(1)
+    with pytest.raises(UserError, match=r"^the run folder was taken over by another run$"):
+        asyncio.run(recorder.durable())
+    asyncio.run(recorder.end(None))
+    with pytest.raises(LostError, match="taken over"):
+        Journal(tmp_path / FILE, lambda: reasons[0])
+    assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]
+
+
+def test_a_folder_that_is_lost_while_its_journal_is_opened_keeps_the_file(tmp_path: Path) -> None:
+    before = written(tmp_path / FILE, numbered(2))
+    answers = iter(["", "taken over"])
+    with pytest.raises(LostError, match="taken over"):
+        Journal(tmp_path / FILE, lambda: next(answers))
+    assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]
+
+
+def test_a_service_records_while_its_run_owns_the_folder(tmp_path: Path) -> None:
+    def build() -> Any:
+        return service(None, seed=1, staleness=0), None
+
+    made, _ = with_ledger(build, tmp_path, None)
+    asyncio.run(made.ledger.end(None))
+    assert (tmp_path / FILE).exists()
+    mine = take(tmp_path, patience_s=1)
+    made, _ = with_ledger(build, tmp_path, mine.claim)
+    path_of(tmp_path, 2).write_text("{}")
+    made.ledger.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
+    with pytest.raises(UserError, match="was taken over by another run"):
+        asyncio.run(made.ledger.durable())
+    with pytest.raises(UserError, match="was taken over by another run"):
+        with_ledger(build, tmp_path, mine.claim)
+    mine.release()
+
+
+@pytest.mark.parametrize("size", [1, 3 * BLOCK_BYTES])
+def test_the_ledger_of_a_checkpoint_is_known_again(tmp_path: Path, size: int) -> None:
+    path = tmp_path / FILE
+    assert position(path) == {} and difference(path, {}) == ""
+    whole = written(path, [{"event": "x", "text": "t" * size}, {"event": "y"}])
+    at = position(path)
+    assert at["bytes"] == len(whole) and difference(path, at) == ""
+    path.write_bytes(whole + b"t" * size)  # a torn tail
+    assert position(path) == at and difference(path, at) == ""
+    written(path, numbered(2))  # goes on
+    assert difference(path, at) == "" and position(path) != at
+    path.write_bytes(whole[:-1])
+    assert f"it has {len(whole) - 1} bytes, and had {len(whole)} when" in difference(path, at)
+    path.write_bytes(example(40) + whole)
+    assert "is another one than when it was written" in difference(path, at)
+    path.unlink()
+    assert "it has 0 bytes" in difference(path, at)
+    path.write_bytes(b"")
+    assert position(path) == {}
+
+
 def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / FILE)
     journal = recorder._journal
@@ -325,7 +413,7 @@ async def life(
         return LAST + 1, START
     for task in made._tasks.values():
         task.cancel()
-    made._ledger._journal.close()  # type: ignore[union-attr]
+    made.ledger._journal.close()  # type: ignore[union-attr]
     # What a killed process leaves: all that was synced, and any part of the rest.
     whole = path.read_bytes()
     path.write_bytes(whole[: draw.randint(on_disk, len(whole))])

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,19 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     (folder / "run.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match="lacks seed"):
         read_progress(folder)
+
+
+def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    older, newer = sealed(tmp_path / "step_000003"), sealed(tmp_path / "step_000004")
+    found = json.loads((newer / "run.json").read_text())
+    whole = json.dumps(found | {"format": 3, "what_is_new": 1})
+    (newer / "run.json").write_text(whole)
+    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
+    assert chosen() == older  # damaged: its digest differs
+    (newer / "digests.json").unlink()
+    seal(newer)
+    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 3.*or a newer one"):
+        chosen()
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checks.preflight import check_run
-from megarl.cluster import private_ray
+from megarl.cluster import private_folder, private_ray
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_cluster import Cluster
 from megarl.config import RunConfig
@@ -84,9 +84,9 @@ def test_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyP
 HOLD = """
 import sys, time
 from pathlib import Path
-from megarl.cluster import private_ray
-private_ray.PLACE = Path(sys.argv[1])
-print(private_ray.PrivateFolder().path, flush=True)
+from megarl.cluster import private_folder
+private_folder.PLACE = Path(sys.argv[1])
+print(private_folder.PrivateFolder().path, flush=True)
 time.sleep(600)
 """
 
@@ -94,20 +94,53 @@ time.sleep(600)
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_ray, "PLACE", tmp_path)
+    monkeypatch.setattr(private_folder, "PLACE", tmp_path)
     foreign = tmp_path / "megarl-123-of-the-launcher"
     foreign.mkdir()
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         theirs = Path(process.stdout.readline().strip())
-        mine = private_ray.PrivateFolder()
+        mine = private_folder.PrivateFolder()
         assert theirs.is_dir() and theirs.stat().st_mode & 0o777 == 0o700
         assert mine.path.is_dir() and mine.path != theirs
         process.kill()
         process.wait(20)
-        third = private_ray.PrivateFolder()
+        third = private_folder.PrivateFolder()
     assert not theirs.exists() and mine.path.is_dir() and foreign.is_dir()
     for one in (mine, third):
         one.remove()
         assert not one.path.exists()
+
+
+def test_a_folder_that_is_kept_is_not_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_folder, "PLACE", tmp_path)
+    kept = private_folder.PrivateFolder(tmp_path / "megarl-77-0123abcd")
+    kept.keep()
+    private_folder.PrivateFolder().remove()
+    assert kept.path.is_dir() and not list(kept.path.iterdir())
+
+
+LAUNCH = """import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from megarl.cluster import private_folder
+from megarl.cluster.launch_run import Launcher
+private_folder.PLACE = Path(sys.argv[1])
+launcher = Launcher(SimpleNamespace(addresses=SimpleNamespace(state=sys.argv[2])))
+launcher._run = lambda: os.kill(os.getpid(), signal.SIGKILL)
+launcher.run()
+"""
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_folder, "PLACE", tmp_path)
+    state = tmp_path / "megarl-123-0123abcd"
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path), str(state)]
+    assert subprocess.run(command, timeout=120).returncode == -9 and state.is_dir()
+    private_folder.PrivateFolder().remove()
+    assert not state.exists()
