@@ -13,13 +13,12 @@ actor that made them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -28,9 +27,9 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from megarl.activity.spans import Busy, Kind
+from megarl.activity.spans import Busy
 from megarl.errors import EngineLost, EngineUnreachable
-from megarl.types import Segment, TokenArrays
+from megarl.types import TokenArrays
 
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
 """How long `Inbox.collect` holds a finished answer back, so that later answers travel in the same
@@ -127,7 +126,8 @@ class Mailbox:
     """Sends requests to one Ray actor, an `Inbox`, in batches, and returns the answers to the
     callers.
 
-    All calls must come from one event loop.
+    All calls must come from one event loop. Several mailboxes may send to one actor: each has a
+    name of its own, under which the actor keeps its requests and answers.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Mailbox:
         """`handle`: a Ray actor whose class is an `Inbox`. `busy`: records that this process waits
         for answers. `drops`: whether the actor stops to serve a request whose caller is cancelled.
         """
+        self._name = uuid.uuid4().hex
         self._busy = busy or Busy("answers", kind="wait")
         self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
@@ -186,7 +187,7 @@ class Mailbox:
         unsent = {number for number, *_ in self._outbox} & dropped
         self._outbox = [one for one in self._outbox if one[0] not in unsent]
         if dropped - unsent:
-            self._drop_from.remote(sorted(dropped - unsent))
+            self._drop_from.remote(self._name, sorted(dropped - unsent))
 
     async def _send(self) -> None:
         """Send the queued requests to the actor in batches, until none is queued."""
@@ -204,7 +205,7 @@ class Mailbox:
                         )
                         for number, request, arrays in batch
                     ]
-                    await self._submit_to.remote(requests, *places)
+                    await self._submit_to.remote(self._name, requests, *places)
         except Exception as error:
             self._fail(error)
         finally:
@@ -226,8 +227,11 @@ class Mailbox:
         try:
             self._collections += 1
             while self._pending:
-                answers, arrays = self._collect_from.remote(self._pace.linger_s, self._collections)
-                for number, answer, position in await answers:
+                pending, arrays = self._collect_from.remote(
+                    self._name, self._pace.linger_s, self._collections
+                )
+                answers = await pending
+                for number, answer, position in answers:
                     waiting = self._pending.get(number)
                     if waiting is None or waiting.done():
                         continue  # its deadline has passed
@@ -237,8 +241,9 @@ class Mailbox:
                         waiting.set_result(replace(answer, arrays=StoredArrays(arrays, position)))
                     else:
                         waiting.set_result(answer)
-                # Let the requests' owners leave `_pending` before it is looked at.
-                await asyncio.sleep(0)
+                # Let the requests' owners leave `_pending` before it is looked at. An actor that
+                # answers at once, and with nothing, is not asked without end.
+                await asyncio.sleep(0 if answers else self._pace.linger_s)
         except Exception as error:
             self._fail(error)
         finally:
@@ -264,111 +269,3 @@ def _exception(failure: Failure) -> Exception:
     if failure.kind == "ValueError":
         return ValueError(failure.message)
     return RuntimeError(f"{failure.kind}: {failure.message}")
-
-
-class Inbox:
-    """Base class of a Ray actor that a `Mailbox` sends requests to; a subclass defines `serve`."""
-
-    _answers: list[tuple[int, Any, float]]
-    """Finished answers not yet collected: (request number, answer, time the request arrived)."""
-    _ready: asyncio.Event
-    """Set while there are finished answers to collect."""
-    _full: asyncio.Event
-    """Set when finished answers must no longer be held back."""
-    ABOUT: tuple[str, Kind] = ("responses", "generate")
-    """(what the actor makes, kind of that activity)."""
-
-    async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
-        """Compute the answer to one request. `arrays`: the token arrays that the caller passed with
-        it.
-        """
-        raise NotImplementedError
-
-    async def submit(
-        self, requests: list[tuple[int, Any, list[tuple[int, int]]]], *stored: list[TokenArrays]
-    ) -> None:
-        """Start to serve a batch of requests, and return before they are answered.
-
-        Each request is (request number, request, places). A place (i, j) means entry j of the list
-        `stored[i]` of token arrays.
-        """
-        self._open_inbox()
-        for number, request, places in requests:
-            arrays = [TokenArrays(*stored[which][position]) for which, position in places]
-            self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
-
-    async def drop(self, numbers: list[int]) -> None:
-        """Stop to serve these requests, whose answers nobody waits for. Those that are answered
-        already are passed over.
-        """
-        self._open_inbox()
-        for number in numbers:
-            if (task := self._serving.pop(number, None)) is not None:
-                task.cancel()
-        if self._answers and not self._serving:
-            self._full.set()
-
-    async def collect(
-        self, linger_s: float, collection: int = 0
-    ) -> tuple[list[tuple[int, Any, int]], Any]:
-        """Wait for the first finished answer; while requests are still being served, hold it back
-        for `linger_s` seconds so that others can join it.
-
-        Returns (answers, arrays). An answer is (request number, answer, index of its token arrays
-        in `arrays`, or -1 where it has none). A call with a smaller `collection` than another's
-        returns nothing: its caller does not wait for it any more.
-        """
-        self._open_inbox()
-        self._collection = max(self._collection, collection)
-        await self._ready.wait()
-        if collection < self._collection:
-            return [], []
-        self._full.clear()
-        if self._serving and len(self._answers) < MAX_BATCH:
-            age_s = time.monotonic() - self._answers[0][2]
-            linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), linger_s)
-            if collection < self._collection:
-                return [], []
-        answers: list[tuple[int, Any, int]] = []
-        stored: list[TokenArrays] = []
-        size = 0
-        while self._answers and len(answers) < MAX_BATCH and size < MAX_BATCH_BYTES:
-            number, answer, _ = self._answers.pop(0)
-            position = -1
-            if isinstance(answer, Segment):
-                position = len(stored)
-                stored.append(answer.arrays)
-                size += sum(column.nbytes for column in answer.arrays)
-                answer = replace(answer, arrays=None)
-            answers.append((number, answer, position))
-        if not self._answers:
-            self._ready.clear()
-        columns: list[Any] = [tuple(arrays) for arrays in stored]
-        if MIN_STORED_BYTES <= size < INLINE_BYTES:
-            columns.append(np.empty(INLINE_BYTES, dtype=np.uint8))
-        return answers, columns
-
-    def _open_inbox(self) -> None:
-        """Create the events and tables at the first call: only then does the actor's event loop
-        run.
-        """
-        if not hasattr(self, "_ready"):
-            self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
-            self._serving: dict[int, asyncio.Task[None]] = {}
-            self._collection = 0
-            self._busy = Busy(self.ABOUT[0], kind=self.ABOUT[1])
-
-    async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
-        came_at = time.monotonic()
-        try:
-            with self._busy.request():
-                answer = await self.serve(request, arrays)
-        except Exception as error:
-            answer = Failure(type(error).__name__, str(error))
-        self._answers.append((number, answer, came_at))
-        del self._serving[number]
-        self._ready.set()
-        if not self._serving or len(self._answers) >= MAX_BATCH:
-            self._full.set()

@@ -14,7 +14,8 @@ import psutil
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import Busy, activity
-from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.cluster.inbox import Inbox
+from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
@@ -122,6 +123,7 @@ class RemoteEngine:
         name = engine_name(number)
         busy = Busy(f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s)
         self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
+        self.handle = handle
 
     async def generate(
         self,
