@@ -28,7 +28,7 @@ from ray.exceptions import (
 )
 
 from megarl.activity.spans import Busy
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ArraysLost, EngineLost, EngineUnreachable
 from megarl.types import TokenArrays
 
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
@@ -54,6 +54,9 @@ MIN_STORED_BYTES, INLINE_BYTES = 16 * 2**10, 100 * 2**10
 of the object store. A batch of arrays of at least `MIN_STORED_BYTES` is padded to `INLINE_BYTES`,
 so that it goes to the object store."""
 
+GOES_ON = "`--resume auto` goes on from the newest checkpoint"
+"""Advice for a run that ends by what it has lost."""
+
 ENGINE_DEAD = "EngineDeadError"
 """Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
 since vLLM is not imported here."""
@@ -77,24 +80,42 @@ class Failure:
     message: str
 
 
-def fetch(arrays: Sequence[StoredArrays], timeout_s: float) -> list[TokenArrays]:
+def fetch(
+    arrays: Sequence[StoredArrays], timeout_s: float, what: str = "segments"
+) -> list[TokenArrays]:
     """Read token arrays from Ray's object store, without a copy, in the order of the references.
+    `what`: whose they are, for errors.
 
-    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if
-    the node that stored the arrays is lost, or they do not arrive within `timeout_s`.
+    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `ArraysLost` if
+    the node that stored the arrays is lost, and `RuntimeError` if they do not arrive within
+    `timeout_s`.
     """
     refs = list({one.ref: None for one in arrays})
     try:
         found = dict(zip(refs, ray.get(refs, timeout=timeout_s), strict=True))
     except GetTimeoutError:
         raise RuntimeError(
-            f"the token arrays of {len(arrays)} segments did not arrive within {timeout_s:g} s"
+            f"the token arrays of {len(arrays)} {what} did not arrive within {timeout_s:g} s"
         ) from None
     except ObjectLostError as error:
-        raise RuntimeError(
-            f"token arrays were lost with the node that held them: {error}"
+        lost = set(filter(_is_lost, refs))
+        count = sum(one.ref in lost for one in arrays) or "some"
+        raise ArraysLost(
+            f"the token arrays of {count} of {len(arrays)} {what} were lost with the node"
+            f" that held them ({str(error).splitlines()[0]}); {GOES_ON}"
         ) from error
     return [TokenArrays(*found[one.ref][one.position]) for one in arrays]
+
+
+def _is_lost(ref: Any) -> bool:
+    """Whether an object is lost, as far as this process knows by now."""
+    try:
+        ray.get(ref, timeout=0)
+    except GetTimeoutError:
+        return False
+    except ObjectLostError:
+        return True
+    return False
 
 
 def store(arrays: Sequence[TokenArrays]) -> list[StoredArrays]:
@@ -107,6 +128,10 @@ def store(arrays: Sequence[TokenArrays]) -> list[StoredArrays]:
         ref = ray.put(batch)
         found += [StoredArrays(ref, position) for position in range(len(batch))]
     return found
+
+
+_Queued = tuple[int, Any, list[StoredArrays]]
+"""A request that is not sent yet: (request number, request, token arrays that go with it)."""
 
 
 class Pace:
@@ -142,7 +167,7 @@ class Mailbox:
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
         self._pace = pace
         self._next = self._collections = 0
-        self._outbox: list[tuple[int, Any, list[StoredArrays]]] = []
+        self._outbox: list[_Queued] = []
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
@@ -153,7 +178,9 @@ class Mailbox:
         If the result is a `Segment`, its `arrays` are replaced by a `StoredArrays`. Raises
         `EngineLost` if the actor, or a process it depends on, is dead, and `EngineUnreachable` if
         the actor may still be alive. Raises `ValueError` if
-        `serve` raised one, and `RuntimeError` for any other exception of `serve`.
+        `serve` raised one, and `RuntimeError` for any other exception of `serve`. Raises
+        `ArraysLost` if `arrays` were lost with the node that held them; requests with other arrays
+        go on.
         """
         loop = asyncio.get_running_loop()
         number, self._next = self._next, self._next + 1
@@ -196,20 +223,40 @@ class Mailbox:
                 await self._gather()
                 while self._outbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
-                    places: dict[Any, int] = {}
-                    requests = [
-                        (
-                            number,
-                            request,
-                            [(places.setdefault(a.ref, len(places)), a.position) for a in arrays],
-                        )
-                        for number, request, arrays in batch
-                    ]
-                    await self._submit_to.remote(self._name, requests, *places)
+                    await self._submit(batch)
         except Exception as error:
             self._fail(error)
         finally:
             self._sender = None
+
+    async def _submit(self, batch: list[_Queued]) -> None:
+        """Send requests in one call. A call that fails in a living actor, as Ray has it fail where
+        an array is lost, is not begun: its requests are sent one by one, and those that fail alone
+        get the error.
+        """
+        batch = [one for one in batch if one[0] in self._pending]  # the others are cancelled
+        if not batch:
+            return
+        places: dict[Any, int] = {}
+        requests = [
+            (
+                number,
+                request,
+                [(places.setdefault(a.ref, len(places)), a.position) for a in arrays],
+            )
+            for number, request, arrays in batch
+        ]
+        try:
+            await self._submit_to.remote(self._name, requests, *places)
+        except RayActorError:
+            raise
+        except Exception as error:
+            if len(batch) > 1:
+                await asyncio.gather(*(self._submit([one]) for one in batch))
+                return
+            waiting = self._pending.get(batch[0][0])
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(_arrays_lost(error) if _means_loss(error) else error)
 
     async def _gather(self) -> None:
         """Wait for further requests to send in the same call; see `GATHER_SHARE`."""
@@ -251,7 +298,7 @@ class Mailbox:
 
     def _fail(self, error: Exception) -> None:
         """End every unanswered request with the exception `error`."""
-        if isinstance(error, ActorUnavailableError):
+        if isinstance(error, ActorUnavailableError) or _means_loss(error):
             for number in self._pending:  # they are asked again, under other numbers
                 self._drop(number)
             error = EngineUnreachable(f"it could not be reached ({str(error).splitlines()[0]})")
@@ -261,6 +308,20 @@ class Mailbox:
         for waiting in self._pending.values():
             if not waiting.done():
                 waiting.set_exception(error)
+
+
+def _means_loss(error: Exception) -> bool:
+    """Whether a call failed since an object of Ray's store is lost. An actor that could not read
+    its arguments raises a `RayTaskError` of that cause.
+    """
+    return isinstance(getattr(error, "cause", None) or error, ObjectLostError)
+
+
+def _arrays_lost(error: Exception) -> ArraysLost:
+    return ArraysLost(
+        "the token arrays of a rollout were lost with the node that held them"
+        f" ({str(getattr(error, 'cause', None) or error).splitlines()[0]}); {GOES_ON}"
+    )
 
 
 def _exception(failure: Failure) -> Exception:

@@ -72,7 +72,8 @@ class RolloutClient:
         )
         if plan is None:
             return None
-        return assemble(plan, partial(fetch, timeout_s=self._silence_s))
+        what = f"segments of step {step + 1}"
+        return assemble(plan, partial(fetch, timeout_s=self._silence_s, what=what))
 
     def release(self, step: int, receipts: Sequence[str] = ()) -> None:
         """Tell the service that `step` is trained and weight version `step + 1`, which has these
@@ -93,7 +94,8 @@ class RolloutClient:
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
         stored = [part.arrays for part in segments_of(groups)]
-        return with_arrays(groups, fetch(stored, self._silence_s)) if stored else []
+        what = f"segments of {len(groups)} finished groups that step {step} has not used"
+        return with_arrays(groups, fetch(stored, self._silence_s, what)) if stored else []
 
     def evaluate(
         self, temperature: float, name: str, publish_again: Callable[[], object]

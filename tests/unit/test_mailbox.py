@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from megarl.cluster import asking, remote_environment
 from megarl.cluster.inbox import Inbox
-from megarl.cluster.mailbox import MAX_BATCH, Mailbox, Pace, StoredArrays
+from megarl.cluster.mailbox import MAX_BATCH, Mailbox, Pace, StoredArrays, fetch
 from megarl.cluster.remote import RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.service_process import ServiceActor
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session_pool import GRACE_S
-from megarl.errors import EngineLost, SessionLost
+from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
 from megarl.types import Segment, TokenArrays, Verdict
 
 
@@ -132,6 +133,63 @@ def test_an_actor_that_answers_with_nothing_is_not_asked_without_end() -> None:
         assert handle.calls < 60, "at most one call in `Pace.linger_s`"
 
     asyncio.run(asyncio.wait_for(go(), 30))
+
+
+class Losing(Handle):
+    """Ray fails a call whose arguments are lost, and those of no other."""
+
+    def _submit(self, mailbox: str, requests: Any, *refs: str) -> Any:
+        if "gone" in refs:
+            return self.loses()
+        return super()._submit(mailbox, requests, *refs)
+
+    async def loses(self) -> None:
+        raise RayTaskError("submit", "Traceback", lost_object())
+
+
+def lost_object() -> ObjectLostError:
+    return ObjectLostError("00ff", "an address", "a call site")
+
+
+def test_lost_arrays_fail_only_their_own_requests() -> None:
+    async def go() -> None:
+        handle = Losing()
+        handle.stored["kept"] = [(np.zeros(3, np.int32), np.zeros(3, np.float32))]
+        box = Mailbox(handle, Pace())
+        asked = [box.ask(1, [StoredArrays(ref, 0)]) for ref in ("kept", "gone", "kept")]
+        found = await asyncio.gather(*asked, box.ask(5), return_exceptions=True)
+        assert found[0] == found[2] == 3 and found[3].num_tokens == 5
+        assert isinstance(found[1], ArraysLost)
+        assert "`--resume auto` goes on" in str(found[1])
+        assert (await box.ask(7)).num_tokens == 7, "the mailbox goes on"
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_lost_answers_of_a_living_actor_are_asked_for_again() -> None:
+    async def go() -> None:
+        handle = Handle()
+
+        async def loses() -> Any:
+            raise lost_object()
+
+        handle.collect = Method(lambda *_: (loses(), ""))
+        with pytest.raises(EngineUnreachable):
+            await Mailbox(handle, Pace()).ask(1)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: Any, timeout: float) -> Any:
+        if refs != "kept":
+            raise lost_object()
+
+    monkeypatch.setattr("megarl.cluster.mailbox.ray.get", get)
+    arrays = [StoredArrays("kept", 0), StoredArrays("gone", 0), StoredArrays("gone", 1)]
+    wanted = r"of 2 of 3 segments of step 7 were lost with the node .*`--resume auto` goes on"
+    with pytest.raises(ArraysLost, match=wanted):
+        fetch(arrays, 1.0, "segments of step 7")
 
 
 def test_an_engine_that_is_named_twice_keeps_its_mailbox() -> None:
