@@ -130,7 +130,8 @@ class RolloutConfig:
     rejected as stale."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
-    """The run ends with an error if an engine needs longer for a generation request, in seconds. It
+    """The run ends with an error if an engine needs longer for a generation request, in seconds.
+    Time in which the engine is paused, for new weights or a colocated trainer, does not count. It
     is to be longer than `engine.stall_timeout_s`, after which a hung engine is replaced."""
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from megarl.cluster.supervisor import EngineSupervisor, Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import Pulse
+from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.rollout.waits import PublishAgain, Rejoins, Waits
 from megarl.types import Prompt, Segment
@@ -249,6 +250,59 @@ def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
             await asyncio.wait_for(request(pool, 7), 5)
 
     asyncio.run(scene())
+
+
+class Held(Engine):
+    """An engine that is held for a publication and answers after `hold_s`, or that never answers;
+    its pauses are those of real engines.
+    """
+
+    def __init__(self, hold_s: float, *, answers: bool = True) -> None:
+        super().__init__()
+        self.hold_s, self.answers, self.asked = hold_s, answers, 0
+        self.pauses = Pauses()
+
+    async def generate(self, *arguments: Any, **rest: Any) -> Segment:
+        self.pauses.begin()
+        await asyncio.sleep(self.hold_s)
+        self.pauses.end()
+        await asyncio.sleep(0.02 if self.answers else 60)
+        return await super().generate(*arguments, **rest)
+
+    async def paused_s(self, last_s: float) -> float:
+        self.asked += 1
+        return self.pauses.within(last_s)
+
+
+def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
+    async def scene() -> None:
+        config = replace(RolloutConfig(), request_timeout_s=0.2)
+        engine = Held(0.7)
+        assert (await asyncio.wait_for(request(EnginePool([engine], config), 7), 5)).num_tokens == 1
+        assert 1 <= engine.asked <= 20, "not asked without end"
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"engine 0 did not answer prompt 3 within 0.2 s"):
+            await request(EnginePool([Held(0.7, answers=False)], config), 7)
+        assert 0.8 < time.monotonic() - began < 2.0, "held 0.7 s, and 0.2 s more"
+
+    asyncio.run(scene())
+
+
+def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses = [0.0], Pauses()
+    monkeypatch.setattr("megarl.rollout.pauses.time.monotonic", lambda: now[0])
+    for began, ended in ((10.0, 12.0), (20.0, 25.0)):
+        now[0] = began
+        pauses.begin()
+        now[0] = began + 1
+        pauses.begin()  # a version that is sent again
+        now[0] = ended
+        pauses.end()
+    now[0] = 30.0
+    assert [pauses.within(last_s) for last_s in (5, 7, 10, 19, 30)] == [0, 2, 5, 6, 7]
+    pauses.begin()
+    now[0] = 33.0
+    assert pauses.is_paused and pauses.within(1.0) == 1 and pauses.within(20.0) == 8
 
 
 def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
