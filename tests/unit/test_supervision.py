@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 
+from megarl.cluster import answers as answers_module
 from megarl.cluster import asking, rollout_client
 from megarl.cluster import engines as engines_module
 from megarl.cluster import supervisor as supervisor_module
@@ -31,7 +32,7 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
 from megarl.cluster.supervisor import EngineSupervisor, Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
-from megarl.rollout.config import RolloutConfig
+from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
@@ -487,8 +488,8 @@ class FakeRay:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two engines; `actors` has every actor that was started for it."""
-    monkeypatch.setattr(engines_module, "ray", FakeRay)
-    monkeypatch.setattr(asking, "ray", FakeRay)
+    for module in (engines_module, answers_module, asking):
+        monkeypatch.setattr(module, "ray", FakeRay)
     actors: list[Actor] = []
 
     def start(number: int) -> Actor:
@@ -522,6 +523,111 @@ def test_a_start_that_fails_in_a_run_is_tried_again(group: Any) -> None:
     group.handles[1].error = RuntimeError("no memory left")
     assert group.hold() == [1], "the second start succeeds"
     assert len(group.actors) == 4
+
+
+@pytest.fixture
+def quorum(group: Any) -> Any:
+    """As `group`; a publication needs one engine."""
+    group._fewest = 1
+    return group
+
+
+def test_a_publication_does_not_wait_for_an_engine_that_starts(quorum: Any) -> None:
+    quorum.restart([1])
+    quorum.handles[1].is_ready = False
+    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
+    quorum.update(3, timeout_s=1.0)
+    assert ("update", 3, 1.0) in quorum.actors[0].calls
+    assert ("update", 3, 1.0) not in quorum.handles[1].calls
+    quorum.service = Actor()
+    quorum.admit()
+    assert quorum.service.calls == [] and quorum.fresh == {1}
+    quorum.let_go()
+    quorum.handles[1].is_ready = True
+    assert quorum.hold() == [1] and quorum.members == [0, 1] and quorum.missing == 0
+    quorum.admit()
+    assert [call[:2] for call in quorum.service.calls] == [("use_engine", 1)]
+
+
+def test_an_engine_that_is_lost_in_a_publication_joins_at_the_next(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quorum.hold()
+    plain = quorum._start
+
+    def slow(number: int) -> Any:
+        made = plain(number)
+        made.is_ready = False
+        return made
+
+    quorum._start = slow
+    quorum.replace([0])
+    assert quorum.members == [1] and quorum.missing == 1
+    quorum.connect(lambda position: {"engine": position}, timeout_s=1.0)
+    assert ("connect", {"engine": 0}) in quorum.handles[1].calls, "positions among the members"
+    # Without any engine there is nothing to publish to.
+    quorum._timeout_s = 0.3
+    monkeypatch.setattr(engines_module, "START_POLL_S", 0.01)
+    monkeypatch.setattr(FakeRay, "kill", lambda actor: None)
+    with pytest.raises(RuntimeError, match=r"no engine is ready within 0\.3 s"):
+        quorum.replace([1])
+
+
+def test_a_run_goes_on_without_an_engine_that_cannot_start(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor gives it up after three failures in a row, and ends the run with the last."""
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    plain = quorum._start
+    quorum.broken = "by the test, so that its thread ends at once"
+    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
+    supervisor.close(5.0)
+    supervisor._close.clear()
+    quorum.broken, quorum.service = "", Actor()
+
+    def fails(number: int) -> Any:
+        made = plain(number)
+        made.error = RuntimeError("no memory left")
+        return made
+
+    quorum._start = fails
+    quorum.kill(1, quorum.handles[1])
+    for _ in range(6):
+        supervisor._replace()
+    assert quorum.given_up == {1} and len(quorum.actors) == 2 + ENGINE_STARTS
+    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
+    quorum.let_go()
+    (told,) = [one for one in capsys.readouterr().err.splitlines() if "warning" in one]
+    assert "3 starts of engine 1 failed; the last: " in told and "no memory left" in told
+    assert told.endswith("the run goes on with 1 of 2 engines")
+    quorum.kill(0, quorum.handles[0])
+    for _ in range(2):
+        supervisor._replace()
+    with pytest.raises(RuntimeError, match=r"3 starts of engine 0 failed; the last: .*no memory"):
+        supervisor._replace()
+
+
+def test_the_supervisor_follows_an_engine_that_a_publication_started(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not late at once, and the service hears of it though it heard of one before."""
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    quorum.broken = "by the test, so that its thread ends at once"
+    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
+    supervisor.close(5.0)
+    supervisor._close.clear()
+    quorum.broken, quorum.service = "", Actor()
+    for _ in range(2):
+        quorum.kill(1, quorum.handles[1])
+        plain, quorum._start = quorum._start, lambda number: Actor(is_ready=False)
+        quorum.hold()
+        quorum.let_go()
+        quorum._start, handle = plain, quorum.handles[1]
+        supervisor._replace()
+        assert quorum.handles[1] is handle, "it has time to start"
+        handle.is_ready = True
+        supervisor._replace()
+    assert quorum.service.calls == [("engine_is_ready", 1)] * 2
 
 
 def test_a_broken_ray_ends_the_wait_for_an_engine(group: Any) -> None:
