@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.cluster.answers import Answers
 from megarl.cluster.asking import ActorDied, ask, ask_service, kill_actor
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.console import say
 from megarl.errors import EngineLost
 from megarl.rollout.config import ENGINE_STARTS
-from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 ActorHandle = Any
 """A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
@@ -40,8 +39,29 @@ class EngineGroup:
     (`hold`), only the loop replaces engines; otherwise only the supervisor does.
     """
 
-    def __init__(self, count: int, start: Callable[[int], ActorHandle], timeout_s: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int], ActorHandle],
+        timeout_s: float,
+        *,
+        fewest: int | None = None,
+    ) -> None:
+        """`start(number)` starts the actor of an engine. `timeout_s`: seconds that an engine may
+        take to be ready. `fewest`: engines that a publication needs, and waits for; the run goes on
+        while as many can be started. All by default.
+        """
         self._start, self._timeout_s = start, timeout_s
+        self._fewest = count if fewest is None else fewest
+        self.members = list(range(count))
+        """Numbers of the engines that take part in the present publication, ascending."""
+        self.given_up: set[int] = set()
+        """Engines without which the run goes on, since they cannot be started."""
+        self.started_at: dict[int, float] = {}
+        """{engine: time at which the engine that has this number was started, if it replaces
+        another}, by `time.monotonic`."""
+        self._failures: dict[int, int] = {}
+        """{engine: starts in a row that have failed}."""
         self.handles = [start(number) for number in range(count)]
         self._starting = {
             number: handle.start.remote() for number, handle in enumerate(self.handles)
@@ -102,6 +122,7 @@ class EngineGroup:
                 )
         answer = ask({f"engine {number}": reference}, START_POLL_S, "starting")[0]
         del self._starting[number]
+        self._failures.pop(number, None)
         self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
         return answer["seconds"]
 
@@ -115,40 +136,74 @@ class EngineGroup:
         """Numbers of the engines that have replaced others and do not serve requests yet."""
         return set(self._fresh)
 
+    @property
+    def replaceable(self) -> set[int]:
+        """Numbers of the dead engines in whose place others are to be started."""
+        return self.dead - self.given_up
+
+    @property
+    def missing(self) -> int:
+        """Number of engines that do not take part in the present publication."""
+        return len(self.handles) - len(self.members)
+
+    def start_failed(self, number: int, problem: str) -> None:
+        """Start an engine again whose start has failed. After `ENGINE_STARTS` failures in a row the
+        run goes on without the engine; raises `RuntimeError` if too few are left for that.
+        """
+        self._failures[number] = self._failures.get(number, 0) + 1
+        if self._failures[number] < ENGINE_STARTS:
+            say(f"megarl: {problem}; it is started again")
+            self.restart([number])
+            return
+        reason = f"{ENGINE_STARTS} starts of engine {number} failed; the last: {problem}"
+        self.kill(number, self.handles[number])
+        left = len(self.handles) - len(self.given_up) - 1
+        if left < self._fewest:
+            raise RuntimeError(reason)
+        with self.lock:
+            self.given_up.add(number)
+            self._fresh.discard(number)
+        say(
+            f"megarl: warning: {reason}; the run goes on with {left} of {len(self.handles)} engines"
+        )
+
     def is_one_host(self) -> bool:
         """Whether the Ray cluster has only this host."""
         return sum(node["Alive"] for node in ray.nodes()) == 1
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Send each engine `info(number)`: where it receives its weights from (`Engine.connect`).
+        """Send each member `info(position)`: where it receives its weights from
+        (`Engine.connect`). The position is that among `members`.
 
         Raises `EngineLost` if an engine is dead or late, and `RuntimeError` if a living engine
         cannot receive weights.
         """
         answers = Answers(
-            [handle.connect.remote(info(number)) for number, handle in enumerate(self.handles)]
+            [handle.connect.remote(info(position)) for position, handle in self._numbered()]
         )
         refused = answers.refused(timeout_s=timeout_s)
         if refused:  # it lives, and another in its place would say the same
             raise RuntimeError(
                 "; ".join(
-                    f"engine {number} cannot take weights in: {why}"
-                    for number, why in refused.items()
+                    f"engine {self.members[position]} cannot take weights in: {why}"
+                    for position, why in refused.items()
                 )
             )
 
     def update(self, version: int, *, timeout_s: float) -> Answers:
-        """Have every engine start to receive weights of `version`; returns at once with the
+        """Have every member start to receive weights of `version`; returns at once with the
         `Answers`.
         """
-        return Answers([handle.update.remote(version, timeout_s) for handle in self.handles])
+        return Answers([handle.update.remote(version, timeout_s) for _, handle in self._numbered()])
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Answers:
-        """Have every engine start to load the adapters in `files` (PEFT's format) as weights of
+        """Have every member start to load the adapters in `files` (PEFT's format) as weights of
         `version`; returns at once with the `Answers`.
         """
         shared = ray.put(files)
-        return Answers([handle.load_adapter.remote(version, shared) for handle in self.handles])
+        return Answers(
+            [handle.load_adapter.remote(version, shared) for _, handle in self._numbered()]
+        )
 
     def sleep(self, *, timeout_s: float) -> None:
         """Have every engine free its GPU memory; generation pauses. An engine that is lost is
@@ -166,10 +221,10 @@ class EngineGroup:
         self._each("wake", timeout_s)
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        """For each engine, the log-probs of `token_ids[1:]`, at temperature 1. Raises `EngineLost`
+        """For each member, the log-probs of `token_ids[1:]`, at temperature 1. Raises `EngineLost`
         if an engine is dead or late.
         """
-        answers = Answers([handle.score.remote(token_ids) for handle in self.handles])
+        answers = Answers([handle.score.remote(token_ids) for _, handle in self._numbered()])
         return answers.result(timeout_s=timeout_s)
 
     def processes(self) -> list[Process]:
@@ -181,14 +236,48 @@ class EngineGroup:
         return [pid for _, pid, _ in self._processes[number]]
 
     def hold(self) -> list[int]:
-        """From now on only the caller replaces engines. Starts those that are dead, and waits for
-        all that are being started; returns the numbers of those that have no weights yet.
+        """From now on only the caller replaces engines. Begins to start new ones in the place of
+        those that are dead. `members` are then the engines that are ready; waits while they are
+        fewer than the publication needs. Returns the numbers of those that have no weights yet.
         """
         with self.lock:
             self.is_held = True
-            self.restart(sorted(self.dead))
-        self.wait()
-        return sorted(self._fresh)
+            self.restart(sorted(self.replaceable))
+        self._find_members()
+        return sorted(self._fresh & set(self.members))
+
+    def _find_members(self) -> None:
+        """Set `members`; see `hold`. Raises `RuntimeError` if too few engines are ready within one
+        start's time limit, or can be started.
+        """
+        if self._fewest == len(self.handles):
+            self.wait()
+            self.members = list(range(len(self.handles)))
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            for number, reference in self.starting.items():
+                if ray.wait([reference], timeout=0)[0]:
+                    try:
+                        self.finish_start(number, START_POLL_S)
+                    except RuntimeError as error:
+                        self.start_failed(number, str(error))
+            away = self.dead | self.starting.keys()
+            self.members = [one for one in range(len(self.handles)) if one not in away]
+            if len(self.members) >= self._fewest:
+                return
+            if self.broken:
+                raise RuntimeError(f"no engine can start: {self.broken}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"no engine is ready within {self._timeout_s:g} s (starting; raise"
+                    " rollout.engine.start_timeout_s)"
+                )
+            ray.wait(list(self.starting.values()), timeout=START_POLL_S)
+
+    def _numbered(self) -> list[tuple[int, ActorHandle]]:
+        """(position, actor) of each member."""
+        return list(enumerate(self.handles[number] for number in self.members))
 
     def let_go(self) -> None:
         """End what `hold` has begun: from now on the supervisor replaces engines."""
@@ -218,15 +307,16 @@ class EngineGroup:
                 self._starting[number] = self.handles[number].start.remote()
                 self._born[number] = self.handles[number].process.remote()
                 self._fresh.add(number)
+                self.started_at[number] = time.monotonic()
                 self._replaced += 1
                 self.dead.discard(number)
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Kill what is left of the engines `numbers` and start new ones in parallel under the same
-        numbers; returns once they are ready.
+        """Kill what is left of the engines `numbers` and begin to start new ones in parallel under
+        the same numbers. `members` and waiting: see `hold`.
         """
         self.restart(numbers)
-        self.wait()
+        self._find_members()
 
     def _begun(self, number: int) -> list[Process]:
         """The processes so far of engine `number`, whose start has not ended."""
@@ -239,7 +329,7 @@ class EngineGroup:
         once they have the current weights. Returns how many engines were replaced in the run so
         far.
         """
-        fresh = sorted(self._fresh - set(self._starting) - self.dead)
+        fresh = sorted((self._fresh & set(self.members)) - set(self._starting) - self.dead)
         if self.service is not None:
             for number in fresh:
                 tell = partial(self.service.use_engine.remote, number, self.handles[number])
@@ -264,77 +354,3 @@ class EngineGroup:
             raise RuntimeError(
                 "; ".join(f"engine {number} failed: {why}" for number, why in refused.items())
             )
-
-
-class Answers:
-    """Pending results of one call to every engine."""
-
-    def __init__(self, references: list[Any]) -> None:
-        self._references = references
-
-    def poll(self) -> None:
-        """Check the results there are, without waiting. Raises `EngineLost` if an engine failed,
-        and `Aborted` if an engine only stopped because it was told to abort.
-        """
-        self._check(self._done(0.0))
-
-    def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait for the results of all engines, by engine number. Raises like `poll`; raises
-        `EngineLost` if an engine has no result within `timeout_s`.
-        """
-        self._done(timeout_s)
-        return self._check(range(len(self._references)))
-
-    def refused(self, *, timeout_s: float) -> dict[int, str]:
-        """Wait for all engines: {engine number: error message} of engines that are alive but
-        failed.
-
-        Raises `EngineLost` if an engine is dead, or has no result within `timeout_s`.
-        """
-        self._done(timeout_s)
-        found = {number: self._outcome(number) for number in range(len(self._references))}
-        self._raise({number: why for number, (_, why, is_lost) in found.items() if is_lost})
-        return {number: why for number, (_, why, _) in found.items() if why}
-
-    def settle(self, *, timeout_s: float) -> list[int]:
-        """Wait until the call has ended on every engine, at most `timeout_s`. Returns the numbers
-        of the engines where it failed or still runs.
-        """
-        self._done(timeout_s)
-        found = {number: self._outcome(number)[1] for number in range(len(self._references))}
-        return [number for number, why in found.items() if why and GIVEN_UP not in why]
-
-    def _done(self, timeout_s: float) -> list[int]:
-        done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=timeout_s)
-        return [self._references.index(reference) for reference in done]
-
-    def _check(self, numbers: Sequence[int]) -> list[Any]:
-        found = {number: self._outcome(number) for number in numbers}
-        self._raise(
-            {number: why for number, (_, why, _) in found.items() if why and GIVEN_UP not in why}
-        )
-        if any(why for _, why, _ in found.values()):
-            raise Aborted(GIVEN_UP)
-        return [answer for answer, _, _ in found.values()]
-
-    def _raise(self, lost: dict[int, str]) -> None:
-        if lost:
-            raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
-
-    def _outcome(self, number: int) -> tuple[Any, str, bool]:
-        """(result, error message or "", whether the engine is dead or late) of engine `number`."""
-        try:
-            return ray.get(self._references[number], timeout=0), "", False
-        except GetTimeoutError:
-            return None, "it did not answer in time; raise weight_sync.timeout_s", True
-        except RayTaskError as error:
-            return None, str(error.cause), is_dead(error)
-        except RayActorError as error:
-            return None, f"its process died ({str(error).splitlines()[0]})", True
-
-
-def is_dead(error: RayTaskError) -> bool:
-    """Whether an engine's error means that one of vLLM's processes is dead. Compares the
-    exception's name, since vLLM must not be imported here.
-    """
-    return type(error.cause).__name__ == "EngineDeadError"

@@ -13,13 +13,12 @@ actor that made them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -28,9 +27,9 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from megarl.activity.spans import Busy, Kind
-from megarl.errors import EngineLost, EngineUnreachable
-from megarl.types import Segment, TokenArrays
+from megarl.activity.spans import Busy
+from megarl.errors import ArraysLost, EngineLost, EngineUnreachable
+from megarl.types import TokenArrays
 
 LINGER_SHARE, MIN_LINGER_S, MAX_LINGER_S = 0.1, 0.01, 1.0
 """How long `Inbox.collect` holds a finished answer back, so that later answers travel in the same
@@ -55,6 +54,9 @@ MIN_STORED_BYTES, INLINE_BYTES = 16 * 2**10, 100 * 2**10
 of the object store. A batch of arrays of at least `MIN_STORED_BYTES` is padded to `INLINE_BYTES`,
 so that it goes to the object store."""
 
+GOES_ON = "`--resume auto` goes on from the newest checkpoint"
+"""Advice for a run that ends by what it has lost."""
+
 ENGINE_DEAD = "EngineDeadError"
 """Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
 since vLLM is not imported here."""
@@ -78,24 +80,42 @@ class Failure:
     message: str
 
 
-def fetch(arrays: Sequence[StoredArrays], timeout_s: float) -> list[TokenArrays]:
+def fetch(
+    arrays: Sequence[StoredArrays], timeout_s: float, what: str = "segments"
+) -> list[TokenArrays]:
     """Read token arrays from Ray's object store, without a copy, in the order of the references.
+    `what`: whose they are, for errors.
 
-    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if
-    the node that stored the arrays is lost, or they do not arrive within `timeout_s`.
+    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `ArraysLost` if
+    the node that stored the arrays is lost, and `RuntimeError` if they do not arrive within
+    `timeout_s`.
     """
     refs = list({one.ref: None for one in arrays})
     try:
         found = dict(zip(refs, ray.get(refs, timeout=timeout_s), strict=True))
     except GetTimeoutError:
         raise RuntimeError(
-            f"the token arrays of {len(arrays)} segments did not arrive within {timeout_s:g} s"
+            f"the token arrays of {len(arrays)} {what} did not arrive within {timeout_s:g} s"
         ) from None
     except ObjectLostError as error:
-        raise RuntimeError(
-            f"token arrays were lost with the node that held them: {error}"
+        lost = set(filter(_is_lost, refs))
+        count = sum(one.ref in lost for one in arrays) or "some"
+        raise ArraysLost(
+            f"the token arrays of {count} of {len(arrays)} {what} were lost with the node"
+            f" that held them ({str(error).splitlines()[0]}); {GOES_ON}"
         ) from error
     return [TokenArrays(*found[one.ref][one.position]) for one in arrays]
+
+
+def _is_lost(ref: Any) -> bool:
+    """Whether an object is lost, as far as this process knows by now."""
+    try:
+        ray.get(ref, timeout=0)
+    except GetTimeoutError:
+        return False
+    except ObjectLostError:
+        return True
+    return False
 
 
 def store(arrays: Sequence[TokenArrays]) -> list[StoredArrays]:
@@ -108,6 +128,10 @@ def store(arrays: Sequence[TokenArrays]) -> list[StoredArrays]:
         ref = ray.put(batch)
         found += [StoredArrays(ref, position) for position in range(len(batch))]
     return found
+
+
+_Queued = tuple[int, Any, list[StoredArrays]]
+"""A request that is not sent yet: (request number, request, token arrays that go with it)."""
 
 
 class Pace:
@@ -127,7 +151,8 @@ class Mailbox:
     """Sends requests to one Ray actor, an `Inbox`, in batches, and returns the answers to the
     callers.
 
-    All calls must come from one event loop.
+    All calls must come from one event loop. Several mailboxes may send to one actor: each has a
+    name of its own, under which the actor keeps its requests and answers.
     """
 
     def __init__(
@@ -136,12 +161,13 @@ class Mailbox:
         """`handle`: a Ray actor whose class is an `Inbox`. `busy`: records that this process waits
         for answers. `drops`: whether the actor stops to serve a request whose caller is cancelled.
         """
+        self._name = uuid.uuid4().hex
         self._busy = busy or Busy("answers", kind="wait")
         self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
         self._pace = pace
         self._next = self._collections = 0
-        self._outbox: list[tuple[int, Any, list[StoredArrays]]] = []
+        self._outbox: list[_Queued] = []
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
@@ -152,7 +178,9 @@ class Mailbox:
         If the result is a `Segment`, its `arrays` are replaced by a `StoredArrays`. Raises
         `EngineLost` if the actor, or a process it depends on, is dead, and `EngineUnreachable` if
         the actor may still be alive. Raises `ValueError` if
-        `serve` raised one, and `RuntimeError` for any other exception of `serve`.
+        `serve` raised one, and `RuntimeError` for any other exception of `serve`. Raises
+        `ArraysLost` if `arrays` were lost with the node that held them; requests with other arrays
+        go on.
         """
         loop = asyncio.get_running_loop()
         number, self._next = self._next, self._next + 1
@@ -186,7 +214,7 @@ class Mailbox:
         unsent = {number for number, *_ in self._outbox} & dropped
         self._outbox = [one for one in self._outbox if one[0] not in unsent]
         if dropped - unsent:
-            self._drop_from.remote(sorted(dropped - unsent))
+            self._drop_from.remote(self._name, sorted(dropped - unsent))
 
     async def _send(self) -> None:
         """Send the queued requests to the actor in batches, until none is queued."""
@@ -195,20 +223,40 @@ class Mailbox:
                 await self._gather()
                 while self._outbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
-                    places: dict[Any, int] = {}
-                    requests = [
-                        (
-                            number,
-                            request,
-                            [(places.setdefault(a.ref, len(places)), a.position) for a in arrays],
-                        )
-                        for number, request, arrays in batch
-                    ]
-                    await self._submit_to.remote(requests, *places)
+                    await self._submit(batch)
         except Exception as error:
             self._fail(error)
         finally:
             self._sender = None
+
+    async def _submit(self, batch: list[_Queued]) -> None:
+        """Send requests in one call. A call that fails in a living actor, as Ray has it fail where
+        an array is lost, is not begun: its requests are sent one by one, and those that fail alone
+        get the error.
+        """
+        batch = [one for one in batch if one[0] in self._pending]  # the others are cancelled
+        if not batch:
+            return
+        places: dict[Any, int] = {}
+        requests = [
+            (
+                number,
+                request,
+                [(places.setdefault(a.ref, len(places)), a.position) for a in arrays],
+            )
+            for number, request, arrays in batch
+        ]
+        try:
+            await self._submit_to.remote(self._name, requests, *places)
+        except RayActorError:
+            raise
+        except Exception as error:
+            if len(batch) > 1:
+                await asyncio.gather(*(self._submit([one]) for one in batch))
+                return
+            waiting = self._pending.get(batch[0][0])
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(_arrays_lost(error) if _means_loss(error) else error)
 
     async def _gather(self) -> None:
         """Wait for further requests to send in the same call; see `GATHER_SHARE`."""
@@ -226,8 +274,11 @@ class Mailbox:
         try:
             self._collections += 1
             while self._pending:
-                answers, arrays = self._collect_from.remote(self._pace.linger_s, self._collections)
-                for number, answer, position in await answers:
+                pending, arrays = self._collect_from.remote(
+                    self._name, self._pace.linger_s, self._collections
+                )
+                answers = await pending
+                for number, answer, position in answers:
                     waiting = self._pending.get(number)
                     if waiting is None or waiting.done():
                         continue  # its deadline has passed
@@ -237,8 +288,9 @@ class Mailbox:
                         waiting.set_result(replace(answer, arrays=StoredArrays(arrays, position)))
                     else:
                         waiting.set_result(answer)
-                # Let the requests' owners leave `_pending` before it is looked at.
-                await asyncio.sleep(0)
+                # Let the requests' owners leave `_pending` before it is looked at. An actor that
+                # answers at once, and with nothing, is not asked without end.
+                await asyncio.sleep(0 if answers else self._pace.linger_s)
         except Exception as error:
             self._fail(error)
         finally:
@@ -246,7 +298,7 @@ class Mailbox:
 
     def _fail(self, error: Exception) -> None:
         """End every unanswered request with the exception `error`."""
-        if isinstance(error, ActorUnavailableError):
+        if isinstance(error, ActorUnavailableError) or _means_loss(error):
             for number in self._pending:  # they are asked again, under other numbers
                 self._drop(number)
             error = EngineUnreachable(f"it could not be reached ({str(error).splitlines()[0]})")
@@ -258,117 +310,23 @@ class Mailbox:
                 waiting.set_exception(error)
 
 
+def _means_loss(error: Exception) -> bool:
+    """Whether a call failed since an object of Ray's store is lost. An actor that could not read
+    its arguments raises a `RayTaskError` of that cause.
+    """
+    return isinstance(getattr(error, "cause", None) or error, ObjectLostError)
+
+
+def _arrays_lost(error: Exception) -> ArraysLost:
+    return ArraysLost(
+        "the token arrays of a rollout were lost with the node that held them"
+        f" ({str(getattr(error, 'cause', None) or error).splitlines()[0]}); {GOES_ON}"
+    )
+
+
 def _exception(failure: Failure) -> Exception:
     if failure.kind == ENGINE_DEAD:
         return EngineLost("one of its processes died")
     if failure.kind == "ValueError":
         return ValueError(failure.message)
     return RuntimeError(f"{failure.kind}: {failure.message}")
-
-
-class Inbox:
-    """Base class of a Ray actor that a `Mailbox` sends requests to; a subclass defines `serve`."""
-
-    _answers: list[tuple[int, Any, float]]
-    """Finished answers not yet collected: (request number, answer, time the request arrived)."""
-    _ready: asyncio.Event
-    """Set while there are finished answers to collect."""
-    _full: asyncio.Event
-    """Set when finished answers must no longer be held back."""
-    ABOUT: tuple[str, Kind] = ("responses", "generate")
-    """(what the actor makes, kind of that activity)."""
-
-    async def serve(self, request: Any, arrays: list[TokenArrays]) -> Any:
-        """Compute the answer to one request. `arrays`: the token arrays that the caller passed with
-        it.
-        """
-        raise NotImplementedError
-
-    async def submit(
-        self, requests: list[tuple[int, Any, list[tuple[int, int]]]], *stored: list[TokenArrays]
-    ) -> None:
-        """Start to serve a batch of requests, and return before they are answered.
-
-        Each request is (request number, request, places). A place (i, j) means entry j of the list
-        `stored[i]` of token arrays.
-        """
-        self._open_inbox()
-        for number, request, places in requests:
-            arrays = [TokenArrays(*stored[which][position]) for which, position in places]
-            self._serving[number] = asyncio.create_task(self._serve(number, request, arrays))
-
-    async def drop(self, numbers: list[int]) -> None:
-        """Stop to serve these requests, whose answers nobody waits for. Those that are answered
-        already are passed over.
-        """
-        self._open_inbox()
-        for number in numbers:
-            if (task := self._serving.pop(number, None)) is not None:
-                task.cancel()
-        if self._answers and not self._serving:
-            self._full.set()
-
-    async def collect(
-        self, linger_s: float, collection: int = 0
-    ) -> tuple[list[tuple[int, Any, int]], Any]:
-        """Wait for the first finished answer; while requests are still being served, hold it back
-        for `linger_s` seconds so that others can join it.
-
-        Returns (answers, arrays). An answer is (request number, answer, index of its token arrays
-        in `arrays`, or -1 where it has none). A call with a smaller `collection` than another's
-        returns nothing: its caller does not wait for it any more.
-        """
-        self._open_inbox()
-        self._collection = max(self._collection, collection)
-        await self._ready.wait()
-        if collection < self._collection:
-            return [], []
-        self._full.clear()
-        if self._serving and len(self._answers) < MAX_BATCH:
-            age_s = time.monotonic() - self._answers[0][2]
-            linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), linger_s)
-            if collection < self._collection:
-                return [], []
-        answers: list[tuple[int, Any, int]] = []
-        stored: list[TokenArrays] = []
-        size = 0
-        while self._answers and len(answers) < MAX_BATCH and size < MAX_BATCH_BYTES:
-            number, answer, _ = self._answers.pop(0)
-            position = -1
-            if isinstance(answer, Segment):
-                position = len(stored)
-                stored.append(answer.arrays)
-                size += sum(column.nbytes for column in answer.arrays)
-                answer = replace(answer, arrays=None)
-            answers.append((number, answer, position))
-        if not self._answers:
-            self._ready.clear()
-        columns: list[Any] = [tuple(arrays) for arrays in stored]
-        if MIN_STORED_BYTES <= size < INLINE_BYTES:
-            columns.append(np.empty(INLINE_BYTES, dtype=np.uint8))
-        return answers, columns
-
-    def _open_inbox(self) -> None:
-        """Create the events and tables at the first call: only then does the actor's event loop
-        run.
-        """
-        if not hasattr(self, "_ready"):
-            self._ready, self._full, self._answers = asyncio.Event(), asyncio.Event(), []
-            self._serving: dict[int, asyncio.Task[None]] = {}
-            self._collection = 0
-            self._busy = Busy(self.ABOUT[0], kind=self.ABOUT[1])
-
-    async def _serve(self, number: int, request: Any, arrays: list[TokenArrays]) -> None:
-        came_at = time.monotonic()
-        try:
-            with self._busy.request():
-                answer = await self.serve(request, arrays)
-        except Exception as error:
-            answer = Failure(type(error).__name__, str(error))
-        self._answers.append((number, answer, came_at))
-        del self._serving[number]
-        self._ready.set()
-        if not self._serving or len(self._answers) >= MAX_BATCH:
-            self._full.set()

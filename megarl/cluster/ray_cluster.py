@@ -106,10 +106,11 @@ class Cluster:
         *,
         timeout_s: float,
         environment: dict[str, str],
+        fewest: int | None = None,
         **arguments: Any,
     ) -> EngineGroup:
         """Start an engine on every seat, in parallel, without waiting; call `.wait()` on the result
-        before use.
+        before use. `fewest`: see `EngineGroup`.
         """
         if self._folder is not None:
             environment = environment | {SOCKETS: str(self._folder.path)}
@@ -124,7 +125,7 @@ class Cluster:
             self._owned.append(handle)
             return handle
 
-        self._groups.append(EngineGroup(len(seats), start, timeout_s))
+        self._groups.append(EngineGroup(len(seats), start, timeout_s, fewest=fewest))
         return self._groups[-1]
 
     def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:

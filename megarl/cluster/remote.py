@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -11,22 +12,29 @@ from typing import Any
 
 import numpy as np
 import psutil
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import Busy, activity
-from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.cluster.inbox import Inbox
+from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import Sources
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.engine import Engine
 from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment, TokenArrays
 
 ENVIRONMENT = "environment"
 """Name of the environment's process in the record of what a run does."""
+
+
+PAUSED_WITHIN_S = 10.0
+"""Seconds that an engine has to say how long its generation was paused."""
 
 
 def engine_name(number: int) -> str:
@@ -122,6 +130,7 @@ class RemoteEngine:
         name = engine_name(number)
         busy = Busy(f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s)
         self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
+        self.handle = handle
 
     async def generate(
         self,
@@ -137,6 +146,19 @@ class RemoteEngine:
         answer = await self._mailbox.ask(request, [part.arrays for part in segments])
         self._pace.record(time.monotonic() - started_at)
         return answer
+
+    async def paused_s(self, last_s: float) -> float:
+        """See `megarl.rollout.requests.EngineHandle`. 0 if the engine does not say it within
+        `PAUSED_WITHIN_S`: an engine that hangs is not paused.
+        """
+        try:
+            return await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
+        except TimeoutError:
+            return 0.0
+        except ActorUnavailableError as error:
+            raise EngineUnreachable(str(error).splitlines()[0]) from error
+        except RayActorError as error:
+            raise EngineLost(f"its process died ({str(error).splitlines()[0]})") from error
 
 
 class EnvironmentActor(Inbox):

@@ -72,7 +72,7 @@ class RolloutClient:
         )
         if plan is None:
             return None
-        return assemble(plan, partial(self._fetch, f"token arrays of step {step + 1}"))
+        return assemble(plan, partial(self._fetch, f"segments of step {step + 1}"))
 
     def release(self, step: int, receipts: Sequence[str] = ()) -> None:
         """Tell the service that `step` is trained and weight version `step + 1`, which has these
@@ -93,7 +93,7 @@ class RolloutClient:
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
         stored = [part.arrays for part in segments_of(groups)]
-        what = f"token arrays of the finished groups after {step} steps"
+        what = f"segments of {len(groups)} finished groups that step {step} has not used"
         return with_arrays(groups, self._fetch(what, stored)) if stored else []
 
     def evaluate(
@@ -153,7 +153,9 @@ class RolloutClient:
         """
         told, refs = False, list({one.ref: None for one in arrays})
         deadline = time.monotonic() + self._silence_s
-        with activity(what, kind="wait", of="service", deadline_s=self._silence_s):
+        with activity(
+            f"token arrays of {what}", kind="wait", of="service", deadline_s=self._silence_s
+        ):
             left_s = self._silence_s
             while refs:
                 if self.stop and not told:
@@ -163,7 +165,7 @@ class RolloutClient:
                 some_s = max(0.0, min(STOP_POLL_S, left_s))
                 if left_s <= 0 or not ray.wait(refs, num_returns=len(refs), timeout=some_s)[1]:
                     break
-            return fetch(arrays, max(STOP_POLL_S, left_s))
+            return fetch(arrays, max(STOP_POLL_S, left_s), what)
 
     def _ask_unless_stopped(
         self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]

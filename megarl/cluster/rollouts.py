@@ -203,6 +203,8 @@ def start_engines(
     return cluster.start_engines(
         seats,
         timeout_s=engine.start_timeout_s,
+        # Colocated engines sleep and wake with the trainer, all together.
+        fewest=None if config.rollout.placement == "colocated" else 1,
         load=load,
         adapter_rank=adapter_rank,
         recording=recording,

@@ -139,6 +139,12 @@ class ServiceActor:
         return self._service.progress(engine_steps)
 
     async def use_engine(self, number: int, handle: Any) -> None:
+        """Send requests to the actor `handle` as engine `number`. A call that was heard before
+        changes nothing: who calls may not know whether it was.
+        """
+        known = self._service.engines.engines[number]
+        if isinstance(known, RemoteEngine) and known.handle == handle:
+            return
         pace, deadline_s = self._environment.pace, self._service.config.request_timeout_s
         fresh = RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
         self._service.use_engine(number, fresh)

@@ -25,7 +25,6 @@ from megarl.cluster.asking import ask_service
 from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup
 from megarl.cluster.ray_health import RayHealth
 from megarl.console import say
-from megarl.rollout.config import ENGINE_STARTS
 from megarl.rollout.engine import Pulse
 
 BEAT_S = 1.0
@@ -76,12 +75,8 @@ class EngineSupervisor:
         """
         self._group, self._stall_s, self._start_s, self._loads = group, stall_s, start_s, loads
         self._watched: dict[int, Watched] = {}
-        self._started_at: dict[int, float] = {}
-        """{engine: time at which the supervisor has last started it}; until the engine serves."""
-        self._attempts: dict[int, int] = {}
-        """{engine: starts in a row that have failed}."""
-        self._told: set[int] = set()
-        """New engines of which the service knows that they are ready."""
+        self._told: dict[int, Any] = {}
+        """{number: actor} of the new engines of which the service knows that they are ready."""
         self._steps, self._telling = 0, None
         """Engine steps that the service has not been told, and the reference of a call that tells
         it of others."""
@@ -173,49 +168,33 @@ class EngineSupervisor:
         with group.lock:
             if group.is_held or self._close.is_set():
                 return
-            for number in sorted(group.dead):
-                self._start(number)
+            group.restart(sorted(group.replaceable))
             for number, reference in group.starting.items():
                 if ray.wait([reference], timeout=0)[0]:
                     self._finish(number)
-                elif time.monotonic() - self._started_at.get(number, 0.0) > self._start_s:
-                    late = f"was not ready within {self._start_s:g} s"
-                    self._again(number, f"{late} (rollout.engine.start_timeout_s)")
+                elif time.monotonic() - group.started_at.get(number, 0.0) > self._start_s:
+                    late = f"engine {number} was not ready within {self._start_s:g} s"
+                    group.start_failed(number, f"{late} (rollout.engine.start_timeout_s)")
             new = group.fresh - set(group.starting)
-        for number in sorted(new - self._told):
-            self._told.add(number)
-            self._attempts.pop(number, None)
+        for number in sorted(new - group.dead):
+            if self._told.get(number) is group.handles[number]:
+                continue
+            self._told[number] = group.handles[number]
             if self._loads:
                 group.admit()
             else:
                 self._ask_service("engine_is_ready", number)
-        self._told &= group.fresh
-        for number in self._attempts.keys() - group.fresh:
-            del self._attempts[number]
-
-    def _start(self, number: int) -> None:
-        self._told.discard(number)
-        self._started_at[number] = time.monotonic()
-        self._group.restart([number])
+        for number in self._told.keys() - group.fresh:
+            del self._told[number]
 
     def _finish(self, number: int) -> None:
         """Take note that the start of an engine has ended."""
         try:
             seconds = self._group.finish_start(number, self._start_s)
         except RuntimeError as error:
-            self._again(number, str(error))
+            self._group.start_failed(number, str(error))
         else:
             say(f"megarl: engine {number} is ready again after {seconds:.0f} s")
-
-    def _again(self, number: int, problem: str) -> None:
-        """Start an engine again whose start has failed; too many times end the run."""
-        self._attempts[number] = self._attempts.get(number, 1) + 1
-        if self._attempts[number] > ENGINE_STARTS:
-            raise RuntimeError(
-                f"{ENGINE_STARTS} starts of engine {number} failed; the last: {problem}"
-            )
-        say(f"megarl: {problem}; it is started again")
-        self._start(number)
 
     def _report(self, steps: int) -> None:
         """Tell the service that the engines make progress: its callers wait as long as they do.

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.errors import SessionLost
+from megarl.errors import ArraysLost, SessionLost
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.types import Prompt, Segment, Verdict
 
@@ -106,17 +106,25 @@ class Attempts:
 
         `place` identifies the rollout in the run, for example (group, sample). The seed of its
         first request is `request_seed(run_seed, *place)`, that of request n > 0 is
-        `request_seed(run_seed, *place, n)`.
+        `request_seed(run_seed, *place, n)`. An attempt that is lost, with its session or with the
+        token arrays of its earlier turns, is made again. Raises `RuntimeError` after `MOST_LOSSES`.
         """
-        key = "/".join(map(str, place))
+        key, lost = "/".join(map(str, place)), None
         try:
             for _ in range(MOST_LOSSES):
                 # With the same seeds: where the environment answers alike, so does the model.
-                with contextlib.suppress(SessionLost):
+                try:
                     return await self._attempt(key, prompt, place, temperature)
+                except SessionLost as error:
+                    lost = error
+                except ArraysLost as error:
+                    lost = error
+                    if self.environment.has_start:  # or the next attempt would find it begun
+                        with contextlib.suppress(SessionLost):
+                            await self.environment.cut_off(key, 0)
             raise RuntimeError(
-                f"the environment was lost {MOST_LOSSES} times during the rollout {key} of prompt"
-                f" {prompt.index}; look at run.log for what it printed last"
+                f"{MOST_LOSSES} attempts at the rollout {key} of prompt {prompt.index} were lost;"
+                f" the last: {lost}; look at run.log for what was printed last"
             )
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process

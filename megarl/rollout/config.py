@@ -16,7 +16,7 @@ from megarl.schema import (
 )
 
 ENGINE_STARTS = 3
-"""Times in a row that the start of an engine may fail before the run ends."""
+"""Times in a row that the start of an engine may fail before the run goes on without it."""
 MOST_STOPS = 16
 """Largest number of texts in `rollout.stop`."""
 DispatchName = Literal["ordered", "windowed"]
@@ -48,7 +48,8 @@ class EngineConfig:
     generates more slowly."""
     start_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 600.0
     """Seconds that an engine may take to be ready. At the start of a run a longer one ends it;
-    later the engine is started again, up to three times in a row."""
+    later the engine is started again, up to three times in a row; then the run goes on with the
+    engines that are left."""
     stall_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 180.0
     """An engine that has requests but makes no step for this many seconds, or does not say for as
     long that it lives, is taken for hung: it is ended, and a new engine replaces it."""
@@ -132,7 +133,8 @@ class RolloutConfig:
     rejected as stale."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
-    """The run ends with an error if an engine needs longer for a generation request, in seconds. It
+    """The run ends with an error if an engine needs longer for a generation request, in seconds.
+    Time in which the engine is paused, for new weights or a colocated trainer, does not count. It
     is to be longer than `engine.stall_timeout_s`, after which a hung engine is replaced."""
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from megarl.quick_imports import quick_imports
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
 from megarl.rollout.engine_core import fork_core, import_core_ahead, spawn_core
+from megarl.rollout.pauses import Pauses
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.receipts import receipt_of_adapter, receipt_of_weights
 
@@ -96,9 +97,8 @@ class Engine:
         self._requests, self._asleep = 0, False
         self._open = 0
         """Requests that are not yet answered."""
-        self._is_paused = False
-        """Whether generation is paused on purpose. A failed update leaves it paused: the next one
-        that succeeds ends the pause."""
+        self._pauses = Pauses()
+        """A failed update leaves generation paused: the next one that succeeds ends the pause."""
         self._steps, self._tokens = 0, 0
         """Engine steps, and tokens generated, so far."""
         self._prompt_tokens, self._cached_tokens = 0, 0
@@ -223,9 +223,13 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             requests=self._open,
-            is_paused=self._is_paused,
+            is_paused=self._pauses.is_paused,
             is_dead=self.is_lost,
         )
+
+    async def paused_s(self, last_s: float) -> float:
+        """Seconds of the last `last_s` seconds in which generation was paused on purpose."""
+        return self._pauses.within(last_s)
 
     def _count_steps(self) -> None:
         """Count the outputs of vLLM's core, one a step. A logger of vLLM's statistics would count
@@ -262,7 +266,7 @@ class Engine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._is_paused = True
+        self._pauses.begin()
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
         await self._llm.update_weights(
@@ -278,7 +282,7 @@ class Engine:
             await self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         await self._llm.resume_generation()
-        self._is_paused = False
+        self._pauses.end()
         return owned
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
@@ -289,7 +293,7 @@ class Engine:
         """
         from vllm.lora.request import LoRARequest
 
-        self._is_paused = True
+        self._pauses.begin()
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         with tempfile.TemporaryDirectory(prefix="megarl_adapter_") as folder:
             for name, content in files.items():
@@ -302,7 +306,7 @@ class Engine:
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
-        self._is_paused = False
+        self._pauses.end()
         return {"version": version, "receipt": self._receipts[version]}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
@@ -319,7 +323,7 @@ class Engine:
         """Free the memory of weights and key-value cache for a colocated trainer; on the CPU only
         generation pauses. Requests stay queued.
         """
-        self._is_paused = True
+        self._pauses.begin()
         await self._llm.sleep(level=2, mode="keep")
         self._asleep = True
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
+from megarl.rollout.pauses import before_deadline
 from megarl.rollout.receipts import Receipts
 from megarl.types import Prompt, Segment
 
@@ -39,6 +40,12 @@ class EngineHandle(Protocol):
         """Generate the model segment that follows the prompt ([P] int32) and the earlier
         `segments`, of at most `max_tokens` tokens. Raises `EngineLost` if a process of the engine
         is dead, and `EngineUnreachable` if the engine may still be alive.
+        """
+        ...
+
+    async def paused_s(self, last_s: float) -> float:
+        """Seconds of the last `last_s` seconds in which the engine's generation was paused, since
+        weights arrived or it slept. Raises like `generate`.
         """
         ...
 
@@ -108,9 +115,9 @@ class EnginePool:
 
         A request whose engine is lost is sent again, with the same seed, to another engine, or to
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
-        answer within `rollout.request_timeout_s`, if `MOST_LOSSES` engines were lost while they
-        answered, or if an engine has sampled with weights that are older than those it had received
-        when it was asked.
+        answer within `rollout.request_timeout_s`, in which its pauses do not count, if
+        `MOST_LOSSES` engines were lost while they answered, or if an engine has sampled with
+        weights that are older than those it had received when it was asked.
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
@@ -123,14 +130,14 @@ class EnginePool:
                     if number in self._lost:
                         continue
                     wanted = self.version
-                    async with asyncio.timeout(deadline):
-                        answer = await engine.generate(
-                            prompt_ids,
-                            segments,
-                            seed=seed,
-                            max_tokens=max_tokens,
-                            temperature=temperature,
-                        )
+                    generated = engine.generate(
+                        prompt_ids,
+                        segments,
+                        seed=seed,
+                        max_tokens=max_tokens,
+                        temperature=temperature,
+                    )
+                    answer = await before_deadline(generated, deadline, engine)
                 refuse_older(answer, wanted, number)
                 asked = f"a response of engine {number} to prompt {prompt.index}"
                 self.receipts.check_answer(answer, asked)

@@ -76,7 +76,7 @@ class AdapterPublisher(Publication):
             raise RuntimeError(str(error)) from None
         receipt = receipt_of_adapter(files)
         self.receipts, wanted = [receipt], {"version": version, "receipt": receipt}
-        for number, found in enumerate(loaded):
+        for number, found in zip(self.members, loaded, strict=True):
             if found != wanted:
                 raise RuntimeError(
                     f"engine {number} has adapters of version {found['version']} and receipt"

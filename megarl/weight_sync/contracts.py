@@ -66,8 +66,18 @@ class Update(Protocol):
 class Engines(Protocol):
     """The inference engines, as trainer rank 0 calls them.
 
-    Calls end within `timeout_s` seconds and raise `EngineLost` where an engine has died.
+    Calls end within `timeout_s` seconds and raise `EngineLost` where an engine has died. They
+    concern the engines that take part in a publication, `members`, and number them by their
+    positions there.
     """
+
+    members: list[int]
+    """Numbers of the engines that take part, ascending; `hold` and `replace` set it."""
+
+    @property
+    def missing(self) -> int:
+        """Number of engines that do not take part."""
+        ...
 
     def is_one_host(self) -> bool:
         """Whether all engines are, and stay, on the caller's host."""
@@ -92,8 +102,8 @@ class Engines(Protocol):
         ...
 
     def hold(self) -> list[int]:
-        """From now on only the caller replaces engines, and nobody else; waits for engines that are
-        being started. Returns the numbers of engines that have no weights yet.
+        """From now on only the caller replaces engines, and nobody else. Sets `members`; waits only
+        while they are too few. Returns the numbers of those that have no weights yet.
         """
         ...
 
@@ -102,7 +112,9 @@ class Engines(Protocol):
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Start new engines in the place of those with these numbers."""
+        """Begin to start new engines in the place of those with these numbers, which are no
+        positions, and set `members` as `hold` does.
+        """
         ...
 
     def admit(self) -> int:

@@ -87,8 +87,10 @@ class Probe:
         *,
         version: int,
         layouts: str,
+        numbers: Sequence[int] = (),
     ) -> float:
-        """Largest difference between the trainer's log-probs and those of any engine.
+        """Largest difference between the trainer's log-probs and those of any engine. `numbers`:
+        the engines' own; from 0 by default.
 
         Raises `RuntimeError`, naming engine, version and `layouts`, where the differences are not
         rounding, and says a warning, once for each engine, where they are large for it.
@@ -100,7 +102,7 @@ class Probe:
                 " the policy computes NaN or infinite values, although its weights are finite;"
                 " lower training.optimizer.learning_rate, or begin with another model"
             )
-        for number, scores in enumerate(engines):
+        for number, scores in zip(numbers or range(len(engines)), engines, strict=True):
             if not all(map(math.isfinite, scores)):
                 raise RuntimeError(
                     f"engine {number}'s log-probs of the probe text are not finite at version"

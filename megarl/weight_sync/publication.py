@@ -37,17 +37,20 @@ class Publication(ABC):
         """`layouts`: those of trainer and engines, for messages."""
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         self._probe, self._layouts = probe, layouts
+        self.members: list[int] = []
+        """Numbers of the engines that take part in the present publication, on every rank."""
         self.receipts: list[str] = []
         """Receipts of the newest version, on every rank; see `megarl.weight_sync.receipts`. More
         than one where engines receive the same weights in other pieces."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Send weight version `version` to every engine. All trainer ranks call it together;
-        returns metrics.
+        """Send weight version `version` to every engine that is ready. All trainer ranks call it
+        together; returns metrics.
 
         Engines lost during the transfer or its probe are replaced and the version is sent again, up
-        to `weight_sync.replacements` times. Engines that the supervisor has replaced meanwhile
-        receive the version like the others, and serve requests afterwards.
+        to `weight_sync.replacements` times. Engines that are new and ready by then receive the
+        version like the others, and serve requests afterwards; those that still start get the next
+        version.
 
         Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
         than were sent, or scores the probe differently from the trainer.
@@ -61,6 +64,7 @@ class Publication(ABC):
 
             def admit(engines: Engines) -> None:
                 metrics["engines/replaced"] = float(engines.admit())
+                metrics["engines/missing"] = float(engines.missing)
 
             failure = failure or self._on_main("admitting replaced engines", admit)
             if failure:
@@ -76,6 +80,7 @@ class Publication(ABC):
         """Send a version until no engine is lost on the way: (error message or "", metrics)."""
         replaced = 0
         while True:
+            self._regroup()
             failure, lost, metrics = self._attempt(version)
             if not failure:
                 failure, lost = self._check_probe(version, metrics)
@@ -91,6 +96,18 @@ class Publication(ABC):
         if engines.hold():
             self._forget()
 
+    def _regroup(self) -> None:
+        """Have every rank know which engines take part; all ranks call it together."""
+        found = self.engines.members if self.engines is not None else []
+        members = broadcast_object(found, self.mesh.world)
+        if members != self.members:
+            self.members = list(members)
+            self._forget()
+            self._resize(len(members))
+
+    def _resize(self, count: int) -> None:  # noqa: B027 - there may be nothing to change
+        """Prepare to send to `count` engines; all ranks call it together."""
+
     def _on_main(self, doing: str, work: Callable[[Engines], None]) -> str:
         """Run `work` on rank 0. Returns on every rank its error message, empty on success."""
 
@@ -103,7 +120,7 @@ class Publication(ABC):
 
     @abstractmethod
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
-        """Send a version once: (error message or "", engines lost, metrics).
+        """Send a version once: (error message or "", positions of the engines lost, metrics).
 
         Message and engines are the same on all ranks; only rank 0 has metrics, and sets `receipts`.
         """
@@ -112,12 +129,14 @@ class Publication(ABC):
         """Called on rank 0 before lost engines are replaced: new ones know nothing."""
 
     def _replace(self, lost: Sequence[int], failure: str) -> str:
-        """Start new engines for the lost ones. Returns on all ranks an error message or ""."""
+        """Start new engines for the lost ones, given by position. Returns on all ranks an error
+        message or "".
+        """
 
         def replace(engines: Engines) -> None:
             say(f"megarl: {failure}; replacing lost engines")
             self._forget()
-            engines.replace(lost)
+            engines.replace([self.members[position] for position in lost])
 
         return self._on_main(f"{failure}; and replacing it", replace)
 
@@ -140,7 +159,7 @@ class Publication(ABC):
                 lost.extend(error.engines)
                 raise
             metrics["probe/max_abs"] = self._probe.compare(
-                own, scores, version=version, layouts=self._layouts
+                own, scores, version=version, layouts=self._layouts, numbers=self.members
             )
 
         with activity(f"probe of weights {version}", kind="publish", of="engines"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,15 +105,27 @@ class Publisher(Publication):
         super().__init__(
             config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=str(spec)
         )
-        self.route = Route.of_source(spec, table, mesh.world.rank)
-        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
-        self._sender = transport(self.route, mesh.world, config.folder)
+        self._table = table
+        self._open(spec)
+        self.members = list(range(num_engines))
         self._connected = False
         self._unsettled: list[int] = []
         """Engines that had not abandoned the last failed version within `SETTLE_S`."""
 
+    def _open(self, spec: RouteSpec) -> None:
+        """Plan the transfer and open the transport; collective."""
+        world = self.mesh.world
+        self.route, self._layouts = Route.of_source(spec, self._table, world.rank), str(spec)
+        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
+        self._sender = SENDERS[self.config.transport](self.route, world, self.config.folder)
+
+    def _resize(self, count: int) -> None:
+        if count != self.route.spec.engines:
+            self._sender.close()
+            self._open(replace(self.route.spec, engines=count))
+
     def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
-        """Send a version once: (error message or "", engines lost, metrics).
+        """Send a version once: (error message or "", positions of the engines lost, metrics).
 
         Message and engines are the same on all ranks; only rank 0 has metrics.
         """
@@ -257,7 +270,7 @@ class Publisher(Publication):
             "init_info": self._sender.init_info(),
         }
         self.engines.connect(
-            lambda number: info | {"engine": number}, timeout_s=self.config.timeout_s
+            lambda position: info | {"engine": position}, timeout_s=self.config.timeout_s
         )
         self._connected = True
 
@@ -267,8 +280,8 @@ class Publisher(Publication):
         for engine in lost.engines:
             number = min(self._sender.progress(engine), len(self.route.buckets) - 1)
             parts.append(
-                f"engine {engine} was lost while it received version {version}, in bucket"
-                f" {number + 1} of {len(self.route.buckets)}, which begins with"
+                f"engine {self.members[engine]} was lost while it received version {version}, in"
+                f" bucket {number + 1} of {len(self.route.buckets)}, which begins with"
                 f" {self.route.first_tensor(number)}"
             )
         return f"{'; '.join(parts)}: {lost}"
@@ -281,14 +294,15 @@ class Publisher(Publication):
         `sent` [destinations, tensors] int64 are the trainer's digests, `answers` the status of each
         [engine][rank].
         """
-        for engine, ranks in enumerate(answers):
+        for position, ranks in enumerate(answers):
+            engine = self.members[position]
             for rank, status in enumerate(ranks):
                 if status["version"] != version:
                     raise RuntimeError(
                         f"engine {engine}, rank {rank} has version {status['version']} instead of"
                         f" {version}"
                     )
-                expected = sent[self.route.spec.destination(engine, rank)]
+                expected = sent[self.route.spec.destination(position, rank)]
                 differing = (
                     (expected != torch.tensor(status["digests"], dtype=torch.int64))
                     .nonzero()

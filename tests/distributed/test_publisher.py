@@ -114,27 +114,39 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
+        self.members, self.start_slowly = list(range(count)), False
+
+    @property
+    def missing(self) -> int:
+        return len(self.engines) - len(self.members)
+
+    def present(self) -> list[Engine]:
+        return [self.engines[number] for number in self.members]
 
     def is_one_host(self) -> bool:
         return True
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        for number, engine in enumerate(self.engines):
-            engine.connect(info(number))
+        for position, engine in enumerate(self.present()):
+            engine.connect(info(position))
 
     def update(self, version: int, *, timeout_s: float) -> Answer:
-        return Answer(self.engines, version)
+        return Answer(self.present(), version)
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        return [[0.0] * (len(token_ids) - 1) for _ in self.engines]
+        return [[0.0] * (len(token_ids) - 1) for _ in self.members]
 
     def replace(self, numbers: Sequence[int]) -> None:
         self.replaced += numbers
         for number in numbers:
             self.engines[number] = Engine()
+        if self.start_slowly:
+            self.members = [number for number in self.members if number not in numbers]
 
     def hold(self) -> list[int]:
-        return []
+        joins = set(range(len(self.engines))) - set(self.members)
+        self.members = list(range(len(self.engines)))
+        return sorted(joins)
 
     def let_go(self) -> None:
         pass
@@ -218,6 +230,7 @@ def publishes(case: str) -> list[str]:
             if wrong and "damage" in case and mesh.rank == 1:
                 wire.carry = lambda source, target, box: plain(source, target, box) + 1
             if engines is not None:
+                engines.start_slowly = "slow start" in case
                 engines.admit_fails = wrong and "admit" in case
                 engines.engines[victim].dies_at = (
                     2
@@ -230,6 +243,8 @@ def publishes(case: str) -> list[str]:
             try:
                 metrics = publisher.publish(version)
                 found.append(f"replaced {metrics['publish/replaced']:.0f}")
+                if metrics["engines/missing"]:
+                    found[-1] += f", missing {metrics['engines/missing']:.0f}"
             except RuntimeError as error:
                 found.append(str(error))
             wire.carry = plain
@@ -246,6 +261,8 @@ CASES = {
     "both engines die": ("replaced 1", [0, 1]),
     "a relay dies": ("replaced 1", [1]),
     "a relay hangs from the start": ("replaced 1", [1]),
+    "an engine dies, slow start": ("replaced 1, missing 1", [0]),
+    "a relay dies, slow start": ("replaced 1, missing 1", [1]),
     "damage": ("engine 0, rank 0 has received a wrong", []),
     "admit fails": ("admitting replaced engines failed: nobody home", []),
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from megarl.cluster import asking, remote_environment
-from megarl.cluster.mailbox import MAX_BATCH, Inbox, Mailbox, Pace, StoredArrays
+from megarl.cluster.inbox import Inbox
+from megarl.cluster.mailbox import MAX_BATCH, Mailbox, Pace, StoredArrays, fetch
+from megarl.cluster.remote import RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.cluster.service_process import ServiceActor
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session_pool import GRACE_S
-from megarl.errors import EngineLost, SessionLost
+from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
 from megarl.types import Segment, TokenArrays, Verdict
 
 
@@ -66,23 +71,146 @@ class Handle:
         self.drop = Method(self._drop)
         self.stored: dict[str, Any] = {}
 
-    def _drop(self, numbers: list[int]) -> None:
+    def _drop(self, mailbox: str, numbers: list[int]) -> None:
         self.calls += 1
-        self.dropping = asyncio.ensure_future(self.inbox.drop(numbers))
+        self.dropping = asyncio.ensure_future(self.inbox.drop(mailbox, numbers))
 
-    def _submit(self, requests: Any, *refs: str) -> Any:
+    def _submit(self, mailbox: str, requests: Any, *refs: str) -> Any:
         self.calls += 1
-        return self.inbox.submit(requests, *(self.stored[ref] for ref in refs))
+        return self.inbox.submit(mailbox, requests, *(self.stored[ref] for ref in refs))
 
-    def _collect(self, linger_s: float, collection: int) -> Any:
+    def _collect(self, mailbox: str, linger_s: float, collection: int) -> Any:
         self.calls += 1
         ref = f"stored {self.calls}"
 
         async def answers() -> Any:
-            found, self.stored[ref] = await self.inbox.collect(linger_s, collection)
+            found, self.stored[ref] = await self.inbox.collect(mailbox, linger_s, collection)
             return found
 
         return answers(), ref
+
+
+def serving(handle: Handle) -> list[int]:
+    """Numbers of the requests that are being served."""
+    return [
+        number for box in getattr(handle.inbox, "_boxes", {}).values() for number in box.serving
+    ]
+
+
+def test_two_mailboxes_of_one_actor_get_their_own_answers() -> None:
+    """Both number their requests from 0, and one has collected more often than the other."""
+
+    async def go() -> None:
+        handle = Handle()
+        first, second = Mailbox(handle, Pace()), Mailbox(handle, Pace())
+        for number in (1, 2, 3):
+            assert (await first.ask(number)).num_tokens == number
+        asked = [box.ask(n) for n in range(1, 40) for box in (first, second)]
+        made = await asyncio.gather(*asked)
+        assert [one.num_tokens for one in made] == [n for n in range(1, 40) for _ in range(2)]
+        given_up = asyncio.create_task(first.ask(0))
+        await asyncio.sleep(0.05)
+        assert (await asyncio.wait_for(second.ask(9), 5)).num_tokens == 9
+        given_up.cancel()
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_an_actor_that_answers_with_nothing_is_not_asked_without_end() -> None:
+    async def go() -> None:
+        handle = Handle()
+
+        async def nothing_yet() -> Any:
+            return []
+
+        def collect(*_: Any) -> Any:
+            handle.calls += 1
+            return nothing_yet(), ""
+
+        handle.collect = Method(collect)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Mailbox(handle, Pace()).ask(1), 0.5)
+        assert handle.calls < 60, "at most one call in `Pace.linger_s`"
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+class Losing(Handle):
+    """Ray fails a call whose arguments are lost, and those of no other."""
+
+    def _submit(self, mailbox: str, requests: Any, *refs: str) -> Any:
+        if "gone" in refs:
+            return self.loses()
+        return super()._submit(mailbox, requests, *refs)
+
+    async def loses(self) -> None:
+        raise RayTaskError("submit", "Traceback", lost_object())
+
+
+def lost_object() -> ObjectLostError:
+    return ObjectLostError("00ff", "an address", "a call site")
+
+
+def test_lost_arrays_fail_only_their_own_requests() -> None:
+    async def go() -> None:
+        handle = Losing()
+        handle.stored["kept"] = [(np.zeros(3, np.int32), np.zeros(3, np.float32))]
+        box = Mailbox(handle, Pace())
+        asked = [box.ask(1, [StoredArrays(ref, 0)]) for ref in ("kept", "gone", "kept")]
+        found = await asyncio.gather(*asked, box.ask(5), return_exceptions=True)
+        assert found[0] == found[2] == 3 and found[3].num_tokens == 5
+        assert isinstance(found[1], ArraysLost)
+        assert "`--resume auto` goes on" in str(found[1])
+        assert (await box.ask(7)).num_tokens == 7, "the mailbox goes on"
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_lost_answers_of_a_living_actor_are_asked_for_again() -> None:
+    async def go() -> None:
+        handle = Handle()
+
+        async def loses() -> Any:
+            raise lost_object()
+
+        handle.collect = Method(lambda *_: (loses(), ""))
+        with pytest.raises(EngineUnreachable):
+            await Mailbox(handle, Pace()).ask(1)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: Any, timeout: float) -> Any:
+        if refs != "kept":
+            raise lost_object()
+
+    monkeypatch.setattr("megarl.cluster.mailbox.ray.get", get)
+    arrays = [StoredArrays("kept", 0), StoredArrays("gone", 0), StoredArrays("gone", 1)]
+    wanted = r"of 2 of 3 segments of step 7 were lost with the node .*`--resume auto` goes on"
+    with pytest.raises(ArraysLost, match=wanted):
+        fetch(arrays, 1.0, "segments of step 7")
+
+
+def test_an_engine_that_is_named_twice_keeps_its_mailbox() -> None:
+    """Rank 0 asks again where it does not know whether the first call was heard."""
+    handles, used = [Handle(), Handle()], []
+    actor = ServiceActor.__new__(ServiceActor)
+    engines = [RemoteEngine(handles[0], Pace())]
+
+    def use_engine(number: int, engine: RemoteEngine) -> None:
+        engines[number] = engine
+        used.append(engine)
+
+    actor._environment = SimpleNamespace(pace=Pace())  # pyright: ignore
+    actor._service = SimpleNamespace(  # pyright: ignore
+        engines=SimpleNamespace(engines=engines),
+        config=SimpleNamespace(request_timeout_s=60.0),
+        use_engine=use_engine,
+    )
+    for _ in range(2):
+        asyncio.run(actor.use_engine(0, handles[1]))
+    assert len(used) == 1 and used[0].handle is handles[1]
 
 
 def test_every_request_gets_its_own_answer_in_few_calls() -> None:
@@ -122,9 +250,9 @@ def test_requests_are_held_until_no_more_come(
                 asked.append(asyncio.ensure_future(box.ask(1)))
             await sleep(0)
 
-        def submit(requests: Any, *refs: str) -> Any:
+        def submit(mailbox: str, requests: Any, *refs: str) -> Any:
             sent.append((now[0], len(requests)))
-            return handle.inbox.submit(requests, *refs)
+            return handle.inbox.submit(mailbox, requests, *refs)
 
         handle.submit = Method(submit)
         box = Mailbox(handle, pace)
@@ -167,7 +295,7 @@ def test_cancelled_requests_end_in_the_actor() -> None:
         box = Mailbox(handle, Pace(), drops=True)
         waiting = [asyncio.create_task(box.ask(0)) for _ in range(5)]
         kept = asyncio.create_task(box.ask(7))
-        while len(handle.inbox.__dict__.get("_serving", ())) < 5:
+        while len(serving(handle)) < 5:
             await asyncio.sleep(0.01)
         assert (await kept).num_tokens == 7
         calls = handle.calls
@@ -178,10 +306,10 @@ def test_cancelled_requests_end_in_the_actor() -> None:
         await asyncio.gather(*waiting, late, return_exceptions=True)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert handle.inbox.ended == 5 and not handle.inbox._serving
+        assert handle.inbox.ended == 5 and not serving(handle)
         assert handle.calls == calls + 1
         await asyncio.sleep(0.1)
-        assert handle.calls <= calls + 2 and not handle.inbox._serving, "the late one was sent"
+        assert handle.calls <= calls + 2 and not serving(handle), "the late one was sent"
         assert (await asyncio.wait_for(box.ask(3), 5)).num_tokens == 3
 
     asyncio.run(asyncio.wait_for(go(), 30))
@@ -198,7 +326,7 @@ def test_the_death_of_the_actor_reaches_every_request() -> None:
         async def dies(linger_s: float) -> Any:
             raise RayActorError
 
-        handle.collect._call = lambda linger_s, _: (dies(linger_s), "")
+        handle.collect._call = lambda _, linger_s, __: (dies(linger_s), "")
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(found, EngineLost)
 
@@ -254,9 +382,10 @@ class Place:
             raise RayActorError
 
         # The call that waits for answers fails as Ray has it fail.
-        handle.inbox._serving.clear()
-        handle.inbox._ready.set()
-        handle.inbox._answers = []
+        for box in handle.inbox._boxes.values():
+            box.serving.clear()
+            box.ready.set()
+            box.answers = []
         handle.inbox.collect = lambda *_: dies()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -315,7 +444,7 @@ def test_environments_that_die_over_the_same_request_end_the_run(
 
         def make(*_: Any, **known: Any) -> Handle:
             handle = plain()
-            handle.collect._call = lambda linger_s, _: (dies(linger_s), "")
+            handle.collect._call = lambda _, linger_s, __: (dies(linger_s), "")
             return handle
 
         place._make = make
@@ -344,7 +473,7 @@ def test_an_environment_that_does_not_load_again(monkeypatch: pytest.MonkeyPatch
         place = Place(monkeypatch)
         environment = RemoteEnvironment(EnvironmentConfig(), None, Pace())  # pyright: ignore[reportArgumentType]
         await environment.start()
-        place.made[0].collect._call = lambda linger_s, _: (dies(linger_s), "")
+        place.made[0].collect._call = lambda _, linger_s, __: (dies(linger_s), "")
         monkeypatch.setattr(Handle, "start", Method(breaks))
         plain = place._make
 
@@ -365,10 +494,10 @@ def test_an_environment_that_does_not_load_again(monkeypatch: pytest.MonkeyPatch
 def test_a_superseded_collection_that_lingers_takes_no_answer() -> None:
     async def scene() -> None:
         inbox = Echo()
-        await inbox.submit([(4, 0, []), (5, 3, [])])  # one is served for ever
-        orphan = asyncio.create_task(inbox.collect(0.3, 1))
+        await inbox.submit("a", [(4, 0, []), (5, 3, [])])  # one is served for ever
+        orphan = asyncio.create_task(inbox.collect("a", 0.3, 1))
         await asyncio.sleep(0.05)
-        newer = asyncio.create_task(inbox.collect(0.6, 2))
+        newer = asyncio.create_task(inbox.collect("a", 0.6, 2))
         assert await asyncio.wait_for(orphan, 5) == ([], [])
         answers, _ = await asyncio.wait_for(newer, 5)
         assert [number for number, *_ in answers] == [5]
@@ -381,11 +510,11 @@ def test_a_collection_that_nobody_waits_for_takes_no_answer() -> None:
 
     async def scene() -> None:
         inbox = Echo()
-        orphan = asyncio.create_task(inbox.collect(0.0, 1))
+        orphan = asyncio.create_task(inbox.collect("a", 0.0, 1))
         await asyncio.sleep(0)
-        newer = asyncio.create_task(inbox.collect(0.0, 2))
+        newer = asyncio.create_task(inbox.collect("a", 0.0, 2))
         await asyncio.sleep(0)
-        await inbox.submit([(5, 3, [])])
+        await inbox.submit("a", [(5, 3, [])])
         assert await asyncio.wait_for(orphan, 5) == ([], [])
         answers, _ = await asyncio.wait_for(newer, 5)
         assert [number for number, *_ in answers] == [5]

@@ -130,6 +130,9 @@ class Engine:
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
         return model_segment(tokens, version=self.version)
 
+    async def paused_s(self, last_s: float) -> float:
+        return 0.0
+
 
 def model_segment(tokens: list[int], finish: Any = "stop", version: int = 0) -> Segment:
     length = len(tokens)

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 
+from megarl.cluster import answers as answers_module
 from megarl.cluster import asking, rollout_client
 from megarl.cluster import engines as engines_module
 from megarl.cluster import supervisor as supervisor_module
@@ -31,8 +32,9 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
 from megarl.cluster.supervisor import EngineSupervisor, Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
-from megarl.rollout.config import RolloutConfig
+from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.rollout.engine import Pulse
+from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.rollout.waits import PublishAgain, Rejoins, Waits
 from megarl.types import Prompt, Segment
@@ -251,6 +253,59 @@ def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
     asyncio.run(scene())
 
 
+class Held(Engine):
+    """An engine that is held for a publication and answers after `hold_s`, or that never answers;
+    its pauses are those of real engines.
+    """
+
+    def __init__(self, hold_s: float, *, answers: bool = True) -> None:
+        super().__init__()
+        self.hold_s, self.answers, self.asked = hold_s, answers, 0
+        self.pauses = Pauses()
+
+    async def generate(self, *arguments: Any, **rest: Any) -> Segment:
+        self.pauses.begin()
+        await asyncio.sleep(self.hold_s)
+        self.pauses.end()
+        await asyncio.sleep(0.02 if self.answers else 60)
+        return await super().generate(*arguments, **rest)
+
+    async def paused_s(self, last_s: float) -> float:
+        self.asked += 1
+        return self.pauses.within(last_s)
+
+
+def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
+    async def scene() -> None:
+        config = replace(RolloutConfig(), request_timeout_s=0.2)
+        engine = Held(0.7)
+        assert (await asyncio.wait_for(request(EnginePool([engine], config), 7), 5)).num_tokens == 1
+        assert 1 <= engine.asked <= 20, "not asked without end"
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"engine 0 did not answer prompt 3 within 0.2 s"):
+            await request(EnginePool([Held(0.7, answers=False)], config), 7)
+        assert 0.8 < time.monotonic() - began < 2.0, "held 0.7 s, and 0.2 s more"
+
+    asyncio.run(scene())
+
+
+def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses = [0.0], Pauses()
+    monkeypatch.setattr("megarl.rollout.pauses.time.monotonic", lambda: now[0])
+    for began, ended in ((10.0, 12.0), (20.0, 25.0)):
+        now[0] = began
+        pauses.begin()
+        now[0] = began + 1
+        pauses.begin()  # a version that is sent again
+        now[0] = ended
+        pauses.end()
+    now[0] = 30.0
+    assert [pauses.within(last_s) for last_s in (5, 7, 10, 19, 30)] == [0, 2, 5, 6, 7]
+    pauses.begin()
+    now[0] = 33.0
+    assert pauses.is_paused and pauses.within(1.0) == 1 and pauses.within(20.0) == 8
+
+
 def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
 
@@ -433,8 +488,8 @@ class FakeRay:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two engines; `actors` has every actor that was started for it."""
-    monkeypatch.setattr(engines_module, "ray", FakeRay)
-    monkeypatch.setattr(asking, "ray", FakeRay)
+    for module in (engines_module, answers_module, asking):
+        monkeypatch.setattr(module, "ray", FakeRay)
     actors: list[Actor] = []
 
     def start(number: int) -> Actor:
@@ -468,6 +523,111 @@ def test_a_start_that_fails_in_a_run_is_tried_again(group: Any) -> None:
     group.handles[1].error = RuntimeError("no memory left")
     assert group.hold() == [1], "the second start succeeds"
     assert len(group.actors) == 4
+
+
+@pytest.fixture
+def quorum(group: Any) -> Any:
+    """As `group`; a publication needs one engine."""
+    group._fewest = 1
+    return group
+
+
+def test_a_publication_does_not_wait_for_an_engine_that_starts(quorum: Any) -> None:
+    quorum.restart([1])
+    quorum.handles[1].is_ready = False
+    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
+    quorum.update(3, timeout_s=1.0)
+    assert ("update", 3, 1.0) in quorum.actors[0].calls
+    assert ("update", 3, 1.0) not in quorum.handles[1].calls
+    quorum.service = Actor()
+    quorum.admit()
+    assert quorum.service.calls == [] and quorum.fresh == {1}
+    quorum.let_go()
+    quorum.handles[1].is_ready = True
+    assert quorum.hold() == [1] and quorum.members == [0, 1] and quorum.missing == 0
+    quorum.admit()
+    assert [call[:2] for call in quorum.service.calls] == [("use_engine", 1)]
+
+
+def test_an_engine_that_is_lost_in_a_publication_joins_at_the_next(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quorum.hold()
+    plain = quorum._start
+
+    def slow(number: int) -> Any:
+        made = plain(number)
+        made.is_ready = False
+        return made
+
+    quorum._start = slow
+    quorum.replace([0])
+    assert quorum.members == [1] and quorum.missing == 1
+    quorum.connect(lambda position: {"engine": position}, timeout_s=1.0)
+    assert ("connect", {"engine": 0}) in quorum.handles[1].calls, "positions among the members"
+    # Without any engine there is nothing to publish to.
+    quorum._timeout_s = 0.3
+    monkeypatch.setattr(engines_module, "START_POLL_S", 0.01)
+    monkeypatch.setattr(FakeRay, "kill", lambda actor: None)
+    with pytest.raises(RuntimeError, match=r"no engine is ready within 0\.3 s"):
+        quorum.replace([1])
+
+
+def test_a_run_goes_on_without_an_engine_that_cannot_start(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor gives it up after three failures in a row, and ends the run with the last."""
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    plain = quorum._start
+    quorum.broken = "by the test, so that its thread ends at once"
+    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
+    supervisor.close(5.0)
+    supervisor._close.clear()
+    quorum.broken, quorum.service = "", Actor()
+
+    def fails(number: int) -> Any:
+        made = plain(number)
+        made.error = RuntimeError("no memory left")
+        return made
+
+    quorum._start = fails
+    quorum.kill(1, quorum.handles[1])
+    for _ in range(6):
+        supervisor._replace()
+    assert quorum.given_up == {1} and len(quorum.actors) == 2 + ENGINE_STARTS
+    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
+    quorum.let_go()
+    (told,) = [one for one in capsys.readouterr().err.splitlines() if "warning" in one]
+    assert "3 starts of engine 1 failed; the last: " in told and "no memory left" in told
+    assert told.endswith("the run goes on with 1 of 2 engines")
+    quorum.kill(0, quorum.handles[0])
+    for _ in range(2):
+        supervisor._replace()
+    with pytest.raises(RuntimeError, match=r"3 starts of engine 0 failed; the last: .*no memory"):
+        supervisor._replace()
+
+
+def test_the_supervisor_follows_an_engine_that_a_publication_started(
+    quorum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not late at once, and the service hears of it though it heard of one before."""
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    quorum.broken = "by the test, so that its thread ends at once"
+    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
+    supervisor.close(5.0)
+    supervisor._close.clear()
+    quorum.broken, quorum.service = "", Actor()
+    for _ in range(2):
+        quorum.kill(1, quorum.handles[1])
+        plain, quorum._start = quorum._start, lambda number: Actor(is_ready=False)
+        quorum.hold()
+        quorum.let_go()
+        quorum._start, handle = plain, quorum.handles[1]
+        supervisor._replace()
+        assert quorum.handles[1] is handle, "it has time to start"
+        handle.is_ready = True
+        supervisor._replace()
+    assert quorum.service.calls == [("engine_is_ready", 1)] * 2
 
 
 def test_a_broken_ray_ends_the_wait_for_an_engine(group: Any) -> None:

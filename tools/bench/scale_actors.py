@@ -15,7 +15,8 @@ import numpy as np
 import ray
 from service import SimulatedPrompts, heartbeat
 
-from megarl.cluster.mailbox import Inbox, Mailbox, Pace
+from megarl.cluster.inbox import Inbox
+from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.rollout_client import SERVICE
@@ -77,17 +78,17 @@ class Fleet:
         self._members = self._members or [SimulatedEnvironment()]
         self._calls: Counter[str] = Counter()
 
-    async def submit(self, member: int, requests: Any, *stored: Any) -> None:
+    async def submit(self, member: int, mailbox: str, requests: Any, *stored: Any) -> None:
         self._calls["submit"] += 1
-        await self._members[member].submit(requests, *stored)
+        await self._members[member].submit(mailbox, requests, *stored)
 
-    async def collect(self, member: int, linger_s: float, collection: int) -> Any:
+    async def collect(self, member: int, mailbox: str, linger_s: float, collection: int) -> Any:
         self._calls["collect"] += 1
-        return await self._members[member].collect(linger_s, collection)
+        return await self._members[member].collect(mailbox, linger_s, collection)
 
-    async def drop(self, member: int, numbers: list[int]) -> None:
+    async def drop(self, member: int, mailbox: str, numbers: list[int]) -> None:
         self._calls["drop"] += 1
-        await self._members[member].drop(numbers)
+        await self._members[member].drop(mailbox, numbers)
 
     async def pulse(self, member: int) -> Pulse:
         self._calls["pulse"] += 1

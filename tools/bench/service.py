@@ -30,7 +30,8 @@ import numpy as np
 import psutil
 import ray
 
-from megarl.cluster.mailbox import Inbox, Pace
+from megarl.cluster.inbox import Inbox
+from megarl.cluster.mailbox import Pace
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.remote import GenerateRequest, RemoteEngine

@@ -34,7 +34,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,10 @@ class Group:
         self.starting: dict[int, Any] = {}
         self.dead: set[int] = set()
         self.fresh: set[int] = set()
+        self.replaceable: set[int] = set()
+
+    def restart(self, numbers: Sequence[int]) -> None:
+        assert not numbers
 
     def kill(self, number: int, handle: Any) -> None:
         raise AssertionError(f"engine {number} is taken for dead")

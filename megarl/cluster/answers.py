@@ -1,0 +1,88 @@
+"""What the engines answer to one call of all of them, and which of them are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megarl.errors import EngineLost
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
+
+
+class Answers:
+    """Pending results of one call to every engine that takes part in a publication. The numbers of
+    engines, also those of `EngineLost`, are positions among these.
+    """
+
+    def __init__(self, references: list[Any]) -> None:
+        self._references = references
+
+    def poll(self) -> None:
+        """Check the results there are, without waiting. Raises `EngineLost` if an engine failed,
+        and `Aborted` if an engine only stopped because it was told to abort.
+        """
+        self._check(self._done(0.0))
+
+    def result(self, *, timeout_s: float) -> list[Any]:
+        """Wait for the results of all engines, by engine number. Raises like `poll`; raises
+        `EngineLost` if an engine has no result within `timeout_s`.
+        """
+        self._done(timeout_s)
+        return self._check(range(len(self._references)))
+
+    def refused(self, *, timeout_s: float) -> dict[int, str]:
+        """Wait for all engines: {engine number: error message} of engines that are alive but
+        failed.
+
+        Raises `EngineLost` if an engine is dead, or has no result within `timeout_s`.
+        """
+        self._done(timeout_s)
+        found = {number: self._outcome(number) for number in range(len(self._references))}
+        self._raise({number: why for number, (_, why, is_lost) in found.items() if is_lost})
+        return {number: why for number, (_, why, _) in found.items() if why}
+
+    def settle(self, *, timeout_s: float) -> list[int]:
+        """Wait until the call has ended on every engine, at most `timeout_s`. Returns the numbers
+        of the engines where it failed or still runs.
+        """
+        self._done(timeout_s)
+        found = {number: self._outcome(number)[1] for number in range(len(self._references))}
+        return [number for number, why in found.items() if why and GIVEN_UP not in why]
+
+    def _done(self, timeout_s: float) -> list[int]:
+        done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=timeout_s)
+        return [self._references.index(reference) for reference in done]
+
+    def _check(self, numbers: Sequence[int]) -> list[Any]:
+        found = {number: self._outcome(number) for number in numbers}
+        self._raise(
+            {number: why for number, (_, why, _) in found.items() if why and GIVEN_UP not in why}
+        )
+        if any(why for _, why, _ in found.values()):
+            raise Aborted(GIVEN_UP)
+        return [answer for answer, _, _ in found.values()]
+
+    def _raise(self, lost: dict[int, str]) -> None:
+        if lost:
+            raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
+
+    def _outcome(self, number: int) -> tuple[Any, str, bool]:
+        """(result, error message or "", whether the engine is dead or late) of engine `number`."""
+        try:
+            return ray.get(self._references[number], timeout=0), "", False
+        except GetTimeoutError:
+            return None, "it did not answer in time; raise weight_sync.timeout_s", True
+        except RayTaskError as error:
+            return None, str(error.cause) or repr(error.cause), is_dead(error)
+        except RayActorError as error:
+            return None, f"its process died ({str(error).splitlines()[0]})", True
+
+
+def is_dead(error: RayTaskError) -> bool:
+    """Whether an engine's error means that one of vLLM's processes is dead. Compares the
+    exception's name, since vLLM must not be imported here.
+    """
+    return type(error.cause).__name__ == "EngineDeadError"
