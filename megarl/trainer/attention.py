@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from megarl.kernels.packed_attention import automatic
 from megarl.trainer.logits import unknown_logits
 
 ATTENTION = "megarl_packed"
@@ -122,3 +123,9 @@ def prove_attention(model: PreTrainedModel) -> None:
             f" transformers' AttentionInterface{reason}; training needs it of all, choose another"
             " model"
         )
+
+
+def attention_line(precision: str, device: torch.device) -> str:
+    """What `training.attention: auto` stands for on this device, and why, in one line."""
+    chosen, why = automatic(getattr(torch, precision), device)
+    return f"training.attention auto is {chosen}: {why}"

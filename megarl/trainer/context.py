@@ -41,6 +41,7 @@ from megarl.parallel.collectives import barrier, broadcast_object, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.schema import shortened
+from megarl.trainer.attention import attention_line
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.places import RolePlace, role_training
 from megarl.trainer.weights import base_digest
@@ -398,11 +399,3 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             stack.callback(recording.open(f"rank{mesh_module.all_ranks().rank}"))
         with console.first_word():
             yield run
-
-
-def attention_line(precision: str, device: torch.device) -> str:
-    """What `training.attention: auto` stands for on this device, and why, in one line."""
-    from megarl.kernels.packed_attention import automatic
-
-    chosen, why = automatic(getattr(torch, precision), device)
-    return f"training.attention auto is {chosen}: {why}"

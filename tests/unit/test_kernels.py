@@ -25,7 +25,7 @@ from megarl.kernels.packed_attention import (
 )
 from megarl.kernels.packed_varlen import provider, torch_varlen, varlen_function
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.context import attention_line
+from megarl.trainer.attention import attention_line
 
 
 def dense_attention(

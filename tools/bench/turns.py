@@ -95,6 +95,9 @@ class Here:
         request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
         return await self._engine.serve(request, [part.arrays for part in segments])
 
+    async def paused_s(self, last_s: float) -> float:
+        return await self._engine.paused_s(last_s)
+
 
 # ------------------------------------------------------------------------------------------- exact
 
