@@ -212,9 +212,8 @@ class RunContext:
         return broadcast_object(lost, self.mesh.world)
 
     def claim(self) -> Claim | None:
-        """What this run says of itself as the owner of its folder, on every rank of the run's mesh;
-        None where nobody owns the folder. All of them call it together.
-        """
+        """What this run says of itself as its folder's owner, on every rank of its mesh, which call
+        it together; None where nobody owns the folder."""
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
@@ -330,7 +329,7 @@ def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
         old = yaml.safe_load(recipe.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    now = dict(_leaves(yaml.safe_load(dump(config))))
+    now = {name for name, _ in _leaves(yaml.safe_load(dump(config)))}
     return [name for name, _ in _leaves(old) if name not in now]
 
 

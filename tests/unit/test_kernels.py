@@ -24,8 +24,8 @@ from megarl.kernels.packed_attention import (
     varlen_kernel,
 )
 from megarl.kernels.packed_varlen import provider, torch_varlen, varlen_function
-from megarl.trainer.config import TrainingConfig
 from megarl.trainer.attention import attention_line
+from megarl.trainer.config import TrainingConfig
 
 
 def dense_attention(
