@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
@@ -40,8 +39,8 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier, broadcast_object, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
-from megarl.schema import shortened
 from megarl.trainer.attention import attention_line
+from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.places import RolePlace, role_training
 from megarl.trainer.weights import base_digest
@@ -299,47 +298,6 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
         for name, role in config.other_roles.items()
         if isinstance(role, CriticConfig)
     }
-
-
-OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
-"""Settings of a resumed run whose change is no news: what they say counts for a new run only."""
-
-
-def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """The settings of `config` that are not those of the run folder's file `recipe`, each as
-    "section.key (old -> new)"; none where that file cannot be read.
-    """
-    try:
-        old = yaml.safe_load(recipe.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    before, now = dict(_leaves(old)), dict(_leaves(yaml.safe_load(dump(config))))
-    return [
-        f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
-        for name, value in now.items()
-        if name in before and before[name] != value and name not in OF_THE_CHECKPOINT
-    ]
-
-
-def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
-    where that file cannot be read.
-    """
-    try:
-        old = yaml.safe_load(recipe.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    now = {name for name, _ in _leaves(yaml.safe_load(dump(config)))}
-    return [name for name, _ in _leaves(old) if name not in now]
-
-
-def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Each value of nested mappings under its dotted name."""
-    if not isinstance(tree, dict) or not tree:
-        yield prefix.removesuffix("."), tree
-        return
-    for key, value in tree.items():
-        yield from _leaves(value, f"{prefix}{key}.")
 
 
 @contextmanager
