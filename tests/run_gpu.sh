@@ -2,6 +2,7 @@
 # Everything that only a GPU can tell, on one GPU, what tells most for its minutes first:
 #   bash tests/run_gpu.sh [--minutes 25]      results in runs/gpu/DATE/results.json and results.md
 #   bash tests/run_gpu.sh --rehearse          the same on the CPU, where a step can be; needs no GPU
+#   MEGARL_PYTHON=python3 bash tests/run_gpu.sh     with that interpreter and what it has; installs nothing
 # Without a GPU: one line, exit code 2. The steps are in tools/gpu_steps.py; docs/gpu.md says what to carry to a
 # machine without network.
 set -euo pipefail
@@ -16,6 +17,11 @@ case " $* " in
     fi
     ;;
 esac
+export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+if [ -n "${MEGARL_PYTHON:-}" ]; then
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+  exec "$MEGARL_PYTHON" tools/run_gpu.py "$@"
+fi
 bash launch/env.sh
-export PATH=$root/.venv/bin:$PATH TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export PATH=$root/.venv/bin:$PATH
 exec python tools/run_gpu.py "$@"

@@ -14,6 +14,10 @@ from typing import Literal
 
 Command = tuple[str, ...]
 
+WHOLE = ("deepspeed", "ray", "tyro", "vllm")
+"""Packages that a step with engines, ranks or megarl's command line needs beside those of kernels,
+which are torch, triton, numpy, pytest, hypothesis, psutil and xxhash."""
+
 PYTEST = ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 TESTED = (
@@ -25,6 +29,14 @@ TESTED = (
     "tests/system/test_shared_gpu.py",
 )
 """Test files with steps of their own."""
+
+OTHER_KERNELS = (
+    "tests/unit/test_block_cuda.py",
+    "tests/unit/test_divergence.py",
+    "tests/unit/test_digests.py",
+    "tests/unit/test_logprobs.py",
+)
+"""Test files of one step, which need the packages of kernels only."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class Step:
     """The command on a CPU; empty where there is none."""
     no_rehearsal: str = ""
     """Why there is none."""
+    needs: tuple[str, ...] = ()
+    """Packages without which the step cannot run, as `WHOLE`."""
 
 
 STEPS = (
@@ -57,6 +71,7 @@ STEPS = (
         limit_s=90,
         reads="json",
         rehearsal=("{python}", "-m", "megarl", "doctor", "--json"),
+        needs=WHOLE,
     ),
     Step(
         "attention of whole rows",
@@ -75,60 +90,6 @@ STEPS = (
         limit_s=300,
         reads="tests",
         rehearsal=(*PYTEST, "tests/unit/test_attention_sizes.py", "-m", "not gpu"),
-    ),
-    Step(
-        "an engine",
-        "vLLM on the GPU computes what the trainer does, after each of five versions",
-        (*PYTEST, "tests/system/test_engine.py", "-m", "gpu"),
-        expected_s=90,
-        limit_s=300,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/system/test_engine.py", "-k", "five and untied"),
-    ),
-    Step(
-        "ZeRO stages",
-        "30 steps under ZeRO 1, 2, 3 and 3 with offload agree; float32 trains what the CPU trains",
-        (*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "gpu"),
-        expected_s=120,
-        limit_s=420,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "not gpu"),
-    ),
-    Step(
-        "taking turns",
-        "colocated runs: cuda_ipc, shared_memory and disk, under ZeRO 0 to 3 and offload",
-        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "taking_turns"),
-        expected_s=300,
-        limit_s=600,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
-    ),
-    Step(
-        "quick start",
-        "a policy learns on the GPU: 500 problems before and after",
-        ("bash", "launch/quickstart.sh"),
-        expected_s=240,
-        limit_s=600,
-        reads="json",
-        no_rehearsal="it is the same command on a CPU: bash launch/quickstart.sh, six minutes",
-    ),
-    Step(
-        "a killed engine",
-        "a colocated engine dies while it receives weights, and another takes its place",
-        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "dies"),
-        expected_s=90,
-        limit_s=420,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "dies"),
-    ),
-    Step(
-        "kernels in every case",
-        "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
-        (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
-        expected_s=180,
-        limit_s=420,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/unit/test_triton.py", "-k", "in_the_interpreter"),
     ),
     Step(
         "bench: attention",
@@ -155,6 +116,74 @@ STEPS = (
         ),
     ),
     Step(
+        "an engine",
+        "vLLM on the GPU computes what the trainer does, after each of five versions",
+        (*PYTEST, "tests/system/test_engine.py", "-m", "gpu"),
+        expected_s=90,
+        limit_s=300,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_engine.py", "-k", "five and untied"),
+        needs=WHOLE,
+    ),
+    Step(
+        "ZeRO stages",
+        "30 steps under ZeRO 1, 2, 3 and 3 with offload agree; float32 trains what the CPU trains",
+        (*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "gpu"),
+        expected_s=120,
+        limit_s=420,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "not gpu"),
+        needs=WHOLE,
+    ),
+    Step(
+        "taking turns",
+        "colocated runs: cuda_ipc, shared_memory and disk, under ZeRO 0 to 3 and offload",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "taking_turns"),
+        expected_s=300,
+        limit_s=600,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
+        needs=WHOLE,
+    ),
+    Step(
+        "quick start",
+        "a policy learns on the GPU: 500 problems before and after",
+        ("bash", "launch/quickstart.sh"),
+        expected_s=240,
+        limit_s=600,
+        reads="json",
+        no_rehearsal="it is the same command on a CPU: bash launch/quickstart.sh, six minutes",
+        needs=WHOLE,
+    ),
+    Step(
+        "a killed engine",
+        "a colocated engine dies while it receives weights, and another takes its place",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "dies"),
+        expected_s=90,
+        limit_s=420,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "dies"),
+        needs=WHOLE,
+    ),
+    Step(
+        "kernels in every case",
+        "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
+        (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
+        expected_s=180,
+        limit_s=420,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/unit/test_triton.py", "-k", "in_the_interpreter"),
+    ),
+    Step(
+        "other kernels",
+        "flash and cuDNN blocks, divergences, digests, log-prob backends",
+        (*PYTEST, *OTHER_KERNELS, "-m", "gpu"),
+        expected_s=90,
+        limit_s=300,
+        reads="tests",
+        no_rehearsal="each has a twin on the CPU, which bash tests/run.sh runs",
+    ),
+    Step(
         "bench: training",
         "tokens/s and memory of a model of 1 B parameters under ZeRO 1, 2 and 3",
         (
@@ -171,15 +200,17 @@ STEPS = (
             *("--steps", "2", "--tokens", "256", "--hidden", "64", "--layers", "2"),
             *("--vocabulary", "32", "--documents", "4"),
         ),
+        needs=WHOLE,
     ),
     Step(
         "all other GPU tests",
-        "flash and cuDNN blocks, divergences, digests, random states, log-prob backends",
-        (*PYTEST, "tests", "-m", "gpu", *(f"--ignore={name}" for name in TESTED)),
-        expected_s=180,
+        "norms, random states, carriers",
+        (*PYTEST, "tests", "-m", "gpu", *(f"--ignore={name}" for name in TESTED + OTHER_KERNELS)),
+        expected_s=90,
         limit_s=420,
         reads="tests",
         no_rehearsal="each has a twin on the CPU, which bash tests/run.sh runs",
+        needs=WHOLE,
     ),
 )
 

@@ -5,16 +5,19 @@
     python tools/run_gpu.py --list                which steps fit, in their order
 
 One line for each step, whatever became of those before; OUT/results.json and OUT/results.md are
-written after every step, OUT/NUMBER-NAME/output.txt has what a step printed. The exit status is 0
-if every step that was begun ended well, 1 if one did not, 2 without a GPU.
+written after every step, OUT/NUMBER-NAME/output.txt has what a step printed, and OUT.tar.gz has all
+of it. A step whose packages are not installed is left out. The exit status is 0 if every step that
+was begun ended well, 1 if one did not, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +45,7 @@ class Result:
     tells: str
     command: str
     status: str
-    """ok, failed, timed out, no time, or not rehearsed."""
+    """ok, failed, timed out, no time, not rehearsed, or left out (packages are missing)."""
     seconds: float = 0.0
     note: str = ""
     """One line: counts of tests, or the reason."""
@@ -208,6 +211,12 @@ def go(steps: Sequence[Step], folder: Path, minutes: float, rehearsal: bool) -> 
     """Run what fits, in order, and say one line for each step."""
     report = Report(rehearsal, minutes, commit(), machine())
     ends_at, pending, number = time.monotonic() + 60 * minutes, list(steps), 0
+    for step in list(pending):
+        if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
+            pending.remove(step)
+            result = Result(step.name, step.tells, "", "left out", note=f"no {', '.join(missing)}")
+            report.results.append(result)
+            say(result)
     if rehearsal:
         for step in [one for one in pending if not one.rehearsal]:
             pending.remove(step)
@@ -277,7 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = go(steps, folder, args.minutes, args.rehearse)
-    print(f"results: {folder}/results.json, {folder}/results.md")
+    archive = shutil.make_archive(str(folder), "gztar", folder)
+    print(f"results: {folder}/results.json, {folder}/results.md; all of it: {archive}")
     bad = [one for one in report.results if one.status in ("failed", "timed out")]
     return 1 if bad else 0
 

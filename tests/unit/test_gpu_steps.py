@@ -135,3 +135,41 @@ def test_an_unknown_step_is_refused_and_the_list_starts_nothing(tmp_path: Path) 
     done = subprocess.run([*command, "--list"], capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == len(STEPS)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_step_without_its_packages_is_left_out(tmp_path: Path) -> None:
+    steps = [step("a", code="", needs=("megarl", "no_such_package")), step("b", needs=("megarl",))]
+    report = run_gpu.go(steps, tmp_path, 1.0, rehearsal=True)
+    found = {one.step: (one.status, one.note) for one in report.results}
+    assert found == {"a": ("left out", "no no_such_package"), "b": ("ok", "")}
+
+
+BARE = """
+import sys
+from importlib.abc import MetaPathFinder
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in WHOLE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_steps_of_kernels_need_no_engine_and_no_ranks() -> None:
+    """What they import is there where neither DeepSpeed nor Ray, tyro or vLLM is installed."""
+    files = {
+        word for one in STEPS if not one.needs for word in one.command if word.startswith("tests/")
+    }
+    assert len(files) >= 6
+    program = f"WHOLE = {gpu_steps.WHOLE!r}\n{BARE}"
+    words = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *sorted(files)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert " tests collected" in done.stdout
+    benches = "import sys; sys.path.insert(0, 'tools/bench'); import attention_cuda, logprobs_step"
+    program = program.partition("import pytest")[0] + benches
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

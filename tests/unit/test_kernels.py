@@ -24,8 +24,6 @@ from megarl.kernels.packed_attention import (
     varlen_kernel,
 )
 from megarl.kernels.packed_varlen import provider, torch_varlen, varlen_function
-from megarl.trainer.attention import attention_line
-from megarl.trainer.config import TrainingConfig
 
 
 def dense_attention(
@@ -157,6 +155,9 @@ def test_what_auto_stands_for_on_a_gpu(
     why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Here, because kernels are tested also where the packages of trainers are not installed.
+    from megarl.trainer.attention import attention_line
+
     device, module = torch.device("cuda", 0), "megarl.kernels.packed_attention"
     monkeypatch.setattr(f"{module}._capability", lambda device: capability)
     monkeypatch.setattr(f"{module}.has_module", lambda name: installed)
@@ -176,6 +177,8 @@ def test_what_auto_stands_for_on_a_gpu(
 
 
 def test_auto_is_the_default_and_torch_on_the_cpu() -> None:
+    from megarl.trainer.config import TrainingConfig
+
     assert TrainingConfig().attention == "auto"
     assert automatic(torch.bfloat16, torch.device("cpu")) == ("torch", "no GPU")
     q = torch.randn(6, 2, 8)
