@@ -17,9 +17,10 @@ class WeightSyncConfig:
     folder: PathText = ""
     """Transport `disk` only: folder for the weights, under the same path for trainer and
     engines."""
-    bucket_mib: Annotated[int, Range(1, 2**16)] = 8
-    """MiB of weights that are sent at once. Trainer and engine each need memory for two buckets.
-    Small buckets stay in a CPU's cache; large ones are faster on networks of high latency."""
+    bucket_mib: Annotated[int, Range(0, 2**16)] = 0
+    """MiB of weights that are sent at once; 0 means 8 on the CPU and 64 on GPUs. Trainer and engine
+    each need memory for two buckets. Small buckets stay in a CPU's cache; with large ones a GPU is
+    waited for less often, and networks of high latency are faster."""
     probe_every: Annotated[int, Range(0, MOST_STEPS)] = 1
     """Versions between two probes (trainer and engines score one fixed text); 0 turns the probe
     off."""
@@ -36,5 +37,5 @@ class WeightSyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """`bucket_mib` in bytes."""
+        """`bucket_mib` in bytes; 0 where the device decides."""
         return self.bucket_mib * 2**20

@@ -37,6 +37,10 @@ SETTLE_S = 8.0
 """Seconds that engines get to abandon a version after it was aborted."""
 
 
+BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+"""Bytes of a bucket by the trainer's device, where `weight_sync.bucket_mib` is 0."""
+
+
 class Publisher(Publication):
     """Publishes whole weights."""
 
@@ -77,7 +81,7 @@ class Publisher(Publication):
         """
         refuse_other_model(table, policy.shapes)
         transport = SENDERS[config.transport]
-        layout = mesh.layout
+        layout, on_gpu = mesh.layout, torch.cuda.is_available()
         spec = RouteSpec(
             data=layout.data,
             sequence=layout.sequence,
@@ -88,7 +92,7 @@ class Publisher(Publication):
             engine_tensor=engine_tensor,
             shared=transport.SHARED,
             dtype=dtype,
-            bucket_bytes=config.bucket_bytes,
+            bucket_bytes=config.bucket_bytes or BUCKET_BYTES["cuda" if on_gpu else "cpu"],
             table=table_fingerprint(table),
             local=transport.LOCAL,
             one_host=broadcast_object(

@@ -51,8 +51,6 @@ from naive_publish import THROUGH
 from publish_case import DIGESTS
 from publish_reader import work
 
-from megarl.weight_sync.config import WeightSyncConfig
-
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
     ("data 2 tensor 1 zero 3", 1, 1),
@@ -281,7 +279,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--bucket-mib": {
         "type": int,
         "nargs": "+",
-        "default": [WeightSyncConfig().bucket_mib],
+        "default": [8],
         "help": "weight_sync.bucket_mib; several are compared",
     },
     "--digest": {
