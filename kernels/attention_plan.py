@@ -53,6 +53,29 @@ def _hops_within(positions: Sequence[Positions], window: int) -> int:
     return found
 
 
+def _travelling(
+    positions: Sequence[Positions], owner: int, window: int, hops: int
+) -> list[torch.Tensor | None]:
+    """For each distance 0 to `hops` from rank `owner` around the ring: which of its tokens' keys
+    travel so far, because a query there or farther on attends to them, as [n] int64 ascending
+    indices into its tokens; None for all of them. `window`: the sliding window.
+    """
+    order = positions[owner].index.argsort()
+    keys = positions[owner].index[order]
+    needed = torch.zeros(len(keys), dtype=torch.bool)
+    found: list[torch.Tensor | None] = []
+    for distance in range(hops, 0, -1):
+        for view in positions[(owner + distance) % len(positions)].views(window):
+            first, end = torch.searchsorted(keys, view.first), _end(keys, view.index)
+            sees = end > first
+            change = torch.zeros(len(keys) + 1, dtype=torch.int64)
+            change.index_add_(0, first[sees], torch.ones_like(first[sees]))
+            change.index_add_(0, end[sees], -torch.ones_like(end[sees]))
+            needed[order] |= change.cumsum(0)[:-1] > 0
+        found.append(None if bool(needed.all()) else needed.nonzero()[:, 0])
+    return [None, *reversed(found)]
+
+
 def _end(keys: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """[L] number of `keys`, ascending, up to the positions `last` [L]."""
     return torch.searchsorted(keys, last, right=True)
@@ -87,6 +110,7 @@ class AttentionPlan:
     """A query attends to so many tokens of its sample at most, itself included; None for all."""
     _within: dict[int, AttentionPlan] = field(default_factory=dict, repr=False)
     _works: dict[tuple[int, int | None], list[Any]] = field(default_factory=dict, repr=False)
+    _parts: dict[int, list[torch.Tensor | None]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -140,7 +164,9 @@ class AttentionPlan:
             return self
         if window not in self._within:
             hops = _hops_within(self.positions, window)
-            self._within[window] = replace(self, hops=hops, window=window, _within={}, _works={})
+            self._within[window] = replace(
+                self, hops=hops, window=window, _within={}, _works={}, _parts={}
+            )
         return self._within[window]
 
     @property
@@ -148,12 +174,39 @@ class AttentionPlan:
         """Number of tokens of each Ulysses group."""
         return [int(own.index.numel()) for own in self.positions]
 
+    def part(self, owner: int, distance: int) -> torch.Tensor | None:
+        """Which keys of Ulysses group `owner` travel so many steps around the ring: ascending
+        indices [n] int64 into the group's tokens, or None for all. Beyond `hops`, where no query
+        attends to any, all too.
+        """
+        if self.window is None or distance > self.hops:
+            return None
+        if owner not in self._parts:
+            self._parts[owner] = _travelling(self.positions, owner, self.window, self.hops)
+        return self._parts[owner][distance]
+
+    def travels(self, owner: int, distance: int) -> int:
+        """Number of keys of Ulysses group `owner` that travel so many steps around the ring."""
+        chosen = self.part(owner, distance)
+        return self.group_lengths[owner] if chosen is None else len(chosen)
+
+    def passed_on(self, kv: torch.Tensor, owner: int, distance: int) -> torch.Tensor:
+        """Of the keys and values `kv` of group `owner` that have travelled `distance` steps, those
+        that travel one step more.
+        """
+        have, next_ones = self.part(owner, distance), self.part(owner, distance + 1)
+        if next_ones is None:
+            return kv
+        place = next_ones if have is None else torch.searchsorted(have, next_ones)
+        return kv.index_select(0, place.to(kv.device))
+
     def works(self, rank: int, owner: int | None) -> list[Any]:
         """Work lists for queries of Ulysses group `rank` and keys of group `owner`: one for the
         keys of the queries' own documents, and one for each level of ancestors; empty ones are
         left out.
 
-        `owner` None stands for the keys of all groups. Made when first asked for, then kept.
+        `owner` None stands for the keys of all groups; those of one group are the keys that travel
+        to `rank`. Made when first asked for, then kept.
         """
         if (rank, owner) not in self._works:
             owners = self.positions if owner is None else [self.positions[owner]]
@@ -161,6 +214,10 @@ class AttentionPlan:
                 torch.cat([own.index for own in owners]),
                 torch.cat([own.first for own in owners]),
             )
+            if owner is not None:
+                chosen = self.part(owner, (rank - owner) % len(self.positions))
+                if chosen is not None:
+                    keys = Positions(keys.index[chosen], keys.first[chosen])
             made = [
                 self.block.prepare(queries, keys, self.device)
                 for queries in self.positions[rank].views(self.window)

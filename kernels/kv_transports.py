@@ -110,7 +110,8 @@ class Ring:
 
     In the backward pass the gradients of keys and values are passed on too, on a separate channel.
     The last rank whose queries attend to them sends the gradients back to their owner in one
-    message.
+    message. Within a sliding window only those keys and values are passed on that a query farther
+    on attends to, and each rank sends their gradients to the owner itself: the fewest bytes.
     """
 
     overlap: bool
@@ -119,11 +120,11 @@ class Ring:
 
     @staticmethod
     def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
-        """Start receiving the next ring step's keys and values."""
-        owner = (call.outer.rank - step - 1) % call.outer.size
-        return call.outer.shift(
-            kv, (call.plan.group_lengths[owner], *kv.shape[1:]), channel=KEYS_CHANNEL
-        )
+        """Pass `kv` on, and start receiving the next ring step's keys and values."""
+        rank, size, plan = call.outer.rank, call.outer.size, call.plan
+        coming = plan.travels((rank - step - 1) % size, step + 1)
+        leaving = plan.passed_on(kv, (rank - step) % size, step)
+        return call.outer.shift(leaving, (coming, *kv.shape[1:]), channel=KEYS_CHANNEL)
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
         for step in range(call.plan.hops + 1):
@@ -134,6 +135,8 @@ class Ring:
                 kv = (coming or self._next(call, kv, step)).wait()
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        if call.plan.window is not None:
+            return self._backward_within(call, kv, sums)
         outer, hops, lengths = call.outer, call.plan.hops, call.plan.group_lengths
         travelling: Pending | None = None
         for step in range(hops + 1):
@@ -159,6 +162,40 @@ class Ring:
             del grad, found
             kv = (coming or self._next(call, kv, step)).wait()
         raise AssertionError("the last step returns")
+
+    def _backward_within(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        """`backward` within a sliding window."""
+        outer, plan = call.outer, call.plan
+        total: torch.Tensor | None = None
+        returning: Pending | None = (
+            None  # gradients of this rank's keys, from `step - 1` farther on
+        )
+
+        def take(distance: int) -> None:
+            assert total is not None and returning is not None
+            chosen, found = plan.part(outer.rank, distance), returning.wait()
+            if chosen is None:
+                total.add_(found)
+            else:
+                total.index_add_(0, chosen.to(total.device), found)
+
+        for step in range(plan.hops + 1):
+            last = step == plan.hops
+            coming = self._next(call, kv, step) if self.overlap and not last else None
+            grad = sums.add(call, kv, (outer.rank - step) % outer.size)
+            if returning is not None:
+                take(step - 1)
+            if step == 0:
+                total = grad
+            else:
+                own_shape = (plan.travels(outer.rank, step), *grad.shape[1:])
+                returning = outer.shift(grad, own_shape, channel=GRADIENTS_CHANNEL, offset=-step)
+            if not last:
+                kv = (coming or self._next(call, kv, step)).wait()
+        if returning is not None:
+            take(plan.hops)
+        assert total is not None
+        return total
 
 
 class AllGather:

@@ -31,6 +31,7 @@ from megarl.kernels import dense as dense_kernels
 from megarl.kernels import pieces
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
+from megarl.kernels.block_reference import visible
 from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import CUTS, cut
@@ -104,6 +105,38 @@ def test_a_ring_within_a_window_stops_at_the_neighbour() -> None:
     assert make_plan(replace(case, window=65), "cpu").hops == 1
     assert make_plan(replace(case, window=66), "cpu").hops == 2
     assert make_plan(replace(case, window=None), "cpu").hops == 7
+
+
+@pytest.mark.parametrize("how", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("transport", ["ring", "ring_lean"])
+@pytest.mark.parametrize("window", [17, 90])
+def test_a_ring_within_a_window_sends_the_fewest_bytes(
+    how: str, transport: str, window: int
+) -> None:
+    """A key goes as far as the last rank with a query that attends to it, and its gradients come
+    back from each rank that it has reached, in one message each.
+    """
+    case = Case((250, 6), 4, 1, how, (2, 1), 8, 0.35, 0, (), window)
+    plan, tensors, index = make_plan(case, "cpu"), case.tensors(), case.indices()
+
+    def body(exchange: SimulatedExchange) -> tuple[int, int]:
+        q, k, v = (x[index[exchange.rank]].requires_grad_() for x in tensors[:3])
+        inner, outer = exchange.split(1)
+        out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
+        forward = outer.bytes_sent
+        torch.autograd.grad(out, [q, k, v], tensors[3][index[exchange.rank]])
+        return forward, outer.bytes_sent - forward
+
+    sent = simulate(4, body)
+    mask = visible(case.positions(), case.positions(), window)
+    steps = 0
+    for rank in range(4):
+        for key in index[rank].tolist():
+            seen_by = [r for r in range(4) if bool(mask[index[r], key].any())]
+            steps += max((r - rank) % 4 for r in seen_by)
+    token = 2 * 1 * 8 * 8  # keys and values of one head of 8 numbers in float64
+    assert sum(forward for forward, _ in sent) == steps * token > 0
+    assert sum(backward for _, backward in sent) == 2 * steps * token
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
