@@ -221,11 +221,12 @@ def find_checkpoint(
         progress, ledger = read_progress(chosen), Path(config.folder) / FILE
         why = refusal(config.rollout.dispatch, progress.cursor)
         require(not why, f"checkpoint {chosen} cannot be resumed: {why}")
-        why = difference(ledger, progress.ledger)
+        # Without one, such as beside a copied checkpoint, a new ledger begins here.
+        why = difference(ledger, progress.ledger) if ledger.exists() else ""
         require(
             not why,
             f"{ledger} is not the ledger of checkpoint {chosen.name}: {why}; put the run's ledger"
-            f" back, or begin a new run in another folder with model.path {chosen / 'model'}",
+            " back, or move the file away to go on with a new one",
         )
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")

@@ -10,7 +10,7 @@ from megarl.checks.findings import Finding
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.code_tests import COLUMNS, BadTests, read_tests
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.isolation import landlock_version
+from megarl.environments.isolation import MOVES_SINCE, landlock_version
 from megarl.environments.sandbox import Sandbox
 from megarl.environments.verifiers import named
 from megarl.parallel import launcher
@@ -62,9 +62,9 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
 def check_isolation() -> list[Finding]:
     """Whether the process of a user's verifier can be kept from looking into other processes."""
     version = landlock_version()
-    if not version:
-        found = "this kernel has no Landlock: verifiers can read what is in other processes"
-        fix = "Linux 5.13 or newer, with landlock in the kernel's parameter lsm="
+    if version < MOVES_SINCE:
+        found = "no Landlock of version 2 here: verifiers can look into other processes"
+        fix = "Linux 5.19 or newer, with landlock in the kernel's parameter lsm="
         return [Finding("isolation of verifiers", "warn", found, fix)]
     return [Finding("isolation of verifiers", "ok", f"Landlock {version}")]
 

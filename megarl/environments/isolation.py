@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 
-CREATE_RULESET, RESTRICT_SELF = 444, 446
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
 ASK_VERSION = 1
 SET_NO_NEW_PRIVILEGES, DROP_BOUNDING = 38, 24
@@ -21,8 +21,11 @@ LOOKING = (21, 38)
 """CAP_SYS_ADMIN and CAP_PERFMON, with either of which newer kernels (6.18, not 6.1) let a process
 read the environment variables of any other, Landlock or not."""
 CAPABILITY_VERSION = 0x20080522
-MAKE_BLOCK_DEVICES = 1 << 11
-"""The right to make block device files: a domain has to restrict something."""
+MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
+"""Rights to make block device files, and to rename or link a file into another folder. A domain has
+to restrict something: the former. It then denies the latter too, unless a rule grants it."""
+MOVES_SINCE = 2
+"""First version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
 SCOPE_SIGNALS = 1 << 1
 """Signals go to processes of the domain only."""
 SCOPES_SINCE = 6
@@ -49,14 +52,16 @@ def enter_own_domain(*, mounts: bool) -> bool:
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
-    if not version or (mounts and not has_scopes):
+    if version < MOVES_SINCE or (mounts and not has_scopes):
         return False
-    fields = (0, 0, SCOPE_SIGNALS) if has_scopes else (MAKE_BLOCK_DEVICES,)
+    fields = (0, 0, SCOPE_SIGNALS) if has_scopes else (MAKE_BLOCK_DEVICES | MOVE,)
     rules = struct.pack(f"{len(fields)}Q", *fields)
     libc = ctypes.CDLL(None, use_errno=True)
     ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
     _check(ruleset, "landlock_create_ruleset")
     try:
+        if not has_scopes:
+            _allow_moves(libc, ruleset)
         _check(libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     finally:
@@ -64,6 +69,16 @@ def enter_own_domain(*, mounts: bool) -> bool:
     if not mounts:
         _drop_looking(libc)
     return True
+
+
+def _allow_moves(libc: ctypes.CDLL, ruleset: int) -> None:
+    """Grant `MOVE` below the root folder."""
+    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        beneath, rule = 1, struct.pack("=Qi", MOVE, root)  # LANDLOCK_RULE_PATH_BENEATH
+        _check(libc.syscall(ADD_RULE, ruleset, beneath, rule, 0), "landlock_add_rule")
+    finally:
+        os.close(root)
 
 
 def _drop_looking(libc: ctypes.CDLL) -> None:

@@ -223,6 +223,7 @@ class Journal:
         are none. Returns the descriptor of the new file, at its end.
         """
         for left in self.path.parent.glob(f".{self.path.name}.*{ASIDE}"):
+            self._refuse_lost()
             left.unlink(missing_ok=True)  # of a process that was killed here
         aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}{ASIDE}")
         with contextlib.ExitStack() as undo:

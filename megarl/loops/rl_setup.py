@@ -153,6 +153,11 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     )
 
 
+STEPS_OF = 10
+"""By so many times `training.collective_timeout_s` a rank waits for another role's step, which is
+made of many collectives."""
+
+
 def build_training(
     context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
 ) -> TrainingParts | ServingParts:
@@ -161,6 +166,8 @@ def build_training(
     """
     mesh, everyone, orders = context.mesh, all_ranks(), None
     if len(mesh.ranks) < everyone.size:
+        # In one collective a rank may wait for another role's whole step, or its loading.
+        everyone = all_ranks(timeout_s=STEPS_OF * config.training.collective_timeout_s)
         orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
         context.stack.callback(orders.close)
     if not mesh.is_member:

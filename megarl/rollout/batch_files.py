@@ -177,16 +177,20 @@ class BatchWriter:
         """Remove this rank's files of steps from `first_step` on, which an earlier start of the run
         has written and which count no longer. Raises `UserError` if another run owns the folder.
         """
-        if problem := self.lost():
-            raise UserError(problem)
+
+        def remove(path: Path) -> None:
+            if problem := self.lost():
+                raise UserError(problem)
+            path.unlink(missing_ok=True)
+
         for left in (self.folder / FOLDER).glob(f"*.rank_{self.data_rank:03d}.*{ASIDE}"):
-            left.unlink(missing_ok=True)  # of a run that was killed here
+            remove(left)  # of a run that was killed here
         for step, ranks in recorded(self.folder).items():
             for rank in ranks:
                 # With fewer ranks than before, rank 0 removes the files of those that are gone.
                 is_orphan = self.data_rank == 0 and rank >= self.num_data_ranks
                 if step >= first_step and (rank == self.data_rank or is_orphan):
-                    batch_file(self.folder, step, rank).unlink(missing_ok=True)
+                    remove(batch_file(self.folder, step, rank))
 
     def write(self, batch: StepBatch) -> None:
         """Begin to write a batch, once `flush` has returned."""

@@ -285,9 +285,9 @@ class TrainingConfig:
     """CPU only: torch threads of each trainer rank."""
     collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
-    the time that the other ranks wait for rank 0 to read and tokenise the data, and, where roles
-    have ranks of their own, for the time that a rank waits for another role to score or train a
-    step, and for a sign of life of rank 0."""
+    the time that the other ranks wait for rank 0 to read and tokenise the data. Where roles have
+    ranks of their own, it holds for the time without a sign of life of rank 0, and ten times as
+    much for the time that a rank waits for another role to load, score or train a step."""
 
     @property
     def optimizer_steps(self) -> int:

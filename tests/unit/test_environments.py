@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from support.environments import run
 
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
-from megarl.environments.isolation import SCOPES_SINCE, landlock_version
+from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
 from megarl.environments.mathematics import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
 from megarl.environments.verifier_config import (
@@ -513,3 +513,26 @@ sandbox.close()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert base64.b64encode(b"42\n").decode() in done.stdout, done.stderr + done.stdout
+
+
+@pytest.mark.skipif(landlock_version() < MOVES_SINCE, reason="needs Landlock of Linux 5.19")
+def test_an_older_kernel_keeps_processes_apart_and_lets_files_move(tmp_path: Path) -> None:
+    """Before Linux 6.12 a domain restricts files, and must still allow what code does with them."""
+    program = f"""
+import os
+from megarl.environments import isolation
+isolation.SCOPES_SINCE = 99
+assert isolation.enter_own_domain(mounts=False) and not isolation.enter_own_domain(mounts=True)
+for name in ("a", "b"):
+    os.makedirs({str(tmp_path)!r} + "/" + name)
+os.chdir({str(tmp_path)!r})
+open("a/file", "w").close()
+os.replace("a/file", "b/file")
+os.link("b/file", "a/file")
+try:
+    open(f"/proc/{{os.getppid()}}/environ", "rb").read()
+except PermissionError:
+    print("kept")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "kept\n", done.stderr

@@ -25,7 +25,7 @@ class Store:
         time.sleep(min(timeout, 0.02))
         return ([], refs) if self.left > 0 else (refs, [])
 
-    def fetch(self, arrays: Any, timeout_s: float) -> list[str]:
+    def fetch(self, arrays: Any, timeout_s: float, what: str) -> list[str]:
         if self.left > 0:
             raise RuntimeError("the token arrays did not arrive")
         return [f"arrays of {one.ref}" for one in arrays]

@@ -28,6 +28,7 @@ class Readers:
             case.task["engines"],
             case.task["engine_tensor"],
         )
+        self.members, self.missing = list(range(self.engines)), 0
 
     def is_one_host(self) -> bool:
         return True
