@@ -3,6 +3,7 @@
     python tools/run_gpu.py [--minutes 30] [--only kernels,zero] [--out runs/gpu/DATE]
     python tools/run_gpu.py --rehearse            the same on the CPU, where a step can be
     python tools/run_gpu.py --list                which steps fit, in their order
+    python tools/run_gpu.py --cluster             commands for eight GPUs and two nodes; runs none
 
 One line for each step, whatever became of those before. A step is skipped where a package that the
 step needs is not installed. OUT/results.json, OUT/results.md and OUT/results.tar.gz are written
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cluster_steps
 from gpu_results import BEGUN, Report, Result, earlier
 from gpu_steps import EVERY, STEPS, Step, fits, missing, plan, words
 
@@ -238,7 +240,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="words of names of steps, with commas between")
     parser.add_argument("--out", type=Path, help="folder of the results; default runs/gpu/DATE")
     parser.add_argument("--list", action="store_true", help="say which steps fit, and run none")
+    parser.add_argument("--cluster", action="store_true", help="list commands for several GPUs")
     args = parser.parse_args(argv)
+    if args.cluster:
+        print("\n".join(cluster_steps.listed(cluster_steps.STEPS)))
+        return 0
     folder = args.out or ROOT / "runs" / "gpu" / time.strftime("%Y%m%d-%H%M%S")
     try:
         steps, results = chosen(args.only), []
