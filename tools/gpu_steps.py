@@ -49,7 +49,7 @@ class Step:
     """Packages without which the step is skipped."""
     reads: Literal["tests", "json", "exit"] = "exit"
     """What is read of it beside the exit code: counts of pytest, the JSON object on standard
-    output, or nothing."""
+    output (all of it, or its last line), or nothing."""
     rehearsal: Command = ()
     """The command on a CPU; empty where there is none."""
     no_rehearsal: str = ""

@@ -76,6 +76,15 @@ def counts(path: Path) -> dict[str, int]:
     return found
 
 
+def json_of(out: str) -> Any:
+    """The JSON object that a step printed; libraries may have printed lines before it, and then it
+    is the last line. Raises `ValueError` where there is none."""
+    try:
+        return json.loads(out)
+    except ValueError:
+        return json.loads(out.rstrip().rpartition("\n")[2])
+
+
 def judged(step: Step, result: Result, out: str, folder: Path) -> None:
     """Fill status, note and found of a step that ended by itself."""
     if step.reads == "tests":
@@ -87,7 +96,7 @@ def judged(step: Step, result: Result, out: str, folder: Path) -> None:
             result.status = "failed"
     if step.reads == "json":
         try:
-            result.found = json.loads(out)
+            result.found = json_of(out)
         except ValueError:
             result.status, result.note = "failed", "standard output is no JSON object"
 

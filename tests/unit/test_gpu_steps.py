@@ -185,7 +185,7 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
         step("fails", code="raise SystemExit(3)"),
         step("hangs", code="import time; time.sleep(300)", limit_s=1.0),
         step("leaves", code=orphan, reads="json"),
-        step("says", code="print('{\"value\": 7}')", reads="json"),
+        step("says", code="print('a warning'); print('{\"value\": 7}')", reads="json"),
         step("says nothing", code="print('seven')", reads="json"),
         step("long", 10**6),
         step("only there", rehearsal=(), no_rehearsal="needs two GPUs"),
