@@ -9,8 +9,14 @@ seed=${1:-1}
 folder=runs/quickstart
 
 say() { printf '\n== %s\n' "$*" >&2; }
-bash launch/env.sh
-export PATH=$root/.venv/bin:$PATH HF_HUB_OFFLINE=1
+if [ -n "${MEGARL_PYTHON:-}" ]; then # this interpreter as it is; nothing is installed
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+  python() { "$MEGARL_PYTHON" "$@"; }
+else
+  bash launch/env.sh
+  export PATH=$root/.venv/bin:$PATH
+fi
+export HF_HUB_OFFLINE=1
 begun=$SECONDS
 # With a GPU the engine and the trainer take turns on it. Refused here, and not after the first stages.
 settings=$(python tools/quickstart_settings.py) || exit 2

@@ -1,27 +1,40 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, on one GPU, what tells most for its minutes first:
-#   bash tests/run_gpu.sh [--minutes 25]      results in runs/gpu/DATE/results.json and results.md
+#   bash tests/run_gpu.sh [--minutes 30] [--out FOLDER]      results.json, results.md and results.tar.gz; runs/gpu/DATE
+#   bash tests/run_gpu.sh --python PYTHON     with this Python as it is, without launch/env.sh; or set MEGARL_PYTHON
 #   bash tests/run_gpu.sh --rehearse          the same on the CPU, where a step can be; needs no GPU
-#   MEGARL_PYTHON=python3 bash tests/run_gpu.sh     with that interpreter and what it has; installs nothing
 # Without a GPU: one line, exit code 2. The steps are in tools/gpu_steps.py; docs/gpu.md says what to carry to a
 # machine without network.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-case " $* " in
+refuse() { echo "tests/run_gpu.sh: $*" >&2; exit 2; }
+python=${MEGARL_PYTHON:-}
+options=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --python) python=${2:-}; [ -n "$python" ] || refuse "--python needs the path of a Python"; shift ;;
+    --python=*) python=${1#*=} ;;
+    *) options+=("$1") ;;
+  esac
+  shift
+done
+case " ${options[*]-} " in
   *" --rehearse "*) export MEGARL_DEVICE=cpu CUDA_VISIBLE_DEVICES= ;;
   *)
     if ! { command -v nvidia-smi && nvidia-smi -L | grep -q GPU; } >/dev/null 2>&1; then
-      echo "tests/run_gpu.sh: there is no NVIDIA GPU here; --rehearse walks the steps on the CPU" >&2
-      exit 2
+      refuse "there is no NVIDIA GPU here; --rehearse walks the steps on the CPU"
     fi
     ;;
 esac
-export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-if [ -n "${MEGARL_PYTHON:-}" ]; then
-  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-  exec "$MEGARL_PYTHON" tools/run_gpu.py "$@"
+if [ -n "$python" ]; then
+  found=$(command -v "$python") || refuse "there is no Python $python"
+  python=$found
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || refuse "$python is not Python 3.11 or newer"
+else
+  bash launch/env.sh
+  python=$root/.venv/bin/python
 fi
-bash launch/env.sh
-export PATH=$root/.venv/bin:$PATH
-exec python tools/run_gpu.py "$@"
+# The folder of the Python comes first, and its links are not followed: they lead out of a virtual environment.
+export PATH=$(cd "$(dirname "$python")" && pwd):$PATH TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+exec "$python" tools/run_gpu.py ${options[@]+"${options[@]}"}

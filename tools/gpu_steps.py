@@ -1,42 +1,36 @@
 """What `bash tests/run_gpu.sh` does on one GPU, as data: steps in the order of what they tell for
 their minutes, and which of them still fit. Pure: starts nothing.
 
-To add a step, add a line to `STEPS`. Words of a command may have {python}, {out} (an empty folder
-of the step) and {device} (cuda, or cpu in a rehearsal). The expected seconds are guesses until a
-GPU has run the step.
+To add a step, add a line to `STEPS`, with the packages without which the step cannot run. Words of
+a command may have {python}, {out} (an empty folder of the step) and {device} (cuda, or cpu in a
+rehearsal). The expected seconds are guesses until a GPU has run the step.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Command = tuple[str, ...]
 
-WHOLE = ("deepspeed", "ray", "tyro", "vllm")
-"""Packages that a step with engines, ranks or megarl's command line needs beside those of kernels,
-which are torch, triton, numpy, pytest, hypothesis, psutil and xxhash."""
-
 PYTEST = ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
-TESTED = (
-    "tests/unit/test_attention_sizes.py",
-    "tests/unit/test_kernels.py",
-    "tests/unit/test_triton.py",
-    "tests/distributed/test_zero_stages.py",
-    "tests/system/test_engine.py",
-    "tests/system/test_shared_gpu.py",
-)
-"""Test files with steps of their own."""
-
-OTHER_KERNELS = (
+KERNEL_TESTS = (
     "tests/unit/test_block_cuda.py",
-    "tests/unit/test_divergence.py",
     "tests/unit/test_digests.py",
+    "tests/unit/test_divergence.py",
     "tests/unit/test_logprobs.py",
+    "tests/unit/test_random_states.py",
 )
-"""Test files of one step, which need the packages of kernels only."""
+"""Test files that share a step."""
+
+EVERY = ("torch", "numpy", "psutil")
+"""Packages without which nothing of megarl is imported."""
+TESTS = (*EVERY, "pytest", "hypothesis", "triton")
+TRAINING = (*EVERY, "transformers", "safetensors", "deepspeed")
+ALL = (*TRAINING, "vllm", "ray", "tyro")
 
 
 @dataclass(frozen=True)
@@ -51,15 +45,15 @@ class Step:
     """A guess of its seconds on one GPU; a step that does not fit is left out."""
     limit_s: float
     """Seconds after which it is ended."""
+    needs: tuple[str, ...] = ()
+    """Packages without which the step is skipped."""
     reads: Literal["tests", "json", "exit"] = "exit"
     """What is read of it beside the exit code: counts of pytest, the JSON object on standard
-    output, or nothing."""
+    output (all of it, or its last line), or nothing."""
     rehearsal: Command = ()
     """The command on a CPU; empty where there is none."""
     no_rehearsal: str = ""
     """Why there is none."""
-    needs: tuple[str, ...] = ()
-    """Packages without which the step cannot run, as `WHOLE`."""
 
 
 STEPS = (
@@ -69,9 +63,9 @@ STEPS = (
         ("{python}", "-m", "megarl", "doctor", "--json"),
         expected_s=40,
         limit_s=90,
+        needs=ALL,
         reads="json",
         rehearsal=("{python}", "-m", "megarl", "doctor", "--json"),
-        needs=WHOLE,
     ),
     Step(
         "attention of whole rows",
@@ -79,6 +73,7 @@ STEPS = (
         (*PYTEST, "tests/unit/test_kernels.py", "-m", "gpu"),
         expected_s=30,
         limit_s=120,
+        needs=TESTS,
         reads="tests",
         rehearsal=(*PYTEST, "tests/unit/test_kernels.py", "-m", "not gpu"),
     ),
@@ -88,6 +83,7 @@ STEPS = (
         (*PYTEST, "tests/unit/test_attention_sizes.py", "-m", "gpu"),
         expected_s=120,
         limit_s=300,
+        needs=TESTS,
         reads="tests",
         rehearsal=(*PYTEST, "tests/unit/test_attention_sizes.py", "-m", "not gpu"),
     ),
@@ -97,6 +93,7 @@ STEPS = (
         ("{python}", "tools/bench/attention.py", "--device", "cuda", "--json"),
         expected_s=90,
         limit_s=300,
+        needs=(*EVERY, "triton"),
         reads="json",
         rehearsal=(
             *("{python}", "tools/bench/attention.py", "--json", "--rounds", "1"),
@@ -109,6 +106,7 @@ STEPS = (
         ("{python}", "tools/bench/logprobs.py", "--device", "cuda", "--json"),
         expected_s=90,
         limit_s=300,
+        needs=(*EVERY, "triton"),
         reads="json",
         rehearsal=(
             *("{python}", "tools/bench/logprobs.py", "--json", "--rounds", "1"),
@@ -121,9 +119,9 @@ STEPS = (
         (*PYTEST, "tests/system/test_engine.py", "-m", "gpu"),
         expected_s=90,
         limit_s=300,
+        needs=(*ALL, "pytest"),
         reads="tests",
         rehearsal=(*PYTEST, "tests/system/test_engine.py", "-k", "five and untied"),
-        needs=WHOLE,
     ),
     Step(
         "ZeRO stages",
@@ -131,57 +129,9 @@ STEPS = (
         (*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "gpu"),
         expected_s=120,
         limit_s=420,
+        needs=(*TRAINING, "pytest"),
         reads="tests",
         rehearsal=(*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "not gpu"),
-        needs=WHOLE,
-    ),
-    Step(
-        "taking turns",
-        "colocated runs: cuda_ipc, shared_memory and disk, under ZeRO 0 to 3 and offload",
-        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "taking_turns"),
-        expected_s=300,
-        limit_s=600,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
-        needs=WHOLE,
-    ),
-    Step(
-        "quick start",
-        "a policy learns on the GPU: 500 problems before and after",
-        ("bash", "launch/quickstart.sh"),
-        expected_s=240,
-        limit_s=600,
-        reads="json",
-        no_rehearsal="it is the same command on a CPU: bash launch/quickstart.sh, six minutes",
-        needs=WHOLE,
-    ),
-    Step(
-        "a killed engine",
-        "a colocated engine dies while it receives weights, and another takes its place",
-        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "dies"),
-        expected_s=90,
-        limit_s=420,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "dies"),
-        needs=WHOLE,
-    ),
-    Step(
-        "kernels in every case",
-        "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
-        (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
-        expected_s=180,
-        limit_s=420,
-        reads="tests",
-        rehearsal=(*PYTEST, "tests/unit/test_triton.py", "-k", "in_the_interpreter"),
-    ),
-    Step(
-        "other kernels",
-        "flash and cuDNN blocks, divergences, digests, log-prob backends",
-        (*PYTEST, *OTHER_KERNELS, "-m", "gpu"),
-        expected_s=90,
-        limit_s=300,
-        reads="tests",
-        no_rehearsal="each has a twin on the CPU, which bash tests/run.sh runs",
     ),
     Step(
         "bench: training",
@@ -192,27 +142,118 @@ STEPS = (
             *("--kv-heads", "8", "--vocabulary", "151936", "--tokens", "16384"),
             *("--documents", "8", "--micro-batch-tokens", "8192"),
         ),
-        expected_s=120,
+        expected_s=90,
         limit_s=300,
+        needs=TRAINING,
         reads="json",
         rehearsal=(
             *("{python}", "tools/bench/layouts.py", "--ranks", "1", "--zero", "0,3", "--json"),
             *("--steps", "2", "--tokens", "256", "--hidden", "64", "--layers", "2"),
             *("--vocabulary", "32", "--documents", "4"),
         ),
-        needs=WHOLE,
     ),
     Step(
-        "all other GPU tests",
-        "norms, random states, carriers",
-        (*PYTEST, "tests", "-m", "gpu", *(f"--ignore={name}" for name in TESTED + OTHER_KERNELS)),
+        "memory of GPUs",
+        "cuda_ipc between two processes: all versions arrive, none is overwritten while read",
+        (*PYTEST, "tests/distributed/test_carriers.py", "-m", "gpu"),
+        expected_s=30,
+        limit_s=180,
+        needs=(*EVERY, "pytest", "transformers", "safetensors"),
+        reads="tests",
+        no_rehearsal="bash tests/run.sh runs the same with the other transports",
+    ),
+    Step(
+        "taking turns",
+        "colocated runs: cuda_ipc, shared_memory and disk, under ZeRO 0 to 3 and offload",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "taking_turns"),
+        expected_s=300,
+        limit_s=600,
+        needs=(*ALL, "pytest"),
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
+    ),
+    Step(
+        "quick start",
+        "a policy learns on the GPU: 500 problems before and after",
+        ("bash", "launch/quickstart.sh"),
+        expected_s=240,
+        limit_s=600,
+        needs=ALL,
+        reads="json",
+        no_rehearsal="it is the same command on a CPU: bash launch/quickstart.sh, six minutes",
+    ),
+    Step(
+        "bench: training, checkpointed",
+        "tokens/s and memory of the same model with 32K tokens, activations recomputed",
+        (
+            *("{python}", "tools/bench/layouts.py", "--ranks", "1", "--zero", "1", "--json"),
+            *("--dtype", "bfloat16", "--hidden", "2048", "--layers", "16", "--heads", "16"),
+            *("--kv-heads", "8", "--vocabulary", "151936", "--tokens", "32768"),
+            *("--documents", "4", "--micro-batch-tokens", "32768", "--gradient-checkpointing"),
+        ),
+        expected_s=60,
+        limit_s=240,
+        needs=TRAINING,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/layouts.py", "--ranks", "1", "--zero", "1", "--json"),
+            *("--dtype", "bfloat16", "--steps", "2", "--tokens", "256", "--hidden", "64"),
+            *("--layers", "2", "--vocabulary", "32", "--documents", "4"),
+            "--gradient-checkpointing",
+        ),
+    ),
+    Step(
+        "all other kernel tests",
+        "flash and cuDNN blocks, divergences, digests, random states, log-prob backends",
+        (*PYTEST, *KERNEL_TESTS, "-m", "gpu"),
         expected_s=90,
-        limit_s=420,
+        limit_s=300,
+        needs=TESTS,
         reads="tests",
         no_rehearsal="each has a twin on the CPU, which bash tests/run.sh runs",
-        needs=WHOLE,
+    ),
+    Step(
+        "a killed engine",
+        "a colocated engine dies while it receives weights, and another takes its place",
+        (*PYTEST, "tests/system/test_shared_gpu.py", "-m", "gpu", "-k", "dies"),
+        expected_s=90,
+        limit_s=420,
+        needs=(*ALL, "pytest"),
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "dies"),
+    ),
+    Step(
+        "bench: shared prefixes",
+        "a step with every prompt computed once against one that repeats it, 0.5 B parameters",
+        (
+            *("{python}", "tools/bench/prefix.py", "--device", "cuda", "--size", "0.5b", "--json"),
+            *("--cases", "2048:8x512,512:8x1024", "--groups", "4", "--tokens", "16384"),
+        ),
+        expected_s=60,
+        limit_s=240,
+        needs=TRAINING,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/prefix.py", "--json", "--rounds", "1", "--steps", "1"),
+            *("--cases", "64:4x16", "--groups", "2"),
+        ),
+    ),
+    Step(
+        "kernels in every case",
+        "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
+        (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
+        expected_s=180,
+        limit_s=420,
+        needs=TESTS,
+        reads="tests",
+        rehearsal=(*PYTEST, "tests/unit/test_triton.py", "-k", "in_the_interpreter"),
     ),
 )
+
+
+def missing(step: Step) -> list[str]:
+    """Packages that a step needs and this Python does not have."""
+    return [name for name in step.needs if importlib.util.find_spec(name) is None]
 
 
 def fits(pending: Iterable[Step], left_s: float) -> Step | None:

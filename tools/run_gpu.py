@@ -1,13 +1,16 @@
 """Runs the steps of tools/gpu_steps.py on one GPU; `bash tests/run_gpu.sh` starts it.
 
-    python tools/run_gpu.py [--minutes 25] [--only kernels,zero] [--out runs/gpu]
+    python tools/run_gpu.py [--minutes 30] [--only kernels,zero] [--out runs/gpu/DATE]
     python tools/run_gpu.py --rehearse            the same on the CPU, where a step can be
     python tools/run_gpu.py --list                which steps fit, in their order
+    python tools/run_gpu.py --cluster             commands for eight GPUs and two nodes; runs none
 
-One line for each step, whatever became of those before; OUT/results.json and OUT/results.md are
-written after every step, OUT/NUMBER-NAME/output.txt has what a step printed, and OUT.tar.gz has all
-of it. A step whose packages are not installed is left out. The exit status is 0 if every step that
-was begun ended well, 1 if one did not, 2 without a GPU.
+One line for each step, whatever became of those before. A step is skipped where a package that the
+step needs is not installed. OUT/results.json, OUT/results.md and OUT/results.tar.gz are written
+after every step, OUT/NUMBER-NAME/output.txt has what a step printed. Steps that have run in the
+same OUT before are passed over, unless --only names them, and their results stay: several short
+runs add up. The exit status is 0 if every step that was begun ended well, 1 if one did not, 2
+without a GPU.
 """
 
 from __future__ import annotations
@@ -17,73 +20,24 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import STEPS, Step, fits, plan, words
+import cluster_steps
+from gpu_results import BEGUN, Report, Result, earlier
+from gpu_steps import EVERY, STEPS, Step, fits, missing, plan, words
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED_WITHIN_S = 10.0
 """Seconds that a step's processes have between SIGTERM and SIGKILL."""
 MARK = "MEGARL_GPU_STEP"
 """Environment variable by which all processes of a step are found, also those of other sessions."""
-
-
-@dataclass
-class Result:
-    """What became of a step."""
-
-    step: str
-    tells: str
-    command: str
-    status: str
-    """ok, failed, timed out, no time, not rehearsed, or left out (packages are missing)."""
-    seconds: float = 0.0
-    note: str = ""
-    """One line: counts of tests, or the reason."""
-    found: Any = None
-    """The JSON object that the step printed."""
-
-
-@dataclass
-class Report:
-    """All results, and what they were made with."""
-
-    rehearsal: bool
-    minutes: float
-    commit: str
-    machine: dict[str, Any] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        """results.json and results.md; each replaces the one before whole."""
-        for name, text in (
-            ("results.json", json.dumps(asdict(self), indent=1)),
-            ("results.md", "\n".join(self.table()) + "\n"),
-        ):
-            aside = folder / f".{name}"
-            aside.write_text(text)
-            aside.replace(folder / name)
-
-    def table(self) -> Iterator[str]:
-        """Markdown: the machine, then a line for each step."""
-        how = "rehearsal on CPU" if self.rehearsal else "on one GPU"
-        facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
-        yield f"`bash tests/run_gpu.sh --minutes {self.minutes:g}`, {how}, commit {self.commit};"
-        yield f"{facts}."
-        yield ""
-        yield "| step | tells | result | seconds | |"
-        yield "|---|---|---|---|---|"
-        for one in self.results:
-            yield f"| {one.step} | {one.tells} | {one.status} | {one.seconds:.0f} | {one.note} |"
 
 
 def machine() -> dict[str, Any]:
@@ -122,6 +76,15 @@ def counts(path: Path) -> dict[str, int]:
     return found
 
 
+def json_of(out: str) -> Any:
+    """The JSON object that a step printed; libraries may have printed lines before it, and then it
+    is the last line. Raises `ValueError` where there is none."""
+    try:
+        return json.loads(out)
+    except ValueError:
+        return json.loads(out.rstrip().rpartition("\n")[2])
+
+
 def judged(step: Step, result: Result, out: str, folder: Path) -> None:
     """Fill status, note and found of a step that ended by itself."""
     if step.reads == "tests":
@@ -133,7 +96,7 @@ def judged(step: Step, result: Result, out: str, folder: Path) -> None:
             result.status = "failed"
     if step.reads == "json":
         try:
-            result.found = json.loads(out)
+            result.found = json_of(out)
         except ValueError:
             result.status, result.note = "failed", "standard output is no JSON object"
 
@@ -180,6 +143,9 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
         command.append(f"--junit-xml={folder / 'junit.xml'}")
     mark = f"{os.getpid()}-{folder.name}"
     settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1"}
+    # A Python without megarl finds it here, also from tools/bench.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings["PYTHONPATH"] = os.pathsep.join(paths)
     if rehearsal:
         settings |= {"MEGARL_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     shown = " ".join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
@@ -207,36 +173,51 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     return result
 
 
-def go(steps: Sequence[Step], folder: Path, minutes: float, rehearsal: bool) -> Report:
-    """Run what fits, in order, and say one line for each step."""
-    report = Report(rehearsal, minutes, commit(), machine())
-    ends_at, pending, number = time.monotonic() + 60 * minutes, list(steps), 0
-    for step in list(pending):
-        if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
-            pending.remove(step)
-            result = Result(step.name, step.tells, "", "left out", note=f"no {', '.join(missing)}")
-            report.results.append(result)
-            say(result)
-    if rehearsal:
-        for step in [one for one in pending if not one.rehearsal]:
-            pending.remove(step)
-            result = Result(step.name, step.tells, "", "not rehearsed", note=step.no_rehearsal)
-            report.results.append(result)
-            say(result)
+def lacks(step: Step, rehearsal: bool) -> str:
+    """Why a step cannot run with this Python; an empty text where it can."""
+    if absent := missing(step):
+        return f"not installed here: {', '.join(absent)}"
+    own = Path(sys.prefix) == ROOT / ".venv"
+    if not own and (step.rehearsal if rehearsal else step.command)[:1] == ("bash",):
+        return "runs in .venv alone"
+    return ""
+
+
+def go(
+    steps: Sequence[Step],
+    folder: Path,
+    minutes: float,
+    rehearsal: bool,
+    results: Sequence[Result] = (),
+) -> Report:
+    """Run what fits, in order, and say one line for each step; `results` are earlier ones."""
+    report = Report(rehearsal, minutes, commit(), machine(), list(results))
+    ends_at, pending = time.monotonic() + 60 * minutes, []
+    number = max([int(path.name[:2]) for path in folder.glob("[0-9][0-9]-*")], default=0)
+
+    def told(step: Step, status: str, note: str) -> None:
+        report.add(result := Result(step.name, step.tells, "", status, note=note))
+        say(result)
+
+    for step in steps:
+        if rehearsal and not step.rehearsal:
+            told(step, "not rehearsed", step.no_rehearsal)
+        elif why := lacks(step, rehearsal):
+            told(step, "skipped", why)
+        else:
+            pending.append(step)
     while (step := fits(pending, ends_at - time.monotonic())) is not None:
         pending.remove(step)
         number += 1
         where = folder / f"{number:02d}-{re.sub('[^a-z0-9]+', '-', step.name.lower())}"
         limit_s = min(step.limit_s, ends_at - time.monotonic())
         result = run(step, limit_s, where, rehearsal)
-        report.results.append(result)
+        result.made_with = report.made_with()
+        report.add(result)
         report.write(folder)
         say(result)
     for step in pending:
-        note = f"needs about {step.expected_s:.0f} s"
-        result = Result(step.name, step.tells, "", "no time", note=note)
-        report.results.append(result)
-        say(result)
+        told(step, "no time", f"needs about {step.expected_s:.0f} s")
     report.write(folder)
     return report
 
@@ -263,33 +244,50 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, where a step can be")
     parser.add_argument("--only", default="", help="words of names of steps, with commas between")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
+    parser.add_argument("--out", type=Path, help="folder of the results; default runs/gpu/DATE")
     parser.add_argument("--list", action="store_true", help="say which steps fit, and run none")
+    parser.add_argument("--cluster", action="store_true", help="list commands for several GPUs")
     args = parser.parse_args(argv)
+    if args.cluster:
+        print("\n".join(cluster_steps.listed(cluster_steps.STEPS)))
+        return 0
+    folder = args.out or ROOT / "runs" / "gpu" / time.strftime("%Y%m%d-%H%M%S")
     try:
-        steps = chosen(args.only)
+        steps, results = chosen(args.only), []
+        if not args.list:
+            results = earlier(folder, args.rehearse, [step.name for step in STEPS])
     except ValueError as error:
         parser.error(str(error))
     if args.list:
-        fitting, rest = plan(steps, args.minutes)
-        for step in [*fitting, *rest]:
-            fit = "" if step in fitting else "  does not fit"
-            print(f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{fit}")
+        listed(steps, args.minutes)
         return 0
+    if absent := [name for name in EVERY if importlib.util.find_spec(name) is None]:
+        print(f"run_gpu: {sys.executable} has no {', '.join(absent)}, which every step needs")
+        return 2
     if not args.rehearse and "gpu" not in machine():
         print("run_gpu: torch sees no GPU here; --rehearse walks the steps on the CPU")
         return 2
-    folder = args.out / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = go(steps, folder, args.minutes, args.rehearse)
-    archive = shutil.make_archive(str(folder), "gztar", folder)
-    print(f"results: {folder}/results.json, {folder}/results.md; all of it: {archive}")
+    ran = {one.step for one in results if one.status in BEGUN and not args.only}
+    left = [step for step in steps if step.name not in ran]
+    report = go(left, folder.resolve(), args.minutes, args.rehearse, results)
+    print(f"results: {folder}/results.json, results.md and results.tar.gz")
     bad = [one for one in report.results if one.status in ("failed", "timed out")]
     return 1 if bad else 0
+
+
+def listed(steps: Sequence[Step], minutes: float) -> None:
+    """Print the steps in their order: seconds, what each tells, and why one will not run."""
+    fitting, _ = plan([step for step in steps if not missing(step)], minutes)
+    for step in steps:
+        absent = missing(step)
+        note = "" if step in fitting else "  does not fit"
+        note = f"  not installed here: {', '.join(absent)}" if absent else note
+        print(f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{note}")
 
 
 if __name__ == "__main__":

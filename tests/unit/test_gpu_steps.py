@@ -1,13 +1,15 @@
-"""tools/gpu_steps.py and tools/run_gpu.py: which steps fit, what is read of a step, and that a
-failure stops nothing.
+"""tools/gpu_steps.py and tools/run_gpu.py: which steps fit and which can run with this Python, what
+is read of a step, that a failure stops nothing, and that several runs add up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import gpu_steps
 import psutil
 import pytest
 import run_gpu
-from gpu_steps import STEPS, Step, fits, plan
+from gpu_results import KEPT_BYTES, earlier
+from gpu_steps import STEPS, Step, fits, missing, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +59,122 @@ def test_the_steps_are_whole() -> None:
                     assert (ROOT / path).exists(), (one.name, path)
 
 
+def test_all_steps_fit_into_the_minutes_that_are_given_by_default() -> None:
+    told = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "run_gpu.py"), "--list"],
+        capture_output=True,
+        text=True,
+    )
+    assert "does not fit" not in told.stdout
+
+
+def test_every_test_of_a_gpu_belongs_to_a_step() -> None:
+    named = {word.split("::")[0] for one in STEPS for word in one.command}
+    marked = re.compile(r"mark\.gpu")
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if marked.search(path.read_text()) and path != Path(__file__):
+            assert str(path.relative_to(ROOT)) in named, path
+
+
+def test_steps_of_kernels_need_neither_engines_nor_deepspeed() -> None:
+    """Their tests are collected, and their benches imported, where these packages are missing."""
+    absent = ("deepspeed", "vllm", "ray", "tyro", "flash_attn")
+    kernels = [one for one in STEPS if one.needs and not set(one.needs) & set(absent)]
+    assert len(kernels) >= 6
+    words = {word for one in kernels for word in one.command}
+    tests = sorted(word for word in words if word.startswith("tests/"))
+    benches = sorted(Path(word).stem for word in words if word.startswith("tools/bench/"))
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+        f"sys.path[:0] = ['.', 'tools/bench']\n"
+        f"import importlib, pytest\n"
+        f"for name in {[*benches, 'attention_cuda', 'logprobs_step']!r}:\n"
+        "    importlib.import_module(name)\n"
+        "options = ['-q', '-p', 'no:cacheprovider', '--collect-only', '-m', 'gpu']\n"
+        f"sys.exit(pytest.main([*options, *{tests!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for path in tests:
+        assert f"{path}::" in done.stdout, path
+
+
+def test_a_step_without_its_packages_is_skipped_and_says_which(tmp_path: Path) -> None:
+    steps = [
+        step("here", code="print('{}')", reads="json", needs=("json",)),
+        step("not here", code="raise SystemExit(1)", needs=("json", "no_such_a", "no_such_b")),
+    ]
+    assert missing(steps[1]) == ["no_such_a", "no_such_b"]
+    found = run_gpu.go(steps, tmp_path, minutes=1, rehearsal=True).results
+    told = {one.step: (one.status, one.note) for one in found}
+    assert told["not here"] == ("skipped", "not installed here: no_such_a, no_such_b")
+    assert told["here"][0] == "ok"
+
+
+def test_what_runs_in_the_own_environment_alone_is_skipped_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = step("script", rehearsal=("bash", "launch/quickstart.sh"))
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert run_gpu.lacks(script, rehearsal=True) == ""
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert run_gpu.lacks(script, rehearsal=True) == "runs in .venv alone"
+    assert run_gpu.lacks(step("other"), rehearsal=True) == ""
+
+
+def test_short_runs_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "import sys; sys.stderr.write('x' * 3_000_000); print('{\"value\": 1}')"
+    steps = [
+        step("first", code=long, reads="json"),
+        step("second", expected_s=50, code="raise SystemExit(3)"),
+        step("third", expected_s=500, code="print('{\"value\": 3}')", reads="json"),
+    ]
+    monkeypatch.setattr(run_gpu, "STEPS", steps)
+    options = ["--rehearse", "--out", str(tmp_path)]
+
+    def statuses() -> dict[str, str]:
+        found = json.loads((tmp_path / "results.json").read_text())["results"]
+        return {one["step"]: one["status"] for one in found}
+
+    assert run_gpu.main([*options, "--minutes", "0.2"]) == 0
+    assert statuses() == {"first": "ok", "second": "no time", "third": "no time"}
+    assert run_gpu.main([*options, "--minutes", "2"]) == 1
+    assert statuses() == {"first": "ok", "second": "failed", "third": "no time"}
+    assert run_gpu.main([*options, "--minutes", "10"]) == 1  # the failed one is not run again
+    assert statuses() == {"first": "ok", "second": "failed", "third": "ok"}
+    assert run_gpu.main([*options, "--minutes", "10", "--only", "first"]) == 1
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["01-first", "02-second", "03-third", "04-first"]
+    found = earlier(tmp_path, rehearsal=True, order=["third", "first", "second"])
+    assert [one.step for one in found] == ["third", "first", "second"]
+    assert all("torch" in one.made_with for one in found)
+    with tarfile.open(tmp_path / "results.tar.gz") as tar:
+        sizes = {one.name: one.size for one in tar.getmembers()}
+    assert {"results/results.json", "results/results.md", "results/02-second/output.txt"} <= set(
+        sizes
+    )
+    assert sizes["results/01-first/output.txt"] == KEPT_BYTES
+    with pytest.raises(ValueError, match="rehearsal on the CPU"):
+        earlier(tmp_path, rehearsal=False, order=[])
+
+
+def test_the_script_takes_another_python_as_it_is(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "started: $*"\n')
+    other.chmod(0o755)
+    script = ["bash", str(ROOT / "tests" / "run_gpu.sh"), "--rehearse", "--minutes", "9"]
+    for words, more in (
+        ([*script, "--python", str(other)], {}),
+        (script, {"MEGARL_PYTHON": str(other)}),
+    ):
+        # An environment cannot be made with this PYTHON.
+        settings = {**os.environ, **more, "PYTHON": "/nowhere/python"}
+        done = subprocess.run(words, env=settings, capture_output=True, text=True)
+        assert done.stdout == "started: tools/run_gpu.py --rehearse --minutes 9\n", done.stderr
+    done = subprocess.run([*script, "--python", "/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no Python /nowhere" in done.stderr
+
+
 def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -> None:
     orphan = (
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c',"
@@ -66,7 +185,7 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
         step("fails", code="raise SystemExit(3)"),
         step("hangs", code="import time; time.sleep(300)", limit_s=1.0),
         step("leaves", code=orphan, reads="json"),
-        step("says", code="print('{\"value\": 7}')", reads="json"),
+        step("says", code="print('a warning'); print('{\"value\": 7}')", reads="json"),
         step("says nothing", code="print('seven')", reads="json"),
         step("long", 10**6),
         step("only there", rehearsal=(), no_rehearsal="needs two GPUs"),
@@ -135,41 +254,3 @@ def test_an_unknown_step_is_refused_and_the_list_starts_nothing(tmp_path: Path) 
     done = subprocess.run([*command, "--list"], capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == len(STEPS)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_step_without_its_packages_is_left_out(tmp_path: Path) -> None:
-    steps = [step("a", code="", needs=("megarl", "no_such_package")), step("b", needs=("megarl",))]
-    report = run_gpu.go(steps, tmp_path, 1.0, rehearsal=True)
-    found = {one.step: (one.status, one.note) for one in report.results}
-    assert found == {"a": ("left out", "no no_such_package"), "b": ("ok", "")}
-
-
-BARE = """
-import sys
-from importlib.abc import MetaPathFinder
-class Missing(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in WHOLE:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-def test_steps_of_kernels_need_no_engine_and_no_ranks() -> None:
-    """What they import is there where neither DeepSpeed nor Ray, tyro or vLLM is installed."""
-    files = {
-        word for one in STEPS if not one.needs for word in one.command if word.startswith("tests/")
-    }
-    assert len(files) >= 6
-    program = f"WHOLE = {gpu_steps.WHOLE!r}\n{BARE}"
-    words = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *sorted(files)]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert " tests collected" in done.stdout
-    benches = "import sys; sys.path.insert(0, 'tools/bench'); import attention_cuda, logprobs_step"
-    program = program.partition("import pytest")[0] + benches
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

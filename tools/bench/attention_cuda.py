@@ -1,10 +1,11 @@
-"""The GPU part of tools/bench/attention.py: the Triton block beside torch's own kernels, and every
-rank's ring in turn on one GPU.
+"""The GPU part of tools/bench/attention.py: the Triton block beside torch's own kernels and those
+that `training.attention` names, and every rank's ring in turn on one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from attention_inputs import Alone, causal_pairs, documents, layer, make_tensors
 from common import cell, spread
 
+from megarl.kernels import packed_varlen
 from megarl.kernels.block import Positions
 from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import AttentionPlan
@@ -111,6 +113,101 @@ def stock_runs(
     return forward, lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True) and None
 
 
+def torch_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    """As `packed_varlen.torch_varlen`, also by a torch that has no `enable_gqa`: 2.11 shares key
+    heads without being told.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    settings = {name: value for name, value in packed_varlen.causal(scale).items() if name in known}
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **settings)  # pyright: ignore
+
+
+def varlen_runs(
+    function: packed_varlen.Varlen, tensors: list[torch.Tensor], starts: torch.Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward and backward of causal attention within documents by a kernel of variable length."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    longest = int((starts[1:] - starts[:-1]).max())
+    edges, scale = starts.to(q.device, torch.int32), q.shape[2] ** -0.5
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(q, k, v, edges, longest, scale)
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), tensors[3], retain_graph=True)
+
+    out = function(q, k, v, edges, longest, scale)
+    return forward, backward
+
+
+Way = tuple[tuple[Callable[[], None], Callable[[], None]], int]
+"""Forward and backward of a kernel, and the pairs of query and key that it must compute."""
+
+
+def of_variable_length(
+    name: str, function: packed_varlen.Varlen, tensors: list[torch.Tensor], packed: torch.Tensor
+) -> dict[str, Way]:
+    """A kernel of variable length over one document, and over the documents of `packed`."""
+    one = documents(tensors[0].shape[0], 1)
+    return {
+        f"{name}, {title}": (varlen_runs(function, tensors, starts), causal_pairs(starts))
+        for title, starts in (("causal", one), (f"{len(packed) - 1} documents", packed))
+    }
+
+
+def measured(args: argparse.Namespace, ways: dict[str, Way]) -> dict[str, Any]:
+    """Seconds and TFLOP/s of each way, forward and backward, in turns."""
+    table: dict[str, Any] = {name: {} for name in ways}
+    for place, (way, flop_per_pair) in enumerate((("forward", 4), ("backward", 10))):
+        runs = {name: both[place] for name, (both, _) in ways.items()}
+        for name, seconds in timed(runs, args.rounds).items():
+            flop = flop_per_pair * ways[name][1] * args.heads * args.width
+            table[name][way] = {
+                "seconds": spread(seconds),
+                "tflops": spread([flop / s / 1e12 for s in seconds]),
+            }
+    return table
+
+
+def bench_flash_attn(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The package flash-attn over the same rows: {"kernels", "missing"}. Comes after everything
+    else: FlashAttention-4 takes the place of torch's own kernel in the whole process.
+    """
+    name = packed_varlen.provider(torch.cuda.get_device_capability(device))
+    if not name:
+        return {"kernels": {}, "missing": {"flash-attn": "no package for this GPU is installed"}}
+    title = f"flash-attn {name.removeprefix('FA')}"
+    try:
+        function = packed_varlen.varlen_function(torch.cuda.get_device_capability(device))
+        function = torch_varlen if name == "FA4" else function
+        tensors = make_tensors(args, args.tokens, torch.bfloat16, device)
+        packed = documents(args.tokens, args.packed)
+        ways = of_variable_length(title, function, tensors, packed)
+        return {"kernels": measured(args, ways), "missing": {}}
+    except (RuntimeError, ImportError, TypeError) as error:
+        return {"kernels": {}, "missing": {title: str(error).splitlines()[0]}}
+
+
+def best_of(table: dict[str, Any]) -> dict[str, Any]:
+    """The fastest kernel of one causal document in each direction, by median TFLOP/s."""
+    causal = {name: row for name, row in table.items() if name.endswith(", causal")}
+    found = {}
+    for way in ("forward", "backward"):
+        name = max(causal, key=lambda one: causal[one][way]["tflops"]["median"])
+        found[way] = {"kernel": name, "tflops": causal[name][way]["tflops"]["median"]}
+    return found
+
+
 def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """TFLOP/s of whole kernels over one row of `--tokens`."""
     from torch.nn.attention import SDPBackend
@@ -137,29 +234,29 @@ def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, A
             causal_pairs(packed),
         ),
     }
-    runs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
-    pairs, missing = {}, {}
-    for name, (queries, keys, count) in places.items():
-        runs[name], pairs[name] = block_runs(name, queries, keys, tensors), count
-    for name, backend in (
-        ("torch flash", SDPBackend.FLASH_ATTENTION),
-        ("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
-    ):
+    ways: dict[str, Way] = {
+        name: (block_runs(name, queries, keys, tensors), count)
+        for name, (queries, keys, count) in places.items()
+    }
+    missing: dict[str, str] = {}
+    others: dict[str, Callable[[], dict[str, Way]]] = {
+        f"torch {name}": lambda name=name, backend=backend: {
+            f"torch {name}, causal": (stock_runs(backend, tensors), causal_pairs(one))
+        }
+        for name, backend in (
+            ("flash", SDPBackend.FLASH_ATTENTION),
+            ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        )
+    }
+    others["torch varlen"] = lambda: of_variable_length(
+        "torch varlen", torch_varlen, tensors, packed
+    )
+    for name, make in others.items():
         try:
-            runs[name], pairs[name] = stock_runs(backend, tensors), causal_pairs(one)
-        except RuntimeError as error:
+            ways |= make()
+        except (RuntimeError, ImportError, TypeError) as error:
             missing[name] = str(error).splitlines()[0]
-    table: dict[str, Any] = {name: {} for name in runs}
-    for place, (way, flop_per_pair) in enumerate((("forward", 4), ("backward", 10))):
-        for name, seconds in timed(
-            {name: both[place] for name, both in runs.items()}, args.rounds
-        ).items():
-            flop = flop_per_pair * pairs[name] * args.heads * args.width
-            table[name][way] = {
-                "seconds": spread(seconds),
-                "tflops": spread([flop / s / 1e12 for s in seconds]),
-            }
-    return {"kernels": table, "missing": missing}
+    return {"kernels": measured(args, ways), "missing": missing}
 
 
 def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -213,6 +310,8 @@ def show(result: dict[str, Any]) -> list[str]:
         cells = [cell(row[way]["tflops"], ".0f") for way in ("forward", "backward")]
         lines.append(f"{name:28} {cells[0]:>26} {cells[1]:>26}")
     lines += [f"{name:28} not on this machine: {why}" for name, why in result["missing"].items()]
+    for way, found in result["best"].items():
+        lines.append(f"best {way}: {found['kernel']}, {found['tflops']:.0f} TFLOP/s")
     lines.append(
         f"\n{'ring, forward + backward':32} {'whole ms':>9} {'slowest rank ms':>16} {'of ideal':>9}"
         f" {'of flash / ranks':>17}"

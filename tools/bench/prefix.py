@@ -1,7 +1,7 @@
 """A training step with every prompt computed once for its group, against one that repeats it.
 
     python tools/bench/prefix.py [--cases 512:8x64,256:8x128,64:8x64] [--groups 8] [--rounds 3]
-        [--steps 3] [--threads 2] [--model FOLDER] [--device cpu] [--json]
+        [--steps 3] [--threads 2] [--model FOLDER | --size tiny] [--device cpu] [--json]
 
 A case is `prompt tokens : samples of a group x response tokens`. A step is `--groups` groups of
 random tokens: advantages, packing, forward and backward passes and one AdamW step of the policy
@@ -16,13 +16,13 @@ samples, in turns, in one process; the first step of each is not counted.
     memory       peak of a step above what is there before it, over the same of repeated prompts
     difference   of the loss of the first step
 
-Without `--model` the model is that of e2e.py: 2.4 million parameters, random weights.
+Without `--model` the weights are random. `--size tiny` is the model of e2e.py with 2.4 million
+parameters, whose steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -34,10 +34,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from common import Others, command_line, require_positive, run_tool, warn_if_not_quiet
+from common import (
+    Others,
+    command_line,
+    require_positive,
+    run_tool,
+    warn_if_not_quiet,
+    write_qwen2_config,
+)
 from e2e_task import MODEL
 
 SEED = 1
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": MODEL | {"vocab_size": 512},
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+    },
+}
+"""{size of the model: settings of its config.json}"""
 WAYS: dict[str, Literal["auto", "off"]] = {"repeated": "off", "shared": "auto"}
 """{way to pack: `training.share_prefix`}"""
 
@@ -64,6 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--threads": {"type": int, "default": 2, "help": "torch threads, on the CPU"},
     "--tokens": {"type": int, "default": 8192, "help": "most tokens of a micro-batch"},
     "--model": {"default": "", "help": "folder of a Hugging Face model; weights are random"},
+    "--size": {"choices": tuple(SIZES), "default": "tiny", "help": "of the model without --model"},
     "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "where to train"},
 }
 
@@ -74,17 +95,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     require_positive(parser, args, ("groups", "rounds", "steps", "threads", "tokens"))
     return args
-
-
-def write_model(folder: Path, vocabulary: int = 512) -> str:
-    """The configuration of a small Qwen2."""
-    config = MODEL | {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": vocabulary,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: int) -> list[Any]:
@@ -208,7 +218,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         device = mesh_module.initialise(timeout_s=600)
         stack.callback(mesh_module.finalise)
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
-        model = args.model or write_model(folder)
+        model = args.model or write_qwen2_config(folder, **SIZES[args.size])
         trainers = {way: Trainer(way, args, mesh, device, model) for way in WAYS}
         vocabulary = trainers["shared"].role.engine.module.model.config.vocab_size
         for shape in args.cases:

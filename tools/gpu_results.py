@@ -1,0 +1,130 @@
+"""What became of the steps of tools/gpu_steps.py: results.json, results.md and results.tar.gz of a
+folder, which several runs fill. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+BEGUN = ("ok", "failed", "timed out")
+"""Statuses of steps that have run."""
+KEPT = ("output.txt", "result.txt", "junit.xml")
+"""Files of a step that go into the archive."""
+KEPT_BYTES = 2**20
+"""Of a longer file only so many bytes go into the archive, its last."""
+
+
+@dataclass
+class Result:
+    """What became of a step."""
+
+    step: str
+    tells: str
+    command: str
+    status: str
+    """ok, failed, timed out, skipped, no time, or not rehearsed."""
+    seconds: float = 0.0
+    note: str = ""
+    """One line: counts of tests, or the reason."""
+    found: Any = None
+    """The JSON object that the step printed."""
+    made_with: str = ""
+    """GPU, commit and versions."""
+
+
+@dataclass
+class Report:
+    """All results, and what the last run of them was made with."""
+
+    rehearsal: bool
+    minutes: float
+    commit: str
+    machine: dict[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        """Take a result in the place of an earlier one of the same step; what has not run does not
+        replace what has."""
+        names = [one.step for one in self.results]
+        if result.step not in names:
+            self.results.append(result)
+        elif (place := names.index(result.step)) >= 0 and (
+            result.status in BEGUN or self.results[place].status not in BEGUN
+        ):
+            self.results[place] = result
+
+    def begun(self) -> set[str]:
+        """Names of the steps that have run."""
+        return {one.step for one in self.results if one.status in BEGUN}
+
+    def made_with(self) -> str:
+        """One line: GPU or CPU, commit, and versions."""
+        here = self.machine
+        chip = here.get("gpu", here.get("cpu", "?"))
+        return f"{chip}, commit {self.commit}, torch {here.get('torch', '?')}"
+
+    def write(self, folder: Path) -> None:
+        """results.json, results.md and results.tar.gz; each replaces the one before whole."""
+        for name, made in (
+            ("results.json", json.dumps(asdict(self), indent=1).encode()),
+            ("results.md", ("\n".join(self.table()) + "\n").encode()),
+            ("results.tar.gz", None),
+        ):
+            aside = folder / f".{name}"
+            aside.write_bytes(archive(folder) if made is None else made)
+            aside.replace(folder / name)
+
+    def table(self) -> Iterator[str]:
+        """Markdown: the machine, then a line for each step."""
+        how = "rehearsal on CPU" if self.rehearsal else "on one GPU"
+        facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+        yield f"`bash tests/run_gpu.sh --minutes {self.minutes:g}`, {how}, commit {self.commit};"
+        yield f"{facts}."
+        others = {one.made_with for one in self.results if one.status in BEGUN} - {""}
+        if others - {self.made_with()}:
+            yield f"Made with: {'; '.join(sorted(others))}."
+        yield ""
+        yield "| step | tells | result | seconds | |"
+        yield "|---|---|---|---|---|"
+        for one in self.results:
+            yield f"| {one.step} | {one.tells} | {one.status} | {one.seconds:.0f} | {one.note} |"
+
+
+def archive(folder: Path) -> bytes:
+    """A tar.gz of the results and of what each step printed; long files are cut to their end."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as tar:
+        for path in [folder / "results.json", folder / "results.md", *sorted(folder.glob("*/*"))]:
+            if path.is_file() and (path.parent == folder or path.name in KEPT):
+                content = path.read_bytes()
+                content = content if path.parent == folder else content[-KEPT_BYTES:]
+                about = tarfile.TarInfo(f"results/{path.relative_to(folder)}")
+                about.size = len(content)
+                tar.addfile(about, io.BytesIO(content))
+    return made.getvalue()
+
+
+def earlier(folder: Path, rehearsal: bool, order: Sequence[str]) -> list[Result]:
+    """Results that are in a folder, in the order of the steps' names. Raises `ValueError` where
+    they are a rehearsal's and these are not, or the other way round, and where the file is not
+    results.json of this version."""
+    path = folder / "results.json"
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_bytes())
+        results = [Result(**one) for one in found["results"]]
+        was_rehearsal = found["rehearsal"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has not the form of this version; set --out: {error}") from None
+    if was_rehearsal != rehearsal:
+        kind = "a rehearsal on the CPU" if was_rehearsal else "a GPU"
+        raise ValueError(f"{path} has the results of {kind}; set --out to another folder")
+    places = {name: place for place, name in enumerate(order)}
+    return sorted(results, key=lambda one: places.get(one.step, len(places)))
