@@ -7,6 +7,9 @@ processes are in the folder too.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -16,6 +19,32 @@ from megarl.console import say
 
 RAY_ATTEMPTS = 3
 """Times that Ray is started before its failure ends the run."""
+
+_wanted = False
+"""Whether a process that is forked now leaves the process group of this one."""
+
+
+def _leave() -> None:
+    if _wanted:
+        os.setpgid(0, 0)
+
+
+# Runs in processes that subprocess starts with a preexec_fn, as Ray starts its own.
+os.register_at_fork(after_in_child=_leave)
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """Processes of Ray that are started in the block, and all that they start, are not in the
+    process group of this process. torchrun sends SIGTERM to the whole group of each rank: engines
+    would end before the rank has finished the step and saved its checkpoint.
+    """
+    global _wanted
+    _wanted = True
+    try:
+        yield
+    finally:
+        _wanted = False
 
 
 def start_ray(**options: Any) -> PrivateFolder:
@@ -28,7 +57,8 @@ def start_ray(**options: Any) -> PrivateFolder:
         for attempt in range(1, RAY_ATTEMPTS + 1):
             try:
                 # Without "local", Ray joins whatever `ray start` last started on this machine.
-                ray.init(address="local", _temp_dir=str(folder.path), **options)
+                with process_groups():
+                    ray.init(address="local", _temp_dir=str(folder.path), **options)
                 return folder
             except Exception as error:
                 if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:

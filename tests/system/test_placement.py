@@ -38,10 +38,12 @@ def two_nodes() -> Iterator[None]:
 
 
 ANOTHER_RAY = """
-import ray
+import os, psutil, ray
 from megarl.cluster.private_ray import start_ray
 folder = start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
-print(len(ray.nodes()), "node", (folder.path / "session_latest").exists())
+started = psutil.Process().children(recursive=True)
+outside = {os.getpgid(one.pid) for one in started}.isdisjoint({os.getpgid(0)})
+print(len(ray.nodes()), "node", (folder.path / "session_latest").exists(), outside)
 ray.shutdown()
 folder.remove()
 print(folder.path.exists())
@@ -56,7 +58,7 @@ def test_a_run_does_not_join_another_ray_of_this_machine(two_nodes: None) -> Non
     done = subprocess.run(
         [sys.executable, "-c", ANOTHER_RAY], capture_output=True, text=True, timeout=180
     )
-    assert done.stdout.split() == ["1", "node", "True", "False"], done.stderr
+    assert done.stdout.split() == ["1", "node", "True", "True", "False"], done.stderr
 
 
 def test_each_engine_has_its_gpus_on_one_node(two_nodes: None) -> None:
