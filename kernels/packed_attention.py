@@ -231,7 +231,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    """As `packed_attention`, in padded batches."""
+    """Causal attention within each document, computed with torch's attention of equally long
+    sequences: documents of similar length form a batch, in which shorter ones are padded.
+
+    q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], without the padding.
+    """
     width = q.shape[2]
     if q.is_cuda:
         # Otherwise torch would store all scores: its memory-efficient kernel, the only other one

@@ -116,10 +116,7 @@ class EngineGroup:
             if self.broken:
                 raise RuntimeError(f"engine {number} cannot start: {self.broken}")
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"engine {number} did not answer within {self._timeout_s:g} s (starting; raise"
-                    " rollout.engine.start_timeout_s)"
-                )
+                raise self._late(f"engine {number} did not answer")
         answer = ask({f"engine {number}": reference}, START_POLL_S, "starting")[0]
         del self._starting[number]
         self._failures.pop(number, None)
@@ -269,11 +266,14 @@ class EngineGroup:
             if self.broken:
                 raise RuntimeError(f"no engine can start: {self.broken}")
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"no engine is ready within {self._timeout_s:g} s (starting; raise"
-                    " rollout.engine.start_timeout_s)"
-                )
+                raise self._late("no engine is ready")
             ray.wait(list(self.starting.values()), timeout=START_POLL_S)
+
+    def _late(self, what: str) -> RuntimeError:
+        """The error of a start that took too long. `what`: what has not happened in time."""
+        return RuntimeError(
+            f"{what} within {self._timeout_s:g} s (starting; raise rollout.engine.start_timeout_s)"
+        )
 
     def _numbered(self) -> list[tuple[int, ActorHandle]]:
         """(position, actor) of each member."""

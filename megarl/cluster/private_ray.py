@@ -20,12 +20,12 @@ from megarl.console import say
 RAY_ATTEMPTS = 3
 """Times that Ray is started before its failure ends the run."""
 
-_wanted = False
+_leaves_group = False
 """Whether a process that is forked now leaves the process group of this one."""
 
 
 def _leave() -> None:
-    if _wanted:
+    if _leaves_group:
         os.setpgid(0, 0)
 
 
@@ -34,17 +34,17 @@ os.register_at_fork(after_in_child=_leave)
 
 
 @contextlib.contextmanager
-def process_groups() -> Iterator[None]:
-    """Processes of Ray that are started in the block, and all that they start, are not in the
-    process group of this process. torchrun sends SIGTERM to the whole group of each rank: engines
-    would end before the rank has finished the step and saved its checkpoint.
+def own_process_groups() -> Iterator[None]:
+    """Ray's processes that are started in the block get process groups of their own, which what
+    they start is in too. torchrun sends SIGTERM to the whole process group of each rank: engines in
+    that group would end before the rank has finished the step and saved its checkpoint.
     """
-    global _wanted
-    _wanted = True
+    global _leaves_group
+    _leaves_group = True
     try:
         yield
     finally:
-        _wanted = False
+        _leaves_group = False
 
 
 def start_ray(**options: Any) -> PrivateFolder:
@@ -57,7 +57,7 @@ def start_ray(**options: Any) -> PrivateFolder:
         for attempt in range(1, RAY_ATTEMPTS + 1):
             try:
                 # Without "local", Ray joins whatever `ray start` last started on this machine.
-                with process_groups():
+                with own_process_groups():
                     ray.init(address="local", _temp_dir=str(folder.path), **options)
                 return folder
             except Exception as error:

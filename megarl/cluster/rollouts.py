@@ -252,7 +252,6 @@ def start_service(
         first_step,
         cursor,
         client_token(config.environment),
-        None,
         recording,
         carried,
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
@@ -17,7 +16,6 @@ from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.reward_client import Token
-from megarl.ledger.recorder import Recorder
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
@@ -36,16 +34,14 @@ def build_service(
     first_step: int,
     cursor: Cursor,
     token: Token | None,
-    ledger: Path | None = None,
     recording: Recording | None = None,
     carried: Sequence[Group] = (),
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`; the steps before have used the groups of
-    `cursor`. `token`: of the reward servers, which only rank 0 can read. `ledger`: file in which
-    the service records what becomes of every group; None for a command that trains nothing.
-    `recording`: where the processes record what they do, or None. `carried`: finished groups of the
-    checkpoint that the run goes on from.
+    `cursor`. `token`: of the reward servers, which only rank 0 can read. `recording`: where
+    the processes record what they do, or None. `carried`: finished groups of the checkpoint that
+    the run goes on from. The service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
     """
     pace, deadline_s = Pace(), config.rollout.request_timeout_s
     if recording is not None:
@@ -73,7 +69,6 @@ def build_service(
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
         max_failure_share=config.environment.max_failure_share,
-        ledger=Recorder(ledger),
     )
     return service, environment
 
@@ -139,8 +134,9 @@ class ServiceActor:
         return self._service.progress(engine_steps)
 
     async def use_engine(self, number: int, handle: Any) -> None:
-        """Send requests to the actor `handle` as engine `number`. A call that was heard before
-        changes nothing: who calls may not know whether it was.
+        """From now on send the requests of engine `number` to the actor `handle`, a new engine that
+        has the current weights. A second call with the same actor changes nothing, so a caller may
+        repeat a call whose answer was lost.
         """
         known = self._service.engines.engines[number]
         if isinstance(known, RemoteEngine) and known.handle == handle:

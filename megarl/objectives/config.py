@@ -335,7 +335,8 @@ DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 @config
 class DistillationConfig:
-    """What the policy learns from its teacher: `megarl distill`. The formulas are in
+    """Settings of the loss of `megarl distill`, which trains the policy to give each next token the
+    probability that its teacher, another model, gives it. The formulas are in
     kernels/divergence.py.
     """
 
@@ -344,8 +345,8 @@ class DistillationConfig:
     KL(policy || teacher), which keeps to what the teacher finds likely; `jensen_shannon`: GKD's
     mixture of the two (arXiv:2306.13649, eq. 2)."""
     beta: Annotated[float, Range(1e-6, 0.999999)] = 0.5
-    """Of `jensen_shannon`: weight of the teacher in the mixture; towards 0 it behaves like forward
-    KL, towards 1 like reverse KL."""
+    """Weight of the teacher in the mixture of `jensen_shannon`; the other divergences do not use
+    it. Towards 0 it behaves like forward KL, towards 1 like reverse KL."""
     top_k: Annotated[int, Range(0, 2**20)] = 0
     """Compare the teacher's k likeliest tokens one by one and all others as one; 0: every token of
     the vocabulary by itself."""

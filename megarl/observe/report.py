@@ -60,8 +60,9 @@ def write_report(folder: Path, *, title: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """`megarl report RUN`: write the report of a run folder again; prints its path. Raises
-    `UserError` if the folder is not one of a run.
+    """The command `megarl report RUN`: make RUN/report.html anew from the metrics and other files
+    of the run folder RUN, and print its path. `arguments`: the words after `report`. Returns the
+    exit code 0. Raises `UserError` if there is not one word, or if RUN is no run folder.
     """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("megarl report needs one run folder: megarl report RUN")
@@ -83,7 +84,9 @@ class LiveReport:
         self._next = float("-inf")
 
     def refresh(self) -> None:
-        """Write the report, if it is time."""
+        """Write the report, unless the last one is younger than `every_s` seconds or than fifty
+        times what it took to write.
+        """
         started_at = time.monotonic()
         if started_at >= self._next:
             write_report(self._folder, title=self._folder.name)

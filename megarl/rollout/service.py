@@ -113,19 +113,19 @@ class RolloutService:
     # ------------------------------------------------------------------------- asked by the trainer
 
     def use_engine(self, number: int, engine: EngineHandle) -> None:
-        """Replace engine `number`: the new one has the present weights, and gets requests."""
+        """Send engine `number`'s requests to `engine`, a new one with the current weights."""
         self._waits.rejoins.engines.discard(number)
         self.engines.replace(number, engine)
 
     async def engine_is_ready(self, number: int) -> None:
-        """A new engine `number` is ready, but has no weights: ranks that wait for rollouts publish
-        theirs again. If none waits, the engine gets the next version.
+        """Note that a replacement for engine `number` runs and has no weights yet. Ranks that wait
+        for rollouts publish the current weights again; if none waits, it gets the next version.
         """
         self._waits.rejoins.engines.add(number)
         await self._waits.notify()
 
     async def fail(self, reason: str) -> None:
-        """End the run with an error: there will be no engines to generate."""
+        """Have waits for rollouts raise `RuntimeError(reason)`: no engine can be started."""
         await self._waits.fail(RuntimeError(reason))
 
     def progress(self, engine_steps: int = 0) -> int:

@@ -302,10 +302,12 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
 
 @contextmanager
 def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
-    """A context manager that initialises torch.distributed and creates the mesh and the run folder.
-    On exit, also after an error, it closes all of them; an error is shown before.
+    """A context manager that sets up a rank for a run and gives its `RunContext`: it initialises
+    torch.distributed and creates the process mesh and the run folder. All ranks enter it together.
+    On exit it closes what it has opened. An error in the block is printed first, and goes on.
 
-    `config.epochs`, if set, becomes `steps` of the context's `config`.
+    The `config` of the context always has `steps`: where `config.epochs` is set, the number of
+    steps in so many passes over the prompts.
     """
     training = config.training
     torch.set_num_threads(training.num_threads)

@@ -98,22 +98,26 @@ class Engines(Protocol):
         ...
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        """By engine, the log-prob of each token of `token_ids` after the first."""
+        """Have every engine compute log-probs of one sequence. Returns for each engine, in the
+        order of `members`, len(token_ids) - 1 values: the log-prob of every token but the first,
+        given the tokens before it.
+        """
         ...
 
     def hold(self) -> list[int]:
-        """From now on only the caller replaces engines, and nobody else. Sets `members`; waits only
-        while they are too few. Returns the numbers of those that have no weights yet.
+        """Begin a publication: until `let_go`, engines are replaced only by `replace`. Sets
+        `members` to the engines that run, and waits only while these are too few. Returns the
+        numbers of members that have no weights yet.
         """
         ...
 
     def let_go(self) -> None:
-        """End what `hold` has begun."""
+        """End a publication that `hold` has begun: engines may be replaced at any time again."""
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Begin to start new engines in the place of those with these numbers, which are no
-        positions, and set `members` as `hold` does.
+        """Begin to start new engines in the place of the engines `numbers`, which are numbers of
+        engines and not positions in `members`. Sets `members` as `hold` does.
         """
         ...
 

@@ -74,7 +74,9 @@ class ReshardEngine(WeightTransferEngine):
         self._receiver: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Compute the route, check it against the running model, and connect to the trainer.
+        """Prepare for weights, called by vLLM before the first version: work out which regions of
+        which tensors this engine rank receives, check that they fill the running model's
+        parameters, and connect to the trainer's transport.
 
         Errors are not raised but put in `status`.
         """
@@ -87,7 +89,7 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(str(error))
 
     def _connect(self, init_info: InitInfo) -> None:
-        """Compute the route, check it against the running model, and connect; raises errors."""
+        """As `init_transfer_engine`, but errors are raised."""
         self.shutdown()
         spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
         table = parameter_table(self.model_config.hf_config.to_dict())

@@ -413,7 +413,9 @@ async def life(
         return LAST + 1, START
     for task in made._tasks.values():
         task.cancel()
-    made.ledger._journal.close()  # type: ignore[union-attr]
+    journal = made.ledger._journal
+    assert journal is not None
+    journal.close()
     # What a killed process leaves: all that was synced, and any part of the rest.
     whole = path.read_bytes()
     path.write_bytes(whole[: draw.randint(on_disk, len(whole))])

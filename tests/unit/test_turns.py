@@ -290,15 +290,19 @@ def test_a_first_observation_beyond_the_budget_is_a_failure() -> None:
     assert "has 10 tokens, but rollout.max_new_tokens is 10" in verdict.detail
 
 
+class Sessions(RandomEnvironment):
+    """A session begins without an observation, and never twice under one key."""
+
+    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
+        assert key not in self.open
+        self.open.add(key)
+        return None
+
+
 def test_a_rollout_whose_arrays_are_lost_begins_anew() -> None:
     """With the same seeds, and with a session that nothing of the lost attempt is left of."""
 
-    class Turns(RandomEnvironment):
-        async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-            assert key not in self.open
-            self.open.add(key)
-            return None
-
+    class Turns(Sessions):
         async def step(
             self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
         ) -> Segment | Verdict:
@@ -329,13 +333,8 @@ def test_a_rollout_whose_arrays_are_lost_begins_anew() -> None:
 
 @pytest.mark.parametrize("losses", [MOST_LOSSES - 1, MOST_LOSSES])
 def test_a_rollout_whose_session_is_lost_begins_anew(losses: int) -> None:
-    class Losing(RandomEnvironment):
+    class Losing(Sessions):
         left = losses
-
-        async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-            assert key not in self.open
-            self.open.add(key)
-            return None
 
         async def step(
             self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int

@@ -118,7 +118,10 @@ class Sender(shared_memory.Sender):
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Count a bucket as written by this rank, after its copies on the GPUs have finished."""
+        """Wait until the GPUs have finished this rank's copies, then note in the shared counters
+        that this rank has written its part of `bucket`. An engine rank reads a bucket once all
+        trainer ranks have noted it.
+        """
         _synchronize(*self._memories.values())
         super().commit(bucket, watch)
 
