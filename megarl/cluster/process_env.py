@@ -24,6 +24,8 @@ RAY_SETTINGS = {
     # engines.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
+    # Else a call of Ray before it is started, or after its end, starts another one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 """Environment variables to set for Ray's own processes and for every rank."""
 

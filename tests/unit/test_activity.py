@@ -461,7 +461,15 @@ def test_a_signal_goes_only_to_the_process_that_recorded_it(recording: Recording
 
 
 def test_descendants_without_other_processes_of_the_run() -> None:
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    # Popen returns once `sleep` has been executed, or a moment before.
+    code = """
+import pathlib, subprocess
+p = subprocess.Popen(["sleep", "600"])
+while not pathlib.Path(f"/proc/{p.pid}/cmdline").read_bytes().startswith(b"sleep"):
+    pass
+print(p.pid, flush=True)
+p.wait()
+"""
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     below = int(child.stdout.readline())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 
 from megarl.checks.preflight import check_run
 from megarl.cluster import private_folder, private_ray
@@ -144,3 +145,10 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_run(
     assert subprocess.run(command, timeout=120).returncode == -9 and state.is_dir()
     private_folder.PrivateFolder().remove()
     assert not state.exists()
+
+
+def test_a_call_without_a_cluster_starts_none() -> None:
+    """Threads may outlive the run's Ray, and a Ray that nobody owns is ended by nobody."""
+    with pytest.raises(ray.exceptions.RaySystemError, match="Ray has not been started yet"):
+        ray.put(1)
+    assert not ray.is_initialized()

@@ -485,11 +485,17 @@ class FakeRay:
         actor.is_ready = True
 
 
+class Healthy:
+    def problem(self) -> str:
+        return ""
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two engines; `actors` has every actor that was started for it."""
     for module in (engines_module, answers_module, asking):
         monkeypatch.setattr(module, "ray", FakeRay)
+    monkeypatch.setattr(supervisor_module, "RayHealth", Healthy)
     actors: list[Actor] = []
 
     def start(number: int) -> Actor:
