@@ -71,7 +71,7 @@ class Compiled:
 
     kernel: str
     width: int | None
-    """Head width; None for kernels over logits."""
+    """Head width; None for kernels over logits and of elementwise functions."""
     dtype: str
     target: int
     registers: int
@@ -170,6 +170,21 @@ def launch_logprobs(dtype: Any) -> None:
     logprobs_triton.gradient_(logits, row, 0, 1.0, *torch.zeros(5, TOKENS))
 
 
+def launch_elementwise(dtype: Any) -> None:
+    """Both passes of each gated activation and of the rotary embedding of part of a head."""
+    import torch
+
+    from megarl.kernels.gated_triton import ACTIVATIONS, gated
+    from megarl.kernels.rotary_triton import rotary
+
+    gate, up = torch.zeros(2, TOKENS, VOCABULARY, dtype=dtype).unbind()
+    x = torch.zeros(1, QUERY_HEADS, TOKENS, 128, dtype=dtype, requires_grad=True)
+    cos, sin = torch.zeros(2, 1, TOKENS, 96, dtype=dtype)
+    for name in ACTIVATIONS:
+        gated(gate.requires_grad_(), up, name).sum().backward()
+    rotary(x, cos, sin).sum().backward()
+
+
 def loop_spills(sass: str) -> int:
     """Loads and stores of spilled registers (LDL, STL) in the innermost loops of a kernel's machine
     code, as cuobjdump prints it.
@@ -240,7 +255,9 @@ def compile_all(
                 (width, partial(launch_attention, target, dtype, width, descriptors))
                 for width in widths
             ]
-            for width, launch in [*launches, (None, partial(launch_logprobs, dtype))]:
+            without_width = (launch_logprobs, launch_elementwise)
+            launches += [(None, partial(one, dtype)) for one in without_width]
+            for width, launch in launches:
                 with compiling(target) as found:
                     launch()
                 for kernel, (made, log) in found.items():

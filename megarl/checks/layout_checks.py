@@ -116,11 +116,21 @@ def refuse_kernels(
     training: TrainingConfig, hf: transformers.PretrainedConfig, empty: torch.nn.Module
 ) -> None:
     """Raise `ValueError` if a configured kernel (`training.attention`, `training.sequence.block`,
-    `training.norms`) cannot run here, or not with the model `empty`, whose parameters have no
-    storage.
+    `training.norms`, `training.elementwise`) cannot run here, or not with the model `empty`, whose
+    parameters have no storage.
     """
     if training.norms == "torch":
         use_torch_norms(empty)
+    if training.elementwise == "triton":
+        there = local_device().type == "cuda" and importlib.util.find_spec("triton") is not None
+        require(
+            there,
+            "training.elementwise is 'triton', which needs a GPU and the package triton; set it to"
+            " 'model'",
+        )
+        from megarl.trainer.elementwise import use_triton_elementwise  # needs triton
+
+        use_triton_elementwise(empty)
     if training.sequence.block != "auto":
         refuse_block(training, hf)
     if training.attention != "flash_attn":

@@ -261,6 +261,10 @@ class TrainingConfig:
     norms: Literal["model", "torch"] = "model"
     """RMSNorm by the model's code in transformers, which is several kernels, or by torch's
     function, which is one on a GPU. In 16 bit they round differently."""
+    elementwise: Literal["model", "triton"] = "model"
+    """Rotary embeddings, and the activation of an MLP's gate times its other half, by the model's
+    code in transformers, which is several kernels each, or by megarl's Triton kernels, one each,
+    which need a GPU. In 16 bit they round differently."""
     logprobs: Literal["chunked", "liger"] = "chunked"
     """Implementation of log-probs and entropies: megarl's own kernels, or Liger's, which needs a
     GPU and tensor-parallel degree 1."""

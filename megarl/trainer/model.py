@@ -102,6 +102,10 @@ class RoleModel(nn.Module):
         use_linear(model)
         if training.norms == "torch":
             use_torch_norms(model)
+        if training.elementwise == "triton":
+            from megarl.trainer.elementwise import use_triton_elementwise  # needs triton
+
+            use_triton_elementwise(model)
         self.adapters: Adapters | None = None
         if training.lora.is_on:
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)

@@ -284,6 +284,10 @@ CASES = {
     "Liger without a GPU": Case(
         ["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}
     ),
+    "elementwise kernels without a GPU": Case(
+        ["training.elementwise is 'triton'", "needs a GPU", "set it to 'model'"],
+        {"training.elementwise": "triton"},
+    ),
     "flash-attn without a GPU": Case(
         [
             "training.attention is 'flash_attn'",

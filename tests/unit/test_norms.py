@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from support.tiny_families import small_model
 from torch import nn
 
 from megarl.trainer.norms import use_torch_norms
 
-SMALL: dict[str, Any] = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-)
 KINDS = {
     "qwen2": 5,
     "qwen3": 9,
@@ -32,16 +23,6 @@ KINDS = {
     "gemma3_text": 13,
 }
 """Model type -> its norms with two layers."""
-
-
-def small_model(kind: str, seed: int = 0) -> nn.Module:
-    changes = {"head_dim": 8} if kind in ("qwen3", "gemma2", "gemma3_text") else {}
-    config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # norms begin as ones or zeros
-        parameter.data += 0.1 * torch.randn(parameter.shape)
-    return model
 
 
 def results(model: Any) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ def test_these_tests_in_the_interpreter() -> None:
             __file__,
             # Trees, windows, soft caps and sinks, in every schedule.
             str(Path(__file__).with_name(schedules)),
+            str(Path(__file__).with_name("test_elementwise.py")),
             "-q",
             "-k",
             "not (cpu or reference)",
