@@ -37,6 +37,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
         ranks=(0,),
     )
     with open_run(config, inputs) as context:
+        assert isinstance(context.config, RunConfig)
         if context.mesh.is_member:
             # What `build` does on this rank, but for the engines.
             rl_setup.broadcast_object(0, all_ranks())
