@@ -29,10 +29,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megarl.activity.process import machine, start_of
 from megarl.console import say
+
+if TYPE_CHECKING:
+    from megarl.activity.busy import Busy
 
 Kind = Literal[
     "generate",
@@ -54,8 +57,6 @@ MAX_BYTES = 8 * 2**20
 therefore keeps at most twice as many bytes."""
 NAMED_RANKS = 16
 """A wait for more ranks than these names their number only."""
-GAP_S = 0.1
-"""A pause between requests that is shorter does not end a span of `Busy`."""
 
 Whom = str | Sequence[str | int]
 """On whom a span waits: a name such as "service" or "engine0", or several; a number is a rank."""
@@ -280,115 +281,3 @@ def step_begins(step: int, version: int) -> None:
     """Note that this process begins `step` (from 1) with weights `version`."""
     if (found := _process.recorder) is not None:
         found.write({"step": step, "version": version, "t": round(time.monotonic(), 6)})
-
-
-class Busy:
-    """One span from the first open request to none open, however many there are in between.
-
-    busy = Busy("responses", kind="generate")
-    with busy.request(): ...        # in any number of asyncio tasks of one event loop
-    """
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        kind: Kind,
-        of: Whom = (),
-        deadline_s: float = 0.0,
-        quiet_s: float = 0.0,
-    ) -> None:
-        """`deadline_s`: seconds after which an open request is reported; 0 for none. `quiet_s`:
-        seconds without any answer after which open requests are reported; 0 for none.
-        """
-        self.what, self.of = what, of
-        self.kind: Kind = kind
-        self.deadline_s, self.quiet_s = deadline_s, quiet_s
-        self.requests: dict[int, float] = {}
-        """Open requests: when they began, in that order."""
-        self.done = self.most = 0
-        self.span: Span | None = None
-        self.ended_at = 0.0
-        """When the last request was answered."""
-        self.missed: tuple[float, float, float] | None = None
-        """(begin, seconds that it lasted, deadline) of a request that failed after its deadline and
-        is not reported yet."""
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-
-    def request(self) -> _Request:
-        """A context manager for one request."""
-        return _Request(self)
-
-    def opened(self) -> int:
-        """A request begins; returns its number."""
-        now, number = time.monotonic(), next(self._numbers)
-        with self._lock:
-            if self.span is not None and not self.requests and now - self.ended_at > GAP_S:
-                self._end()
-            if self.span is None and (found := _process.recorder) is not None:
-                span = self.span = Span(self.what, self.kind, self.of, 0.0, False)
-                span.number, span.since = found.number(), now
-                self.done = self.most = 0
-                if self not in found.busy:
-                    found.busy.append(self)
-                found.open[span.number] = span
-                found.begin(span)
-            self.requests[number] = now
-            self.most = max(self.most, len(self.requests))
-        return number
-
-    def answered(self, number: int, *, failed: bool = False) -> None:
-        """The request `number` is over."""
-        with self._lock:
-            self.done, self.ended_at = self.done + 1, time.monotonic()
-            begun = self.requests.pop(number)
-            if failed and 0 < self.deadline_s <= self.ended_at - begun:
-                self.missed = begun, self.ended_at - begun, self.deadline_s
-
-    def tidy(self, now: float) -> None:
-        """End the span if there has been no request for `GAP_S`; the watcher calls it."""
-        with self._lock:
-            if self.span is not None and not self.requests and now - self.ended_at > GAP_S:
-                self._end()
-
-    def overdue(self, now: float) -> tuple[float, float, float]:
-        """(when the wait began, seconds that it lasts, its deadline) of the wait that has passed
-        its deadline; zeros if none has.
-        """
-        if self.missed is not None:
-            return self.missed
-        with self._lock:
-            oldest = next(iter(self.requests.values()), now)
-        heard = max(oldest, self.ended_at)
-        if 0 < self.deadline_s <= now - oldest:
-            return oldest, now - oldest, self.deadline_s
-        if 0 < self.quiet_s <= now - heard:
-            return heard, now - heard, self.quiet_s
-        return 0.0, 0.0, 0.0
-
-    def _end(self) -> None:
-        found = _process.recorder
-        if found is not None and self.span is not None:
-            found.end(self.span, self.ended_at, done=self.done, most=self.most)
-        self.span = None
-
-
-class _Request:
-    """Context manager of `Busy.request`."""
-
-    __slots__ = ("_busy", "_number")
-
-    def __init__(self, busy: Busy) -> None:
-        self._busy = busy
-
-    def __enter__(self) -> None:
-        self._number = self._busy.opened()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._busy.answered(self._number, failed=kind is not None)

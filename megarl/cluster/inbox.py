@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.activity.spans import Busy, Kind
+from megarl.activity.busy import Busy
+from megarl.activity.spans import Kind
 from megarl.cluster.mailbox import (
     INLINE_BYTES,
     LINGER_SHARE,

@@ -27,7 +27,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from megarl.activity.spans import Busy
+from megarl.activity.busy import Busy
 from megarl.errors import ArraysLost, EngineLost, EngineUnreachable
 from megarl.types import TokenArrays
 

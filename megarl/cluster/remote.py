@@ -14,8 +14,9 @@ import numpy as np
 import psutil
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording, close_recording
-from megarl.activity.spans import Busy, activity
+from megarl.activity.spans import activity
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
@@ -35,6 +36,9 @@ ENVIRONMENT = "environment"
 
 PAUSED_WITHIN_S = 10.0
 """Seconds that an engine has to say how long its generation was paused."""
+JUDGE_S = 1.5 * PAUSED_WITHIN_S
+"""Seconds after the deadline of a request within which it is known whether the engine was paused,
+unless the event loop of this process hangs."""
 
 
 def engine_name(number: int) -> str:
@@ -125,10 +129,13 @@ class RemoteEngine:
         self, handle: Any, pace: Pace, *, number: int = 0, deadline_s: float = 0.0
     ) -> None:
         """`number`: of the engine. `deadline_s`: seconds after which an unanswered request is
-        reported; 0 for none.
+        reported, not counting those of which `paused_s` says that the engine was paused; 0 for
+        none.
         """
         name = engine_name(number)
-        busy = Busy(f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s)
+        busy = self._busy = Busy(
+            f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s, judge_s=JUDGE_S
+        )
         self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
         self.handle = handle
 
@@ -149,16 +156,19 @@ class RemoteEngine:
 
     async def paused_s(self, last_s: float) -> float:
         """See `megarl.rollout.requests.EngineHandle`. 0 if the engine does not say it within
-        `PAUSED_WITHIN_S`: an engine that hangs is not paused.
+        `PAUSED_WITHIN_S`: an engine that hangs is not paused. A request that has lasted for
+        `last_s`, and is late without the pauses, is reported.
         """
         try:
-            return await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
+            found = await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
         except TimeoutError:
-            return 0.0
+            found = 0.0
         except ActorUnavailableError as error:
             raise EngineUnreachable(str(error).splitlines()[0]) from error
         except RayActorError as error:
             raise EngineLost(f"its process died ({str(error).splitlines()[0]})") from error
+        self._busy.judged(last_s, found)
+        return found
 
 
 class EnvironmentActor(Inbox):

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording
-from megarl.activity.spans import Busy
 from megarl.cluster.asking import kill_actor
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process, end, with_descendants

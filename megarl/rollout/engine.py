@@ -33,6 +33,9 @@ BACKEND = "megarl"
 ADAPTER = "policy"
 """Name of the policy's LoRA adapters in vLLM."""
 
+UNPUBLISHED = -1
+"""Version of weights that the trainer has not published, or that vLLM does not name."""
+
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM 0.32 can keep room; an adapter may have a lower one."""
 
@@ -90,7 +93,7 @@ class Engine:
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
-        self.version, self.sampling = -1, sampling
+        self.version, self.sampling = UNPUBLISHED, sampling
         self._receipts: dict[int, str] = {}
         """{version: receipt} of the weights that the engine's ranks have received."""
         self._adapts = bool(adapter_rank)
@@ -182,10 +185,12 @@ class Engine:
         self._prompt_tokens += len(prompt_ids)
         self._cached_tokens += final.num_cached_tokens or 0
         output = final.outputs[0]
-        # An engine that was never published to reports a version that is no number.
-        known = [span for span in output.weight_versions or () if span.version.isdecimal()]
-        spans = [(int(span.version), span.end - span.start) for span in known]
-        spans = spans or [(self.version, len(output.token_ids))]
+        spans = [
+            # vLLM's name for weights that were never published is no number.
+            (int(span.version) if span.version.isdecimal() else UNPUBLISHED, span.end - span.start)
+            for span in output.weight_versions or ()
+        ]
+        spans = spans or [(UNPUBLISHED, len(output.token_ids))]
         return Segment(
             kind="model",
             num_tokens=len(output.token_ids),

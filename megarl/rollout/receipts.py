@@ -38,6 +38,7 @@ class Receipts:
         """Raise `RuntimeError` if a response has tokens of other weights than were published.
         Versions that the trainer has not told yet pass; `check_groups` comes later.
         """
+        self._refuse_unnamed([answer], where)
         refuse_unknown(spans_of([answer]), self.known, where, later=True)
 
     def check_groups(self, groups: Sequence[Group]) -> None:
@@ -48,7 +49,19 @@ class Receipts:
             greedy = [] if group.greedy is None else [group.greedy]
             for one in [*group.rollouts, *greedy]:
                 where = f"rollout {one.sample} of group {group.ordinal}"
+                self._refuse_unnamed(one.segments, where)
                 refuse_unknown(spans_of(one.segments), self.known, where)
+
+    def _refuse_unnamed(self, segments: Sequence[Segment], where: str) -> None:
+        """Raise `RuntimeError` if an engine does not say of each token which version it is of."""
+        for part in segments:
+            named = sum(count for _, count in part.versions)
+            if self.known and part.kind == "model" and named != part.num_tokens:
+                raise RuntimeError(
+                    f"{where} has {part.num_tokens} tokens, but the engine says of {named} which"
+                    " weights have generated them; the sample is not trained on, resume the run"
+                    " from its newest checkpoint"
+                )
 
 
 def spans_of(segments: Sequence[Segment]) -> list[Span]:

@@ -6,6 +6,7 @@ we change at will.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from support.tiny import write_model
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.config import EngineConfig, Sampling
+from megarl.rollout.engine import UNPUBLISHED
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
 
@@ -192,6 +194,24 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
         if switched:
             break
     assert switched, "no request was under way while weights changed: this test would prove nothing"
+
+
+def test_tokens_of_weights_that_vllm_does_not_name_are_of_no_version(side: Side) -> None:
+    """They get -1, which the rollout service refuses, and not the version of now."""
+    (handle,) = side.engines.handles
+    side.publish()
+
+    def rename(engine: Any) -> None:
+        loop = engine._llm.output_handler.get_loop()
+        asyncio.run_coroutine_threadsafe(engine._llm.update_weight_version("default"), loop)
+
+    ray.get(handle.__ray_call__.remote(rename), timeout=60)
+    deadline = time.monotonic() + 60
+    while (turn := ray.get(side.start([5, 6], 1), timeout=60)).versions[0][0] == side.version:
+        assert time.monotonic() < deadline, "the new name has not come"
+    assert turn.versions == [(UNPUBLISHED, turn.num_tokens)] and turn.receipts == [""]
+    side.publish()
+    assert ray.get(side.start([5, 6], 1), timeout=60).versions[0][0] == side.version
 
 
 def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(

@@ -5,6 +5,7 @@ saved.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 from support.commands import PROBE_BOUND, Done, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
+
+from megarl.checkpoints.progress import read_progress
+from megarl.ledger.journal import FILE, sealed
 
 STEPS = 4
 TIMES = ("time/", "tokens/generated_per_s", "tokens/trained_per_s", "publish/")
@@ -150,6 +154,67 @@ def test_resuming_a_finished_run_says_so_and_starts_nothing(done: Done, place: P
     assert "the run is finished" in finished.err and "raise steps" in finished.err
     assert "Ray:" not in finished.err and "engines" not in finished.err
     assert json.loads(finished.out)["steps"] == STEPS
+
+
+def test_a_checkpoint_knows_the_ledger_of_its_steps(done: Done, place: Path) -> None:
+    """What the ledger held at a checkpoint tells of the checkpoint's steps and groups."""
+    run = place / "run"
+    for step in (2, 4):
+        progress = read_progress(run / "checkpoints" / f"step_{step:06d}")
+        here = place / f"ledger_{step}"
+        here.mkdir()
+        whole = (run / FILE).read_bytes()
+        (here / FILE).write_bytes(whole[: int(progress.ledger["bytes"])])
+        found = ledger(here)
+        assert (found["steps"], found["cursor"]) == (step, progress.next_ordinal)
+        assert found["torn_bytes"] == 0
+
+
+def of_another_run(lines: list[bytes]) -> bytes:
+    """The ledger of a run with another name that did the same."""
+    made, before = [], 0
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        del record["n"], record["crc"]
+        record |= {"run": "0" * 32} if number == 0 else {}
+        line, before = sealed(number, record, before)
+        made.append(line)
+    return b"".join(made)
+
+
+def changed_in_the_middle(lines: list[bytes]) -> bytes:
+    """The ledger with one digit changed."""
+    middle = len(lines) // 2
+    changed = re.sub(rb'"ordinal":\d', b'"ordinal":7', lines[middle], count=1)
+    assert changed != lines[middle]
+    return b"".join([*lines[:middle], changed, *lines[middle + 1 :]])
+
+
+WRONG = {
+    "another run's": (of_another_run, "is not the ledger of checkpoint step_000004"),
+    "a shorter one": (lambda lines: b"".join(lines[:40]), "when the checkpoint was written"),
+    "a line changed": (changed_in_the_middle, "is damaged"),
+    "a line missing": (lambda lines: b"".join(lines[:30] + lines[31:]), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_resume_with_a_wrong_ledger_is_refused_before_engines_start(
+    done: Done, place: Path, kind: str
+) -> None:
+    change, wanted = WRONG[kind]
+    folder = place / kind.replace(" ", "_").replace("'", "")
+    shutil.copytree(place / "run", folder)
+    path = folder / FILE
+    path.write_bytes(change(path.read_bytes().splitlines(keepends=True)))
+    before = path.read_bytes()
+    arguments = ["--folder", str(folder), "--steps", str(STEPS + 2), "--resume", "auto"]
+    finished = megarl("train", str(place / "recipe.yaml"), *arguments)
+    assert finished.code == 2 and finished.out == ""
+    (said,) = [line for line in finished.err.splitlines() if FILE in line]
+    assert wanted in said and str(path) in said and "move the file away" in said
+    assert not re.search("Traceback|Ray|engine", finished.err)
+    assert path.read_bytes() == before, "a run that is refused leaves the ledger as it is"
 
 
 def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, place: Path) -> None:

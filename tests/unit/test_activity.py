@@ -17,10 +17,11 @@ import pytest
 
 from megarl.activity import recording as recordings
 from megarl.activity import spans, stacks, watcher
+from megarl.activity.busy import Busy
 from megarl.activity.files import Life, SpanRecord, read
 from megarl.activity.process import descendants, machine, start_of, state_of
 from megarl.activity.recording import Recording
-from megarl.activity.spans import KINDS, Busy, activity, step_begins
+from megarl.activity.spans import KINDS, activity, step_begins
 from megarl.activity.state import chain
 from megarl.checks.status import main as status
 from megarl.errors import UserError
@@ -332,6 +333,23 @@ def test_a_request_that_fails_at_its_deadline_is_named(opened: Path) -> None:
         fail_in(busy.request(), 0.02)
     until(lambda: reports(opened))
     assert "for responses (deadline" in reports(opened)[0].read_text()
+
+
+def test_a_request_that_nobody_judges_is_named_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the event loop hangs that is to ask how long an engine was paused."""
+    now = [100.0]
+    monkeypatch.setattr("megarl.activity.busy.time.monotonic", lambda: now[0])
+    busy = Busy("responses", kind="wait", of="engine0", deadline_s=10.0, judge_s=3.0)
+    with busy.request():
+        assert busy.overdue(112.9) == (0, 0, 0)
+        assert busy.overdue(113.0) == (100, 13, 10)
+        now[0] = 111.0
+        busy.judged(11.0, 5.0)
+        assert busy.overdue(123.9) == (0, 0, 0)
+        assert busy.overdue(124.0) == (100, 24, 10)
+        now[0] = 116.0
+        busy.judged(16.0, 6.0)
+        assert busy.overdue(116.0) == (100, 16, 16)
 
 
 def test_several_processes_write_one_report(

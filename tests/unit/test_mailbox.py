@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +13,21 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
+from megarl.activity.recording import Recording
+from megarl.activity.watcher import POLL_S
 from megarl.cluster import asking, remote_environment
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import MAX_BATCH, Mailbox, Pace, StoredArrays, fetch
-from megarl.cluster.remote import RemoteEngine
+from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.service_process import ServiceActor
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session_pool import GRACE_S
 from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
-from megarl.types import Segment, TokenArrays, Verdict
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.pauses import Pauses
+from megarl.rollout.requests import EnginePool, Route
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
 class Echo(Inbox):
@@ -64,6 +72,7 @@ class Handle:
 
     start: Any = None
     process: Any = None
+    paused_s: Any = None
 
     def __init__(self) -> None:
         self.inbox, self.calls, self.dead = Echo(), 0, False
@@ -211,6 +220,73 @@ def test_an_engine_that_is_named_twice_keeps_its_mailbox() -> None:
     for _ in range(2):
         asyncio.run(actor.use_engine(0, handles[1]))
     assert len(used) == 1 and used[0].handle is handles[1]
+
+
+class Paused(Inbox):
+    """An engine that is paused for the first second of a request. It answers `answers_s` later."""
+
+    def __init__(self, answers_s: float) -> None:
+        self.answers_s, self.pauses = answers_s, Pauses()
+
+    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
+        self.pauses.begin()
+        await asyncio.sleep(1.0)
+        self.pauses.end()
+        await asyncio.sleep(self.answers_s)
+        return Segment("model", 1, TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32)))
+
+    async def paused_s(self, last_s: float) -> float:
+        return self.pauses.within(last_s)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
+    is_late: bool, tmp_path: Path
+) -> None:
+    """A request has 0.6 s without the engine's pause of 1 s. One that is not late is not reported,
+    as it would be if the pause counted; a late one is, with the deadline that it had.
+    """
+    recording = Recording.of(tmp_path, "run", enabled=True)
+    assert recording is not None
+    recording.make(keep=False)
+
+    def reports() -> list[str]:
+        return [path.read_text() for path in tmp_path.glob("waits-*.txt")]
+
+    async def go() -> None:
+        handle, inbox = Handle(), Paused(60.0 if is_late else 0.1)
+        handle.inbox, handle.paused_s = inbox, Method(inbox.paused_s)  # pyright: ignore
+        config = replace(RolloutConfig(), request_timeout_s=0.6)
+        engine = RemoteEngine(handle, Pace(), deadline_s=config.request_timeout_s)
+        asked = EnginePool([engine], config).generate(
+            Prompt(3, "p", [1, 2], "a"),
+            np.array([1, 2], np.int32),
+            [],
+            seed=1,
+            max_tokens=1,
+            temperature=1.0,
+            route=Route(),
+        )
+        if not is_late:
+            assert (await asked).num_tokens == 1
+        else:
+            with pytest.raises(RuntimeError, match=r"did not answer prompt 3 within 0\.6 s"):
+                await asked
+        await asyncio.sleep(3 * POLL_S)
+
+    close = recording.open("service")
+    try:
+        asyncio.run(asyncio.wait_for(go(), 30))
+    finally:
+        close()
+    if is_late:
+        (text,) = reports()
+        waited_s, deadline_s = re.findall(
+            r"waited ([\d.]+) s for responses.*deadline ([\d.]+) s", text
+        )[0]
+        assert float(waited_s) >= float(deadline_s) >= 1.5
+    else:
+        assert reports() == []
 
 
 def test_every_request_gets_its_own_answer_in_few_calls() -> None:

@@ -49,6 +49,16 @@ def dropped(version: int) -> Segment:
     return answer([(version, 2)], [""])
 
 
+def unnamed(version: int) -> Segment:
+    """The engine does not say what weights have generated the last token."""
+    return replace(right(version), versions=[(version, 1)])
+
+
+def nameless(version: int) -> Segment:
+    """The engine says of no token what weights have generated it."""
+    return replace(right(version), versions=[], receipts=[])
+
+
 def in_the_middle(fault: Callable[[int], Segment]) -> Callable[[int], Segment]:
     """A response that begins with the right weights."""
 
@@ -145,9 +155,26 @@ def test_a_wrong_receipt_is_caught_before_the_step(
         assert engines.version == at
 
 
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(("fault", "named"), [(unnamed, 1), (nameless, 0)])
+def test_tokens_of_no_known_version_are_refused(
+    fault: Callable[[int], Segment], named: int, at: int
+) -> None:
+    """Before the step of these tokens."""
+    engines = Engines(fault, at)
+    with pytest.raises(RuntimeError, match=rf"has 2 tokens, but the engine says of {named} which"):
+        run(engines, tell)
+    assert engines.version == at
+    receipts = Receipts(staleness=1, known={at: tell(at)})
+    rollout = Rollout(0, 1, [fault(at)], Verdict(1.0, True), at)
+    with pytest.raises(RuntimeError, match="rollout 0 of group 7 has 2 tokens"):
+        receipts.check_groups([Group(7, Prompts().at(7), [rollout])])
+
+
 def test_right_receipts_pass_and_none_is_asked_for_where_nothing_is_published() -> None:
     assert run(Engines(right, at=9), tell) == 4
-    assert run(Engines(dropped, at=1), lambda version: []) == 4
+    for fault in (dropped, unnamed):
+        assert run(Engines(fault, at=1), lambda version: []) == 4
 
 
 def test_a_version_that_is_told_later_is_looked_at_then() -> None:

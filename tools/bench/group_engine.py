@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import sys
@@ -104,11 +105,20 @@ async def run_step(pool: Any, asked: list[Any]) -> tuple[float, float]:
         segment = await pool.generate(
             prompt, ids, [], seed=seed, max_tokens=most, temperature=1.0, route=route
         )
-        assert segment.num_tokens == most and route.engine is not None
+        assert segment.num_tokens == most, (segment, most)
+        assert route.engine is not None
         ends[route.engine] = time.monotonic() - started_at
 
     await asyncio.gather(*(answer(seed) for seed in range(len(asked))))
     return max(ends), sum(1 - end / max(ends) for end in ends) / len(ends)
+
+
+def write_endless_model(folder: Path) -> None:
+    """`folder`/model: the model of `write_task`, which never ends a response."""
+    write_task(folder, VOCABULARY)
+    (folder / "model" / "generation_config.json").unlink()
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
 
 
 def measure_case(handles: list[Any], case: tuple[int, int, int], args: Any) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         Cluster(namespace=f"bench-{os.getpid()}", token=own_cluster_token()) as cluster,
     ):
-        write_task(Path(folder), VOCABULARY)
+        write_endless_model(Path(folder))
         engines = cluster.start_engines(
             own_seats(args.engines, tensor=1, gpus=False, timeout_s=60),
             timeout_s=TIMEOUT_S,
@@ -180,7 +190,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             stop_token_ids=[],
             trust_remote_code=False,
             seed=0,
-            tokenizer=f"{folder}/model",
             environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
         )
         engines.wait()
