@@ -131,7 +131,7 @@ def _role_row(
         memory = role_memory(table, layout, training, trains=trains)
         if memory.host:
             notes[
-                f"{name}: gradients and optimizer states are in the host's memory,"
+                f"{name}: {_on_host(training)} in the host's memory,"
                 f" {memory.host / GIB:.1f} GiB a rank"
             ] = None
     is_rl = isinstance(config, RunConfig)
@@ -145,6 +145,12 @@ def _role_row(
             "the policy's ranks also hold their rows of the teacher's output head, not counted"
         ] = None
     return Row(name, status, model.path, _count(table), shown, place.ranks, mine, memory)
+
+
+def _on_host(training: TrainingConfig) -> str:
+    """What `training.offload_optimizer` keeps on the host, with its verb."""
+    sums = training.offload_gradients == "step"
+    return "optimizer states are" if sums else "gradients and optimizer states are"
 
 
 def _step_note(

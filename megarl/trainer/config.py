@@ -272,6 +272,11 @@ class TrainingConfig:
     """Recompute activations in the backward pass instead of storing them."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (ZeRO 1-3)."""
+    offload_gradients: Literal["step", "micro_batch"] = "step"
+    """When gradients are moved to the host, with `offload_optimizer`. step: once an optimizer step;
+    until then their sums stay on the device, in float32. micro_batch, for ZeRO 3: in every
+    micro-batch, and back for the next one; slower, without that memory on the device. Roles with a
+    ZeRO stage 1 or 2 of their own move them once a step."""
     max_skipped_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Number of times that the policy, and the critic, may each skip an optimizer step because a
     log-prob, a value, the loss or a gradient is NaN or infinite; continuations of the run count
@@ -307,6 +312,12 @@ class TrainingConfig:
         require(
             not self.offload_optimizer or self.zero_stage > 0,
             "training.offload_optimizer needs ZeRO; set training.zero_stage to 1, 2 or 3",
+        )
+        require(
+            self.offload_gradients == "step" or (self.offload_optimizer and self.zero_stage == 3),
+            "training.offload_gradients micro_batch is for training.offload_optimizer true with"
+            f" training.zero_stage 3, and they are {self.offload_optimizer} and {self.zero_stage};"
+            " set training.offload_gradients to step",
         )
         require(
             not self.lora.is_on or self.tensor_backend == "plan",

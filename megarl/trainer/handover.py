@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megarl.errors import UserError
+from megarl.trainer.gradient_sums import sums_of
 
 ALIGNMENT = 512
 """Bytes to which the parts of the host's memory are aligned."""
@@ -84,8 +85,9 @@ class Handover:
         if it was done already.
 
         While they are away, the optimizer's own tensors are those on the host, so that a checkpoint
-        can be written. `module`: the model, whose weights stay. `on_host`: optimizer state and
-        gradients are on the host anyway. Call it between two optimizer steps.
+        can be written. `module`: the model, whose weights stay. `on_host`: the optimizer state is
+        on the host anyway, and of the gradients at most the sums are not. Call it between two
+        optimizer steps.
         """
         if self.is_away:
             return
@@ -103,7 +105,7 @@ class Handover:
                 and _storage(one).data_ptr() not in weights
             ]
 
-        empty = [] if on_host else lent(gradient_memory(optimizer))
+        empty = lent(sums_of(optimizer) if on_host else gradient_memory(optimizer))
         if not on_host:
             self._copy(lent(optimizer_state(optimizer)))
         for parameter in module.parameters():
@@ -192,9 +194,7 @@ def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
         if one.grad is not None:
             yield one.grad
     yield from getattr(optimizer, "fp32_groups_gradients_flat", [])  # bf16 ZeRO 1
-    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)  # ZeRO 3
-    if flat is not None:
-        yield flat
+    yield from sums_of(optimizer)
 
 
 def buckets(optimizer: Any) -> Iterator[torch.Tensor]:

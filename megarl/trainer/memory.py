@@ -12,9 +12,10 @@ the last column on (arXiv:1910.02054):
     optimizer: master weights       4, or 0   4          1
     optimizer: AdamW's two moments  8         8          1
 
-Gradients are added up in float32. In float32 there are master weights under ZeRO 1 to 3 only,
-where DeepSpeed copies the weights. What a step needs beside is in `working_memory.py`. Not counted:
-key-value caches.
+Gradients are added up in float32. With `training.offload_optimizer` the optimizer's parts are in
+the host's memory, and so are gradients with `training.offload_gradients: micro_batch`. In float32
+there are master weights under ZeRO 1 to 3 only, where DeepSpeed copies the weights. What a step
+needs beside is in `working_memory.py`. Not counted: key-value caches.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Memory:
     optimizer: int = 0
     """Master weights and AdamW's moments."""
     host: int = 0
-    """Bytes of gradients and optimizer state in the host's memory instead
-    (`training.offload_optimizer`)."""
+    """Bytes in the host's memory with `training.offload_optimizer`: optimizer state, and gradients
+    that are handed to it."""
 
     @property
     def total(self) -> int:
@@ -101,23 +102,29 @@ def role_memory(
     )
     if not (trains and training.offload_optimizer):
         return found
-    # DeepSpeed's offload moves each rank's part of the gradients, also under ZeRO 1.
-    return Memory(found.weights, host=host_memory(trained, layout, training))
+    sums = found.gradients if training.offload_gradients == "step" else 0
+    return Memory(found.weights, sums, host=host_memory(trained, layout, training))
 
 
 def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig) -> int:
     """Bytes on the host for a rank with `training.offload_optimizer`. `trained`: elements of each
     trained parameter on a tensor-parallel rank.
 
-    Master weights and moments take what they have. Gradients are there twice, since they are added
-    up in one buffer and handed to the optimizer in another; both are pinned, which torch rounds up
-    to a power of two.
+    Pinned memory, which torch rounds up to a power of two, has the gradients that the optimizer
+    takes, under ZeRO 1 and 2 also the master weights, the rank's part of the weights on its way
+    back, and a buffer for the largest parameter; with `training.offload_gradients: micro_batch`
+    also the sums of gradients. The rest takes what it has.
     """
     parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
-    found = sum(parts) * (MASTER_BYTES + MOMENT_BYTES)
-    found += power_of_two(sum(parts) * GRADIENT_BYTES)
-    groups = sub_groups(parts) if training.zero_stage == 3 else [sum(parts)]
-    return found + sum(power_of_two(size * GRADIENT_BYTES) for size in groups)
+    if training.zero_stage == 3:
+        pinned = [size * GRADIENT_BYTES for size in sub_groups(parts)]
+        if training.offload_gradients == "micro_batch":
+            pinned.append(sum(parts) * GRADIENT_BYTES)
+        return sum(parts) * (MASTER_BYTES + MOMENT_BYTES) + sum(map(power_of_two, pinned))
+    each = BYTES[training.precision]
+    pinned = [sum(parts) * size for size in (MASTER_BYTES, GRADIENT_BYTES, each)]
+    pinned.append(max(trained, default=0) * each)
+    return sum(parts) * MOMENT_BYTES + sum(map(power_of_two, pinned))
 
 
 def sub_groups(parts: Sequence[int]) -> list[int]:

@@ -92,7 +92,8 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
             training, optimizer=role.optimizer, schedule=role.schedule, lora=LoraConfig()
         )
     if role.zero_stage is not None:
-        training = replace(training, zero_stage=role.zero_stage)
+        when = training.offload_gradients if role.zero_stage == 3 else "step"
+        training = replace(training, zero_stage=role.zero_stage, offload_gradients=when)
     return training
 
 

@@ -28,6 +28,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
+from megarl.trainer.gradient_sums import keep_on_device
 from megarl.trainer.handover import Handover, free_cache
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
@@ -144,6 +145,8 @@ class TrainEngine:
             )
         made: Any = engine
         made.checkpoint_engine = self._files
+        if self.trains and config.offload_optimizer and config.offload_gradients == "step":
+            keep_on_device(made.optimizer)
         made._copy_recovery_script = lambda folder: None  # our checkpoints do not need the script
         return made
 

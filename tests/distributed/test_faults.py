@@ -24,6 +24,7 @@ CASES: list[dict[str, Any]] = [
     {"zero_stage": 2},
     {"zero_stage": 3},
     {"zero_stage": 1, "precision": "bfloat16"},
+    {"zero_stage": 2, "offload_optimizer": True},
     {"zero_stage": 2, "precision": "bfloat16", "offload_optimizer": True},
     {"zero_stage": 3, "precision": "bfloat16"},
     {"zero_stage": 3, "offload_optimizer": True},

@@ -55,6 +55,7 @@ def measure(model: str, folder: str) -> list[dict[str, Any]]:
                     "stays": lent["stays"],
                     "weights": lent["bytes"],
                     "moved": lent["moved"],
+                    "sums": lent["sums"],
                 }
             )
     mesh_module.finalise()
@@ -74,6 +75,7 @@ def trained(
     """Train a role; a checkpoint is written before, or read in place of, the last step but one."""
     from megarl.checkpoints.rank_files import RankFiles
     from megarl.trainer.config import ModelConfig
+    from megarl.trainer.gradient_sums import sums_of
     from megarl.trainer.role import Role
     from megarl.types import Samples
 
@@ -99,6 +101,8 @@ def trained(
             if save and step in (0, STEPS - 1):  # without moments, and with them
                 found["stays"].append(sum(alive().values()) - before - on_host)
             found["moved"] = on_host
+            sums = sums_of(role.engine._engine.optimizer)
+            found["sums"] = sum(one.untyped_storage().nbytes() for one in sums)
             if save and step == STEPS - 1:
                 files = RankFiles(Path(save))
                 role.engine.save(save, files)
@@ -144,6 +148,7 @@ def test_only_the_weights_stay_and_nothing_changes(tmp_path: Path) -> None:
         for settings, found in zip(CASES, rank, strict=True):
             assert found["same"], f"{settings}: a hand-over changes what is learned"
             assert found["resumed"], f"{settings}: the checkpoint of a hand-over is another"
+            assert found["sums"] == 0, f"{settings}: sums of gradients stay"
             if not settings.get("offload_optimizer"):
                 # Norms, step counters, positions of the rotary embedding.
                 assert max(found["stays"]) == pytest.approx(found["weights"], rel=0.05), settings

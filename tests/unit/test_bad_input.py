@@ -313,6 +313,10 @@ CASES = {
         {"training.layout.tensor": 2, "training.tensor_backend": "autotp"},
         environment=RANKS,
     ),
+    "gradients of micro-batches without offload": Case(
+        ["training.offload_gradients", "are False and 1", "set training.offload_gradients to step"],
+        {"training.offload_gradients": "micro_batch", "training.zero_stage": 1},
+    ),
     "engine ranks do not divide heads": Case(
         ["rollout.engine.tensor is 4", "num_attention_heads = 2", "set it to a divisor"],
         {"rollout.engine.tensor": 4},

@@ -256,9 +256,9 @@ def test_memory_by_zero_stage(
 
 def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of LoRA only the adapters have gradients; the reference on the policy's ranks is the policy
-    without them. With offload, gradients and optimizer states are in the host's memory.
+    without them. With offload, optimizer states are in the host's memory.
     """
-    lora = {"rank": 16, "targets": ["q_proj", "o_proj"]}
+    lora = {"rank": 256, "targets": ["q_proj", "o_proj"]}
     changes: dict[str, Any] = {"training.lora": lora, "reference": {}, "training.zero_stage": 2}
     changes |= {
         "training.offload_optimizer": True,
@@ -268,14 +268,17 @@ def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
     rows = rows_of(shown)
     # q_proj is cut by rows, o_proj by columns: the other matrix of the adapter is whole.
-    adapters = 80 * 2 * (16 * 8192 + 16 * 8192 / 8)
-    expect(rows["policy"], 2 * ((WHOLE - NORMS) / 8 + NORMS + adapters), 0, 0)
+    adapters = 80 * 2 * (256 * 8192 + 256 * 8192 / 8)
+    weights, sums = 2 * ((WHOLE - NORMS) / 8 + NORMS + adapters), 4 * adapters / 4
+    expect(rows["policy"], weights, sums, 0)
     assert rows["reference"]["ranks"] == "0-31" and rows["reference"]["sum"] == "-"
     assert "the reference is the policy without its adapters" in shown
-    host = re.search(r"policy: gradients and .* memory, ([0-9.]+) GiB a rank", shown)
-    # Twice the gradients, pinned, beside master weights and moments.
-    pinned = 2 * 2 ** math.ceil(math.log2(4 * adapters / 4))
-    expected = (12 * adapters / 4 + pinned) / GIB
+    host = re.search(r"policy: optimizer states are in .* memory, ([0-9.]+) GiB a rank", shown)
+    # Pinned beside the moments: gradients, master weights, weights in bfloat16, and room for the
+    # largest matrix.
+    sizes = (4 * adapters / 4, 4 * adapters / 4, 2 * adapters / 4, 2 * 256 * 8192)
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes)
+    expected = (8 * adapters / 4 + pinned) / GIB
     assert host is not None and float(host[1]) == pytest.approx(expected, abs=0.06)
     assert rows["free"]["node: GPUs"] == "11: 0-7"
 

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from megarl.cluster.launch import main
+from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.trainer import memory, working_memory
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.memory import power_of_two, sub_groups
 from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.places import role_training
 from megarl.trainer.zero import deepspeed_config
 from megarl.types import MicroBatch, Samples
 from megarl.weight_sync.families import parameter_table
@@ -45,28 +47,59 @@ def by_hand() -> dict[str, float]:
     text = text[text.index("| term, of a GPU |") :]
     rows = re.findall(r"^\| ([^|]+) \|[^|]*\| ([0-9.]+) \|$", text, re.MULTILINE)
     host = re.search(r"^Sum (\d+) GiB", text, re.MULTILINE)
-    assert host is not None and len(rows) == 10
-    return {name: float(size) for name, size in rows} | {"host": float(host[1])}
+    assert host is not None and len(rows) == 11
+    other = re.search(r"micro_batch` .* (\d+) GiB, and ([0-9.]+) GiB a GPU", text)
+    assert other is not None
+    found = {name: float(size) for name, size in rows} | {"host": float(host[1])}
+    return found | {"host, micro_batch": float(other[1]), "sum, micro_batch": float(other[2])}
+
+
+def needed(shown: str, on_host: str) -> tuple[float, float]:
+    """(GiB a GPU, GiB of the host a rank) of the policy that a dry run tells, with `on_host` on the
+    host.
+    """
+    words = " ".join(shown.split())
+    whole = re.search(r"policy: a step needs at most ([0-9.]+) GiB a GPU", words)
+    host = re.search(rf"policy: {on_host} are in .* memory, ([0-9.]+) GiB a rank", words)
+    assert whole is not None and host is not None
+    return float(whole[1]), float(host[1])
 
 
 def test_the_dry_run_of_14b_on_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
     recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
-    nodes = ["--nodes", "1", "--gpus-per-node", "8"]
-    assert main([recipe, "--dry-run", *nodes, "--", "--model.path", str(tmp_path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    wanted = by_hand()
-    whole = re.search(r"policy: a step needs at most ([0-9.]+) GiB a GPU", shown)
-    host = re.search(r"policy: gradients and .* memory, ([0-9.]+) GiB a rank", shown)
-    assert whole is not None and host is not None
-    assert float(whole[1]) == pytest.approx(wanted["sum"], rel=0.05)
-    assert 4 * float(host[1]) == pytest.approx(wanted["host"], rel=0.05)
-    terms = {name: size for name, size in wanted.items() if name not in ("sum", "host", "weights")}
-    for name, size in terms.items():
-        told = re.search(rf"{name} ([0-9.]+)", shown)
+    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--"]
+    command += ["--model.path", str(tmp_path)]
+    assert main(command) == 0
+    shown, wanted = capsys.readouterr().out, by_hand()
+    whole, host = needed(shown, "optimizer states")
+    assert whole == pytest.approx(wanted.pop("sum"), rel=0.02)
+    assert 4 * host == pytest.approx(wanted.pop("host"), rel=0.02)
+    assert main([*command, "--training.offload_gradients", "micro_batch"]) == 0
+    other, host = needed(capsys.readouterr().out, "gradients and optimizer states")
+    assert other == pytest.approx(wanted.pop("sum, micro_batch"), rel=0.02)
+    assert 4 * host == pytest.approx(wanted.pop("host, micro_batch"), rel=0.02)
+    row = next(line for line in shown.splitlines() if line.startswith("policy "))
+    weights, gradients, optimizer, _ = row.split()[-4:]
+    assert float(weights) == pytest.approx(wanted.pop("weights"), abs=0.01)
+    assert float(gradients) == pytest.approx(wanted.pop("gradients"), abs=0.01)
+    assert optimizer == "-"
+    words = " ".join(shown.split())
+    for name, size in wanted.items():
+        told = re.search(rf"{name} ([0-9.]+)", words)
         assert told is not None, name
         assert float(told[1]) == pytest.approx(size, rel=0.05, abs=0.06), name
-    assert wanted["sum"] == pytest.approx(sum(terms.values()) + wanted["weights"], abs=0.1)
+    terms = sum(wanted.values())
+    assert whole == pytest.approx(terms + float(weights) + float(gradients), abs=0.1)
+
+
+def test_a_role_under_another_stage_moves_gradients_once_a_step() -> None:
+    words = ["--training.offload_gradients", "micro_batch", "--algorithm.kl.coefficient", "0.1"]
+    words.append("--reference.zero_stage")
+    for stage, wanted in ((1, "step"), (3, "micro_batch")):
+        config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml", [*words, str(stage)])
+        training = role_training(config, "reference")
+        assert (training.zero_stage, training.offload_gradients) == (stage, wanted)
 
 
 def test_sizes_of_deepspeed_are_its_own() -> None:

@@ -1,0 +1,135 @@
+"""Gradients of an optimizer on the host, moved there once a step instead of once a micro-batch.
+
+    backward of each micro-batch --added up in float32--> sums on the device
+    backward of the last one     --one copy-->            gradients of the optimizer on the host
+
+With `training.offload_optimizer`, DeepSpeed 0.19 adds up the gradients of a step, of this rank's
+part of the parameters, on the host: under ZeRO 3, and under ZeRO 2 in float32, each micro-batch
+copies the sums so far to the device, adds and copies them back. It has code that adds on the device
+for other settings; here that code is given buffers on the device. The additions and their order
+stay the same, and so do the results, bit for bit.
+
+| ZeRO | DeepSpeed's own | with `keep_on_device` |
+|---|---|---|
+| 1 | reduces and moves gradients in the last micro-batch only | not changed |
+| 2, bfloat16 | adds up on the device in float32 | not changed |
+| 2, float32 | moves whole parameters in every micro-batch | as in bfloat16 |
+| 3 | moves this rank's part in every micro-batch | adds up on the device |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from megarl.errors import UserError
+
+PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view of `grad_partitions_flat_buffer`
+in which this rank's part of its gradient is added up}."""
+STAGE_3 = ("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary")
+STAGE_2 = (
+    "bit16_groups",
+    "averaged_gradients",
+    "copy_grads_in_partition",
+    "_use_compact_grad_partition_buffer",
+    "_get_compact_grad_partition_slice",
+)
+"""Attributes that DeepSpeed's optimizers must have, by ZeRO stage."""
+
+
+def keep_on_device(optimizer: Any) -> None:
+    """Let DeepSpeed's ZeRO `optimizer`, whose state is on the host, add up gradients on the device.
+
+    Called once after `deepspeed.initialize`, before the first backward pass. The memory is 4 bytes
+    an element of this rank's part of the trained parameters: under ZeRO 3 from now on, under ZeRO 2
+    from the first backward pass of a step to its end. Raises `UserError` if DeepSpeed is not built
+    as is expected here.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _require(_is_known_stage_3(optimizer))
+        _move_sums(optimizer)
+    else:
+        _require(_is_known_stage_2(optimizer))
+        if optimizer.partition_gradients:  # ZeRO 2
+            # In float32 DeepSpeed answers False, and then adds up on the host.
+            optimizer._use_compact_grad_partition_buffer = lambda group_idx: True
+
+
+def sums_of(optimizer: Any) -> list[torch.Tensor]:
+    """The buffers of ZeRO 3 in which gradients are added up, on the device or the host; none for
+    other optimizers. Between two optimizer steps they hold nothing.
+    """
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    return [] if flat is None else [flat]
+
+
+def _move_sums(optimizer: Any) -> None:
+    """Replace ZeRO 3's buffer of sums, and all that refers to it, by one on the device."""
+    accelerator: Any = get_accelerator()
+    old = optimizer.grad_partitions_flat_buffer
+    device = accelerator.current_device_name()
+    sums = torch.zeros(old.numel(), dtype=torch.float32, device=device)
+    parts = getattr(optimizer, PARTS)
+    parts |= {name: sums.narrow(0, p.storage_offset(), p.numel()) for name, p in parts.items()}
+    optimizer.grad_partitions_flat_buffer = sums
+    # It collects whether the sums have values that are not finite, and must be where they are.
+    optimizer.inf_or_nan_tracker = optimizer.inf_or_nan_tracker.to(device)
+    accelerator.unpin_memory(old)
+    del old
+    if sums.is_cuda:
+        # Torch would keep the pinned memory for later, and nothing else needs so much.
+        torch.accelerator.empty_host_cache()
+        # DeepSpeed adds on a stream of its own.
+        torch.cuda.synchronize(sums.device)
+
+
+def _is_known_stage_3(optimizer: Any) -> bool:
+    """Whether the sums are views of one flat float32 buffer on the host, one for each parameter."""
+    flat, parts, tracker = (
+        getattr(optimizer, name, None)
+        for name in ("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker")
+    )
+    if not (
+        all(hasattr(optimizer, name) for name in STAGE_3)
+        and getattr(optimizer, "offload_optimizer", False)
+        and isinstance(flat, torch.Tensor)
+        and isinstance(parts, dict)
+        and isinstance(tracker, torch.Tensor)
+    ):
+        return False
+    trained = [one for group in optimizer.fp16_groups for one in group]
+    storage = flat.untyped_storage().data_ptr()
+    return (
+        flat.dtype == torch.float32
+        and flat.device.type == "cpu"
+        and [one.ds_id for one in trained] == list(parts)
+        and sum(part.numel() for part in parts.values()) == flat.numel()
+        and all(part.untyped_storage().data_ptr() == storage for part in parts.values())
+    )
+
+
+def _is_known_stage_2(optimizer: Any) -> bool:
+    """Whether ZeRO 1 or 2 with its state on the host has the code that adds up on the device."""
+    return (
+        isinstance(optimizer, DeepSpeedZeroOptimizer)
+        and all(hasattr(optimizer, name) for name in STAGE_2)
+        and getattr(optimizer, "cpu_offload", False)
+        and getattr(optimizer, "gradient_accumulation_dtype", None) == torch.float32
+    )
+
+
+def _require(is_known: bool) -> None:
+    if not is_known:
+        import deepspeed
+
+        raise UserError(
+            f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} adds up gradients in"
+            " another way than 0.19.8, for which megarl keeps the sums on the GPU until the"
+            " optimizer step; install deepspeed==0.19.8, or set training.zero_stage to 3 and"
+            " training.offload_gradients to micro_batch"
+        )
