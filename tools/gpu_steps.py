@@ -17,6 +17,10 @@ Command = tuple[str, ...]
 
 PYTEST = ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
+ZERO_TESTS = (
+    "tests/distributed/test_zero_stages.py",
+    "tests/distributed/test_gradient_sums.py",
+)
 KERNEL_TESTS = (
     "tests/unit/test_block_cuda.py",
     "tests/unit/test_digests.py",
@@ -125,13 +129,14 @@ STEPS = (
     ),
     Step(
         "ZeRO stages",
-        "30 steps under ZeRO 1, 2, 3 and 3 with offload agree; float32 trains what the CPU trains",
-        (*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "gpu"),
-        expected_s=120,
-        limit_s=420,
+        "30 steps under ZeRO 1, 2, 3 and 3 with offload agree; float32 trains what the CPU trains;"
+        " offload moves gradients once a step",
+        (*PYTEST, *ZERO_TESTS, "-m", "gpu"),
+        expected_s=150,
+        limit_s=480,
         needs=(*TRAINING, "pytest"),
         reads="tests",
-        rehearsal=(*PYTEST, "tests/distributed/test_zero_stages.py", "-m", "not gpu"),
+        rehearsal=(*PYTEST, *ZERO_TESTS, "-m", "not gpu"),
     ),
     Step(
         "bench: training",
@@ -154,7 +159,8 @@ STEPS = (
     ),
     Step(
         "memory of GPUs",
-        "cuda_ipc between two processes: all versions arrive, none is overwritten while read",
+        "cuda_ipc, and shared_memory registered with CUDA, between two processes: all versions"
+        " arrive, none is overwritten while read",
         (*PYTEST, "tests/distributed/test_carriers.py", "-m", "gpu"),
         expected_s=30,
         limit_s=180,

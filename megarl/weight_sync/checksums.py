@@ -8,7 +8,8 @@ fast as a copy; on a GPU it is a weighted sum of 64-bit integers in tensor opera
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,32 @@ NUM_WORDS = 2**22
 Digest = int | torch.Tensor
 """A digest, or a sum of some, modulo 2^64. That of a region on a GPU is a tensor there, int64 and
 without dimensions, because reading each one would wait for the GPU; `signed` reads it."""
+
+
+Key = TypeVar("Key")
+
+
+def carried(
+    regions: Iterable[tuple[Key, torch.Tensor, torch.Tensor, Box]],
+) -> Iterator[tuple[Key, Digest]]:
+    """As `carry` for each (key, source, target, box) of `regions`: yields (key, digest), in another
+    order.
+
+    Regions that go from a GPU to the host are all started before the first is waited for, and
+    digested afterwards where they have arrived.
+    """
+    started = []
+    for key, source, target, box in regions:
+        # Torch would copy a strided target through memory that it does not wait for.
+        if _on_gpu(source) and not _on_gpu(target) and target.is_contiguous():
+            target.copy_(source.to(target.dtype).contiguous(), non_blocking=True)
+            started.append((key, source.device, target, box))
+        else:
+            yield key, carry(source, target, box)
+    for device in {device for _, device, _, _ in started}:
+        torch.cuda.current_stream(device).synchronize()
+    for key, _, target, box in started:
+        yield key, digest(target, box)
 
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
@@ -73,6 +100,10 @@ def digest(stored: torch.Tensor, box: Box) -> Digest:
     for first, last in [(0, len(stored))] if stored.is_contiguous() else _chunks(stored):
         hasher.update(_bytes_of(stored[first:last].contiguous()))
     return signed(hasher.intdigest())
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def _chunks(view: torch.Tensor, num_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:

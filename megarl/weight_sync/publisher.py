@@ -19,7 +19,7 @@ import torch
 from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megarl.parallel.mesh import ProcessMesh
-from megarl.weight_sync.checksums import Digest, carry, signed
+from megarl.weight_sync.checksums import Digest, carried, signed
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
@@ -204,10 +204,13 @@ class Publisher(Publication):
             deadline = time.monotonic() + timeout_s
             watch = self._watch(deadline, update)
             for bucket in route.buckets:
-                for copy, target in sender.reserve(bucket, watch):
-                    source = copy.taken.view(sources[copy.taken.buffer])
+                regions = (
+                    (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
+                    for copy, target in sender.reserve(bucket, watch)
+                )
+                for copy, value in carried(regions):
                     place = copy.destination, self._tensor_index[copy.tensor]
-                    sums[place] = sums.get(place, 0) + carry(source, target, copy.taken.box)
+                    sums[place] = sums.get(place, 0) + value
                 sender.commit(bucket, watch)
             for place, value in sums.items():
                 digests[place] = signed(value)

@@ -179,7 +179,8 @@ class ReshardEngine(WeightTransferEngine):
         """Copy the bucket's parameters that vLLM runs unchanged; returns the other buffers."""
         for name, flat in buffers.items():
             if name in self._plain:
-                self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)] = flat
+                running = self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)]
+                running.copy_(flat, non_blocking=True)  # the transport waits for it
         return {name: flat for name, flat in buffers.items() if name not in self._plain}
 
     def _written(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -225,7 +226,7 @@ class ReshardEngine(WeightTransferEngine):
         transient = set(layer._non_persistent_buffers_set)
         restore_layer_on_meta(layer, get_layerwise_info(layer))
         for name, flat in values.items():
-            value = flat.view(raw[name].shape).to(self.device)
+            value = flat.view(raw[name].shape).to(self.device, non_blocking=True)
             if layer._parameters[name] is running[0].get(name):  # a bias, which is never replaced
                 running[0][name].data.copy_(value)
                 continue

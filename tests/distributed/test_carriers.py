@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-from support.engine_ranks import DEADLINE_S, Case, Engines, spec_of, table, weights
+from support.engine_ranks import DEADLINE_S, Case, Engines, regions, spec_of, table, weights
 from support.ranks import run_ranks
 
 NEVER_S = 1.0
@@ -58,11 +58,13 @@ def attempt(
 
     from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
     from megarl.parallel.reshard.boxes import scatter
-    from megarl.weight_sync.checksums import carry
+    from megarl.weight_sync.checksums import carried, signed
     from megarl.weight_sync.route import whole_plan
 
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
     sources = scatter(whole_plan(route.spec, table()).sources[axis.rank], weights(version))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sources = {name: value.to(device) for name, value in sources.items()}
     digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
     place = {name: number for number, name in enumerate(route.tensors)}
 
@@ -80,11 +82,8 @@ def attempt(
             )
             engines.update(version, without, die_at)
         for bucket in route.buckets:
-            for copy, target in sender.reserve(bucket, watch):
-                source = copy.taken.view(sources[copy.taken.buffer])
-                digests[copy.destination, place[copy.tensor]] += carry(
-                    source, target, copy.taken.box
-                )
+            for copy, value in carried(regions(sources, sender.reserve(bucket, watch))):
+                digests[copy.destination, place[copy.tensor]] += signed(value)
             if bucket.number == stop_at and axis.rank == axis.size - 1:
                 raise ValueError("stopped on purpose")
             sender.commit(bucket, watch)
@@ -150,6 +149,7 @@ def through(
     found |= {"links": plan.links(route.dtype.itemsize), "written": route.written}
     found |= {"buckets": len(route.buckets), "destinations": destinations}
     barrier(axis)
+    found["registered"] = transport == "shared_memory" and sender._pinned.is_registered
     sender.close()
     return found
 
@@ -290,7 +290,12 @@ def test_a_killed_relay_is_named_by_those_beside_it(folder: str) -> None:
 
 @pytest.mark.gpu
 def test_memory_of_gpus(folder: str) -> None:
-    check_versions(outcome(ALONE, ("cuda_ipc",), False, folder, gpu=True)["cuda_ipc"], "cuda_ipc")
+    """Also host memory that is registered, and written again as soon as it counts as read."""
+    transports = ("cuda_ipc", "shared_memory")
+    found = outcome(ALONE, transports, False, folder, gpu=True)
+    for transport in transports:
+        check_versions(found[transport], transport)
+    assert found["shared_memory"]["registered"]
 
 
 # ---- what one process can find out

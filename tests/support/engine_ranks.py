@@ -100,13 +100,27 @@ def spec_of(case: Case, transport: str) -> Any:
     )
 
 
+def regions(sources: dict[str, Any], placed: list[Any]) -> list[Any]:
+    """What `carried` takes for the (copy, target) that a sender has reserved; the keys are the
+    copies.
+    """
+    return [
+        (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
+        for copy, target in placed
+    ]
+
+
 def engine(pipe: Connection) -> None:
     """Connect and take in versions as told, until told to stop."""
+    import torch
+
     from megarl.weight_sync.bucket_receiver import BucketReceiver
     from megarl.weight_sync.route import Route, RouteSpec
     from megarl.weight_sync.transports.registry import RECEIVERS
 
     intake: BucketReceiver | None = None
+    if torch.cuda.is_available():
+        torch.cuda.init()  # as an engine has, so that memory is registered
     pipe.send("here")
     while (told := pipe.recv()) is not None:
         if "transport" in told:
@@ -138,11 +152,8 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     from megarl.weight_sync.bucket_receiver import deadline_watch
     from megarl.weight_sync.checksums import signed
 
-    digests, seconds, wrong = (
-        [0] * len(intake.route.tensors),
-        {"wait": 0.0, "digest": 0.0},
-        [],
-    )
+    digests, seconds = [0] * len(intake.route.tensors), {"wait": 0.0, "digest": 0.0}
+    wrong, arrived = list[str](), list[Any]()
     watch = deadline_watch(DEADLINE_S)
     expected = scatter(
         intake.route.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
@@ -153,10 +164,14 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         for name, flat in found.items():
             start = bucket.starts[name]
-            if not torch.equal(flat.cpu(), expected[name][start : start + len(flat)]):
+            wanted = expected[name][start : start + len(flat)]
+            if torch.cuda.is_available():  # looked at when the transport has used the memory again
+                arrived.append((name, flat.to("cuda", non_blocking=True), wanted))
+            elif not torch.equal(flat, wanted):
                 wrong.append(name)
             if start + len(flat) == len(expected[name]):
                 del expected[name]
+    wrong += [name for name, flat, wanted in arrived if not torch.equal(flat.cpu(), wanted)]
     return {"wrong": wrong + sorted(expected), "digests": [signed(value) for value in digests]}
 
 

@@ -5,6 +5,10 @@
 Two buckets are in memory at once: while engines read one, trainer ranks write the next. Tensor rank
 r of every engine reads the same memory, so the bytes written do not grow with the number of
 engines.
+
+On a GPU machine every process registers the memory with CUDA (`pinned.py`), and copies between it
+and its GPU run while the process goes on. They are waited for before a bucket counts as written or
+as read.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports.base import Direct, Watch
+from megarl.weight_sync.transports.pinned import Pinned
 from megarl.weight_sync.transports.shared_counters import SharedCounters
 
 SLOTS = 2
@@ -62,6 +67,7 @@ class Sender(Direct):
         path = broadcast_object(own.path if own else "", axis)
         self._counters = own or open_counters(route, axis.size, num_bytes, path)
         self._memories = self._open()
+        self._pinned = Pinned(self._counters.memory())
 
     def init_info(self) -> dict[str, Any]:
         """Path of the shared memory and number of senders, for receivers."""
@@ -91,7 +97,10 @@ class Sender(Direct):
         ]
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Count a bucket as written by this rank; engine ranks read it once all ranks wrote it."""
+        """Wait for this rank's copies, and count the bucket as written by it; engine ranks read it
+        once all ranks wrote it.
+        """
+        self._pinned.wait()
         self._counters.write(self._axis.rank, bucket.number + 1)
 
     def abort(self) -> None:
@@ -104,7 +113,8 @@ class Sender(Direct):
         return min(self._counters.was_read(engine * tensor + rank) for rank in range(tensor))
 
     def close(self) -> None:
-        """Unmap the shared memory."""
+        """Unregister and unmap the shared memory."""
+        self._pinned.release()
         self._counters.close()
 
     def _host_bytes(self) -> int:
@@ -132,6 +142,7 @@ class Receiver:
         )
         self._number = engine * route.spec.engine_tensor + rank
         self._slots = self._open(init_info)
+        self._pinned = Pinned(self._counters.memory())
 
     def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Each bucket of a version with its block in shared memory, once all senders wrote it."""
@@ -144,11 +155,13 @@ class Receiver:
             self._counters.read(self._number, bucket.number + 1)
 
     def close(self) -> None:
-        """Unmap the shared memory."""
+        """Unregister and unmap the shared memory."""
+        self._pinned.release()
         self._counters.close()
 
     def _finish_reading(self) -> None:
-        """Wait until a block has been read; host memory is read synchronously."""
+        """Wait until a block has been read, also by copies to the GPU that were only started."""
+        self._pinned.wait()
 
     def _host_bytes(self) -> int:
         """Bytes of shared host memory for all engine ranks."""
