@@ -193,6 +193,7 @@ def publishes(case: str) -> list[str]:
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
+    from megarl.weight_sync import checksums
     from megarl.weight_sync import publisher as wire
     from megarl.weight_sync.config import WeightSyncConfig
 
@@ -223,12 +224,12 @@ def publishes(case: str) -> list[str]:
             max_tokens=16,
             seed=0,
         )
-        plain = wire.carry
+        plain = checksums.carry
         for version in range(3):
             policy.version, wrong = version, version == 1
             policy.fails = wrong and mesh.rank == 1 and "rank fails" in case
             if wrong and "damage" in case and mesh.rank == 1:
-                wire.carry = lambda source, target, box: plain(source, target, box) + 1
+                checksums.carry = lambda source, target, box: plain(source, target, box) + 1
             if engines is not None:
                 engines.start_slowly = "slow start" in case
                 engines.admit_fails = wrong and "admit" in case
@@ -247,7 +248,7 @@ def publishes(case: str) -> list[str]:
                     found[-1] += f", missing {metrics['engines/missing']:.0f}"
             except RuntimeError as error:
                 found.append(str(error))
-            wire.carry = plain
+            checksums.carry = plain
         found.append(f"replaced engines {engines.replaced if engines else []}")
         publisher.close()
     mesh_module.finalise()

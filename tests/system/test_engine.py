@@ -23,7 +23,7 @@ from support.tiny import write_model
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.config import EngineConfig, Sampling
 from megarl.rollout.engine import UNPUBLISHED
-from megarl.weight_sync import publisher as wire
+from megarl.weight_sync import checksums
 from megarl.weight_sync.config import WeightSyncConfig
 
 KINDS = {
@@ -225,8 +225,8 @@ def test_damage_on_the_way_is_found_named_and_healed_by_the_next_version(
             target[3, 5] += 1e-6
         return digest
 
-    carry = wire.carry
-    monkeypatch.setattr(wire, "carry", damaging)
+    carry = checksums.carry
+    monkeypatch.setattr(checksums, "carry", damaging)
     side.shake(7)
     with pytest.raises(RuntimeError, match="has received a wrong") as refused:
         side.publish()
