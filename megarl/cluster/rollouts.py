@@ -35,6 +35,7 @@ from megarl.environments.scoring import client_token
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
+from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.types import START, Cursor, Group
 
@@ -254,6 +255,7 @@ def start_service(
         client_token(config.environment),
         recording,
         carried,
+        layer_windows(inputs.hf),
     )
     if records:
         claim = inputs.owner.claim if inputs.owner is not None else None

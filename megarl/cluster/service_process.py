@@ -36,12 +36,14 @@ def build_service(
     token: Token | None,
     recording: Recording | None = None,
     carried: Sequence[Group] = (),
+    windows: Sequence[int | None] = (),
 ) -> tuple[RolloutService, RemoteEnvironment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`; the steps before have used the groups of
     `cursor`. `token`: of the reward servers, which only rank 0 can read. `recording`: where
     the processes record what they do, or None. `carried`: finished groups of the checkpoint that
-    the run goes on from. The service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
+    the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
+    service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
     """
     pace, deadline_s = Pace(), config.rollout.request_timeout_s
     if recording is not None:
@@ -60,6 +62,7 @@ def build_service(
         num_mini_batches=config.training.num_mini_batches,
         micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
         prefix_saves=must_save(config.training.share_prefix),
+        windows=windows,
         last_step=config.steps - 1,
         transcripts_per_step=config.observe.transcripts_per_step,
         cursor=cursor,

@@ -17,7 +17,7 @@ def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], in
     """(samples of this data rank, indices of each of its micro-batches, number of trained tokens
     over all ranks). `samples` are the same on every rank.
     """
-    mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix)
+    mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix, role.windows)
     dealt = balance.split(mesh.data.size)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
     packed = balance.rows_in_step(dealt, budget)

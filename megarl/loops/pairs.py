@@ -10,7 +10,7 @@ each rank then weighs its part with that derivative. No collective has to be dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 
 from megarl.data.preferences import PreferenceList
 from megarl.loops.held_out import chunks
-from megarl.parallel.balance import FamilyBalance, Size
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.trainer.context import DataRows
@@ -141,10 +140,10 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
     """This rank's micro-batches of `samples`, which are the same on every rank. So many consecutive
     samples stay `together` in one packed sequence; the number of samples is a multiple of it.
     """
-    mesh = role.mesh
-    even = _units(balance_of(samples, role.training.share_prefix), together)
+    mesh, training = role.mesh, role.training
+    even = balance_of(samples, training.share_prefix, role.windows, together=together)
     dealt = even.split(mesh.data.size)
-    budget = role.training.micro_batch_tokens * mesh.sequence.size
+    budget = training.micro_batch_tokens * mesh.sequence.size
     packed = even.rows_in_step(dealt, budget)
 
     def whole(units: Sequence[int]) -> list[int]:
@@ -152,33 +151,6 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
 
     mine = samples.select(whole(dealt[mesh.data.rank]))
     return role.pack(mine, [whole(units) for units in packed[mesh.data.rank]])
-
-
-def _units(even: FamilyBalance, together: int) -> FamilyBalance:
-    """The balance of units of so many consecutive samples each. Units whose samples are all of one
-    family are a family again.
-    """
-    units = []
-    for first in range(0, len(even.sizes), together):
-        members = range(first, first + together)
-        sizes = [even.sizes[n] for n in members]
-        is_one = len({size.family for size in sizes}) == 1
-        units.append(
-            sizes[0]._replace(length=even.tokens(members)) if is_one else Size(even.tokens(members))
-        )
-    return _Units(units, even, together)
-
-
-class _Units(FamilyBalance):
-    """The balance of units, which counts the tokens of their samples."""
-
-    def __init__(self, units: Sequence[Size], even: FamilyBalance, together: int) -> None:
-        super().__init__(units, even.saves)
-        self._even, self._together = even, together
-
-    def tokens(self, members: Iterable[int]) -> int:
-        parts = range(self._together)
-        return self._even.tokens(n * self._together + part for n in members for part in parts)
 
 
 def totals(

@@ -21,7 +21,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import DataRows, RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step
 from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 
@@ -124,7 +124,7 @@ def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepRepo
         metrics.rewind(before)
         num_tokens = 0
     guard.check_weights()
-    found = metrics.reduce(mesh.gradient)
+    found = metrics.reduce(mesh.gradient) | computed_tokens(len(share.token_ids), mine, role)
     seconds = time.monotonic() - started_at
     found |= {
         "grad_norm": taken[0] if taken else 0.0,

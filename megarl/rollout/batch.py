@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.parallel.balance import FamilyBalance, Size
+from megarl.parallel.prefix_balance import FamilyBalance
+from megarl.parallel.prefix_tree import Size, chains
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
@@ -120,6 +121,7 @@ def shares(
     stale: int | None = None,
     carried: Collection[int] = (),
     prefix_saves: float = math.inf,
+    windows: Sequence[int | None] = (),
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
@@ -132,8 +134,9 @@ def shares(
     None for a policy that rejects none. `carried`: ordinals of groups that were generated before
     the run was resumed, whose tokens do not count for the rate of generation.
 
-    `prefix_saves`: share of its samples' tokens that a group's prompt must save to be computed once
-    (`megarl.trainer.prefixes.must_save`); infinite where prompts are not shared.
+    `prefix_saves`: share of their samples' tokens that the beginning of prompts must save to be
+    computed once (`megarl.trainer.prefixes.must_save`); infinite where prompts are not shared.
+    `windows`: the sliding window of each layer of the policy, or None; empty where none has one.
 
     With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
     accepted groups trains on nothing.
@@ -141,7 +144,7 @@ def shares(
     rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
     group_of = np.repeat(np.arange(len(accepted)), [len(_members(group)) for group in accepted])
-    sizes = [_size(one, int(group)) for one, group in zip(samples, group_of, strict=True)]
+    sizes = _sizes(samples, accepted, group_of, prefix_saves)
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
     dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
@@ -152,7 +155,7 @@ def shares(
             for number in np.flatnonzero(mini_batch_of == part).tolist()
             if with_greedy or samples[number].is_trained
         ]
-        even = FamilyBalance([sizes[number] for number in members], saves=prefix_saves)
+        even = FamilyBalance([sizes[n] for n in members], prefix_saves, windows=windows)
         split = even.split(num_data_ranks)
         of_rank = [[members[position] for position in positions] for positions in split]
         rows = even.rows_in_step(split, micro_batch_tokens)
@@ -189,11 +192,20 @@ def _members(group: Group) -> list[Rollout]:
     return group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
 
 
-def _size(sample: SamplePlan, group: int) -> Size:
-    """The size of a sample, which begins with the prompt of its `group`. Each sample computes the
-    last token of the prompt for itself, since that predicts the response.
+def _sizes(
+    samples: Sequence[SamplePlan],
+    groups: Sequence[Group],
+    group_of: np.ndarray,
+    prefix_saves: float,
+) -> list[Size]:
+    """The sizes of `samples`, of which `group_of` says the group: its prompt may be shared, but for
+    the last token. Each sample computes that for itself, since it predicts the response.
     """
-    return Size(sample.length, family=group, prefix=len(sample.prompt_ids) - 1)
+    if math.isinf(prefix_saves):
+        return [Size(one.length) for one in samples]
+    prompts = [np.asarray(group.prompt.token_ids[:-1], np.int32) for group in groups]
+    prefixes = chains(prompts)
+    return [Size(one.length, prefixes[group]) for one, group in zip(samples, group_of, strict=True)]
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:

@@ -53,6 +53,7 @@ class RolloutService:
         num_mini_batches: int,
         micro_batch_tokens: int,
         prefix_saves: float = math.inf,
+        windows: Sequence[int | None] = (),
         last_step: int,
         transcripts_per_step: int,
         cursor: Cursor = START,
@@ -83,7 +84,8 @@ class RolloutService:
             num_mini_batches,
             micro_batch_tokens,
         )
-        self.prefix_saves, self.transcripts_per_step = prefix_saves, transcripts_per_step
+        self.prefix_saves, self.windows = prefix_saves, windows
+        self.transcripts_per_step = transcripts_per_step
         self._rejects = config.dynamic_sampling.enabled and compares_groups
         self.limits = limits_of(config, rejects=self._rejects, last_step=last_step)
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
@@ -373,6 +375,7 @@ class RolloutService:
             num_mini_batches=self.num_mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
             prefix_saves=self.prefix_saves,
+            windows=self.windows,
             transcripts=self.transcripts_per_step,
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",

@@ -14,21 +14,19 @@ instructions share these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.parallel.balance import FamilyBalance, Size
+from megarl.parallel.prefix_balance import FamilyBalance
+from megarl.parallel.prefix_tree import DEEPEST, Size, chains, documents
 from megarl.trainer.config import SharePrefix
 from megarl.types import Samples
 
 SAVES = 1 / 16
 """Share of the tokens of a set of samples that a common prefix must save to be computed once: below
 it, the further call of attention for every layer costs more than the tokens."""
-DEEPEST = 8
-"""Most prefixes that a sample may continue, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -66,44 +64,31 @@ def must_save(share: SharePrefix) -> float:
     return {"auto": SAVES, "on": 0.0, "off": math.inf}[share]
 
 
-def balance_of(samples: Samples, share: SharePrefix) -> FamilyBalance:
-    """The object that divides `samples` over ranks and packed sequences. Samples whose shareable
-    tokens are the same are a family, which is kept together.
+def balance_of(
+    samples: Samples, share: SharePrefix, windows: Sequence[int | None] = (), *, together: int = 1
+) -> FamilyBalance:
+    """The object that divides `samples` over ranks and packed sequences. So many consecutive
+    samples stay `together`; `windows`: the sliding window of each layer of the model, or None.
     """
-    return FamilyBalance(sizes_of(samples, share), must_save(share))
+    sizes = sizes_of(samples, share)
+    return FamilyBalance(sizes, must_save(share), windows=windows, together=together)
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """The size of each of `samples`. Its family is the digest of its shareable tokens."""
+    """The size of each of `samples`, with the prefixes that others of them have too."""
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
-    found = []
-    for first, length, common in zip(
-        samples.offsets[:-1].tolist(),
-        samples.lengths.tolist(),
-        shareable(samples).tolist(),
-        strict=True,
-    ):
-        data = np.ascontiguousarray(samples.token_ids[first : first + common]).tobytes()
-        family = blake2b(data, digest_size=16).hexdigest() if common else None
-        found.append(Size(length, family, common))
-    return found
-
-
-@dataclass(frozen=True)
-class _Set:
-    """Samples that begin with the same `agreed` tokens, while the tree is made."""
-
-    members: list[int]
-    begin: int
-    """Number of their tokens that are in documents already."""
-    agreed: int
-    parent: int
-    """Number of the document that they continue, or -1."""
-    depth: int
-    """Number of prefixes above."""
-    is_family: bool = False
-    """Whether the samples agree on all that each of them may share."""
+    starts, ends = samples.offsets[:-1], samples.offsets[:-1] + shareable(samples)
+    found = chains(
+        [
+            samples.token_ids[first:last]
+            for first, last in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+    )
+    return [
+        Size(length, prefixes)
+        for length, prefixes in zip(samples.lengths.tolist(), found, strict=True)
+    ]
 
 
 def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree | None:
@@ -112,90 +97,18 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
     `saves`: share of the tokens of some samples that their common prefix must save to be shared; 0
     shares whatever saves a token. `deepest`: most prefixes that a sample may continue.
     """
-    starts, limits = samples.offsets[:-1], shareable(samples)
-    lengths, documents, parents, owners = samples.lengths, [], [], []
-
-    def add(sample: int, begin: int, end: int, parent: int, owner: int) -> int:
-        documents.append(np.arange(starts[sample] + begin, starts[sample] + end))
-        parents.append(parent)
-        owners.append(owner)
-        return len(documents) - 1
-
-    waiting = [_Set(list(range(len(samples))), 0, 0, -1, 0)]
-    while waiting:
-        one = waiting.pop()
-        if len(one.members) == 1 or one.depth == deepest:
-            for sample in one.members:
-                add(sample, one.begin, int(lengths[sample]), one.parent, sample)
-            continue
-        if one.depth == deepest - 1 and not one.is_family:
-            # The last prefixes that there may be are the longest: all that a family shares.
-            waiting += reversed(_families(samples, limits, one))
-            continue
-        agreed = _agreed(samples, one.members, limits, one.agreed)
-        begin, parent, depth = one.begin, one.parent, one.depth
-        others, whole = len(one.members) - 1, float(lengths[one.members].sum())
-        saved, rest = (agreed - begin) * others, whole - begin * len(one.members)
-        # Of a whole family the balance expects that it is shared; see `FamilyBalance.tokens`.
-        is_expected = bool((limits[one.members] == agreed).all()) and (
-            agreed * others >= saves * whole
-        )
-        if saved > 0 and (saved >= saves * rest or is_expected):
-            parent = add(one.members[0], begin, agreed, parent, -1)
-            begin, depth = agreed, depth + 1
-        waiting += reversed(
-            [
-                _Set(members, begin, agreed, parent, depth)
-                for members in _divided(samples, one.members, limits, agreed)
-            ]
-        )
-    if len(documents) == len(samples):
+    sizes, starts = sizes_of(samples, "on"), samples.offsets[:-1].tolist()
+    made = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
+    if len(made) == len(samples):
         return None
     return Tree(
-        places=np.concatenate(documents),
-        starts=np.cumsum([0, *(len(document) for document in documents)]),
-        parents=tuple(parents),
-        owners=np.array(owners),
+        places=np.concatenate(
+            [
+                np.arange(starts[one.sample] + one.begin, starts[one.sample] + one.end)
+                for one in made
+            ]
+        ),
+        starts=np.cumsum([0, *(one.end - one.begin for one in made)]),
+        parents=tuple(one.parent for one in made),
+        owners=np.array([-1 if one.is_shared else one.sample for one in made]),
     )
-
-
-def _families(samples: Samples, limits: np.ndarray, one: _Set) -> list[_Set]:
-    """Divide the samples of the set `one` into families: sets of samples whose shareable tokens are
-    the same.
-    """
-    found: dict[bytes, list[int]] = {}
-    for member in one.members:
-        first = samples.offsets[member]
-        shared = samples.token_ids[first : first + limits[member]]
-        found.setdefault(np.ascontiguousarray(shared).tobytes(), []).append(member)
-    return [replace(one, members=members, is_family=True) for members in found.values()]
-
-
-def _agreed(samples: Samples, members: list[int], limits: np.ndarray, at_least: int) -> int:
-    """How many tokens all `members` have in common and may share; they agree on `at_least`."""
-    upto = int(limits[members].min())
-    if upto <= at_least:
-        return at_least
-    first = samples.offsets[members[0]]
-    wanted = samples.token_ids[first + at_least : first + upto]
-    for member in members[1:]:
-        start = samples.offsets[member] + at_least
-        differs = np.flatnonzero(samples.token_ids[start : start + len(wanted)] != wanted)
-        if len(differs):
-            wanted = wanted[: differs[0]]
-    return at_least + len(wanted)
-
-
-def _divided(
-    samples: Samples, members: list[int], limits: np.ndarray, agreed: int
-) -> Iterator[list[int]]:
-    """Divide samples that begin with the same `agreed` tokens by the token after them. A sample
-    that may share no further token is a part of its own.
-    """
-    by_token: dict[int, list[int]] = {}
-    for member in members:
-        ends = limits[member] <= agreed
-        # Token ids are not negative, so these keys are free.
-        key = -1 - member if ends else int(samples.token_ids[samples.offsets[member] + agreed])
-        by_token.setdefault(key, []).append(member)
-    yield from by_token.values()

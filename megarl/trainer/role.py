@@ -121,6 +121,11 @@ class Role:
         return {name: shard for name, shard in shards.items() if not is_adapter(name)}
 
     @property
+    def windows(self) -> list[int | None]:
+        """[layers] the sliding window of each layer in tokens, or None."""
+        return self.engine.module.windows
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's ZeRO stage."""
         return self.training.zero_stage
@@ -141,7 +146,7 @@ class Role:
             *(samples, micro_batches, self.device, sequence),
             how=training.sequence.cut,
             share=training.share_prefix,
-            windows=self.engine.module.windows,
+            windows=self.windows,
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:

@@ -10,7 +10,7 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -118,16 +118,18 @@ class StepMetrics:
 
 
 def computed_tokens(
-    batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], role: Role
+    held: float, micro_batches: Iterable[MicroBatch], role: Role
 ) -> dict[str, float]:
     """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences, and
     `tokens/shared_saved`, by how many its samples have more. All ranks call it together.
+
+    `held`: number of tokens of the samples of this data-parallel rank; its share of their number
+    where every rank has all samples. `micro_batches`: this rank's.
     """
     metrics = StepMetrics(role.device, ("computed", "held"))
-    metrics.add(computed=sum(len(micro.token_ids) for part in packed for micro in part))
+    metrics.add(computed=sum(len(micro.token_ids) for micro in micro_batches))
     # Every rank of the sequence axis has the whole samples.
-    held = sum(len(samples.token_ids) for samples in batch.samples) / role.mesh.sequence.size
-    metrics.add(held=held if packed else 0.0)
+    metrics.add(held=held / role.mesh.sequence.size)
     value = metrics.reduce(role.mesh.gradient)
     return {
         "tokens/computed": value["computed"],

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from megarl.activity.spans import activity
-from megarl.parallel.balance import FamilyBalance, Size
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.parallel.prefix_balance import FamilyBalance
+from megarl.parallel.prefix_tree import Size, completed
 from megarl.parallel.redistribute import Redistribution
 from megarl.trainer.config import SharePrefix
 from megarl.trainer.prefixes import must_save, sizes_of
@@ -86,6 +87,12 @@ class BatchTransfer:
         self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
         self.device, self.micro_batch_tokens = device, micro_batch_tokens
         self.share_prefix: SharePrefix = share_prefix
+        self.windows: list[int | None] = []
+        """The sliding window of each layer of the role's model, or None, on every rank of the job:
+        all plan alike. Empty where nothing is moved."""
+        if not self.is_shared:
+            told = gather_objects(role.windows if role is not None else [], everyone)
+            self.windows = max(told, key=len)
         self._plan: _Plan | None = None
         self._here: list[list[int]] = []
         """For each mini-batch, the numbers of this rank's samples as a rank of the role."""
@@ -126,7 +133,8 @@ class BatchTransfer:
         rows = []
         for one in samples:
             shares = gather_objects(sizes_of(one, share), data)
-            even = FamilyBalance([size for sizes in shares for size in sizes], must_save(share))
+            sizes = [size for sizes in shares for size in sizes]
+            even = FamilyBalance(sizes, must_save(share), windows=self.windows)
             edges = np.cumsum([0, *(len(sizes) for sizes in shares)]).tolist()
             dealt = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
             rows.append(even.rows_in_step(dealt, budget)[data.rank])
@@ -225,7 +233,8 @@ class BatchTransfer:
                 facts[name] = (size, tokens, part)
                 holders.setdefault(name, []).append(rank)
         ids = sorted(facts)
-        sizes = [facts[name][0] for name in ids]
+        # Each rank has found the prefixes that its own samples have in common.
+        sizes = completed([facts[name][0] for name in ids])
         minis = np.array([facts[name][2] for name in ids], dtype=np.int64)
         return _Plan(
             ids=np.array(ids, dtype=np.int64),
@@ -253,7 +262,9 @@ class BatchTransfer:
         workers: list[list[int]] = [[] for _ in sizes]
         for part in np.unique(parts).tolist():
             numbers = np.flatnonzero(parts == part).tolist()
-            even = FamilyBalance([sizes[n] for n in numbers], must_save(self.share_prefix))
+            even = FamilyBalance(
+                [sizes[n] for n in numbers], must_save(self.share_prefix), windows=self.windows
+            )
             for data, chosen in enumerate(even.split(layout.data)):
                 for place in chosen:
                     workers[numbers[place]] = ranks[data]

@@ -184,6 +184,11 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     for one, other in zip(found[1], found[4], strict=True):
         assert abs(one["loss"] - other["loss"]) < 1e-5 * one["loss"]
         assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-4 * one["grad_norm"]
+        # Longer packed sequences share as much of the same tokens, or more.
+        computed, saved = (
+            [row[f"tokens/{name}"] for row in (one, other)] for name in ("computed", "shared_saved")
+        )
+        assert computed[0] + saved[0] == computed[1] + saved[1] and 0 < saved[0] <= saved[1]
 
 
 def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.parallel import balance
 from megarl.parallel.layout import Layout, resolve
+from megarl.parallel.prefix_balance import FamilyBalance
+from megarl.parallel.prefix_tree import Prefix, Size
 
 DEGREES = st.integers(1, 4)
 
@@ -47,7 +49,7 @@ LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 
 @given(LENGTHS, st.integers(1, 8))
 def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) -> None:
-    dealt = balance.split(lengths, parts)
+    dealt = balance.split([balance.work(length) for length in lengths], parts)
     assert sorted(position for rank in dealt for position in rank) == list(range(len(lengths)))
     counts = [len(rank) for rank in dealt]
     assert max(counts) - min(counts) <= 1
@@ -57,7 +59,8 @@ def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) ->
 def test_rows_keep_to_the_budget_and_are_equally_many(
     lengths: list[int], parts: int, budget: int
 ) -> None:
-    dealt = [[lengths[i] for i in rank] for rank in balance.split(lengths, parts)]
+    works = [balance.work(length) for length in lengths]
+    dealt = [[lengths[i] for i in rank] for rank in balance.split(works, parts)]
     packed = balance.rows_in_step(dealt, budget)
     assert len({len(rows) for rows in packed}) == 1
     for mine, rows in zip(dealt, packed, strict=True):
@@ -82,5 +85,38 @@ def test_split_balances_work() -> None:
     """Long-tailed lengths over 8 ranks: the most loaded rank has little more than the mean."""
     draw = torch.Generator().manual_seed(0)
     lengths = (torch.rand(512, generator=draw) ** 3 * 4000 + 50).long().tolist()
-    loads = [sum(balance.work(lengths[i]) for i in rank) for rank in balance.split(lengths, 8)]
+    works = [balance.work(length) for length in lengths]
+    loads = [sum(works[i] for i in rank) for rank in balance.split(works, 8)]
     assert max(loads) / (sum(loads) / 8) < 1.02
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(1, 50)), min_size=1, max_size=4),
+    st.integers(0, 120),
+)
+def test_work_counts_the_keys_within_windows(windows: list[int | None], length: int) -> None:
+    """As many as the masks of the layers leave, but for half a key of each token."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    pairs = 0.0
+    for window in windows:
+        mask = (query >= key) & (query - key < (length if window is None else window))
+        # The diagonal counts half, as in length * length / 2; a token at the window's edge has
+        # another half key there.
+        far = 0 if window is None else max(0, length - window)
+        pairs += (int(mask.sum()) - (length - far) / 2) / len(windows)
+    wanted = length + pairs / balance.ATTENTION_TOKENS
+    assert balance.work_within(windows)(length) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("windows", "beside"), [((), 4), ((None, None), 4), ((256, 256), 9), ((256, None), 6)]
+)
+def test_windows_decide_what_is_even(windows: tuple[int | None, ...], beside: int) -> None:
+    """A sample of 16K tokens and 27 of 2K on two ranks. With causal attention the long one is as
+    much work as 19 others, within windows of 256 tokens as 8: so many are `beside` it.
+    """
+    # A first token in common, so that ranks may have different numbers of samples.
+    sizes = [Size(length, (Prefix(1, "a"),)) for length in (16384, *[2048] * 27)]
+    dealt = FamilyBalance(sizes, windows=windows).split(2)
+    assert sorted(map(len, dealt)) == sorted([1 + beside, 27 - beside])
+    assert len(dealt[0] if 0 in dealt[0] else dealt[1]) == 1 + beside
