@@ -2,6 +2,9 @@
 ours under layouts.
 
 log-probs of every token, and the gradient of every parameter, of a weighted sum of them
+
+And prompts that are computed once for their responses against prompts that are repeated, in float64:
+what is left of the difference that float32 shows after optimizer steps.
 """
 
 from __future__ import annotations
@@ -246,3 +249,108 @@ def test_layers_of_one_input_share_one_sum_of_gradients() -> None:
     """
     for found in run_ranks(2, __file__, "count_sums"):
         assert found == {False: 5, True: 5 + 2}, found
+
+
+STEPS = 3
+"""Steps of AdamW, with clipping, after which prompts computed once are compared with repeated ones."""
+TRAINED = [kind for kind in FAMILIES if not kind.startswith("gpt_oss")]
+"""All but a mixture of experts, which training refuses."""
+
+ROTATES_IN_FLOAT32 = ("cohere", "ernie4_5")
+"""Families whose code turns queries and keys to float32 for the rotary embedding."""
+
+
+def exact_norms(model: Any) -> None:
+    """RMSNorm in the dtype of its input: transformers computes it in float32."""
+    import torch
+
+    from megarl.trainer.norms import _formula
+
+    def norm(layer: Any, eps: float, offset: float, x: Any) -> Any:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (offset + layer.weight)
+
+    for layer in model.modules():
+        if type(layer).__name__.endswith("RMSNorm"):
+            eps, offset = _formula(layer)
+            layer.forward = lambda x, one=layer, e=eps, o=offset: norm(one, e, o, x)
+        elif type(layer).__name__.endswith("LayerNorm") and hasattr(layer, "normalized_shape"):
+            layer.forward = lambda x, one=layer: torch.nn.functional.layer_norm(
+                x, one.normalized_shape, getattr(one, "weight", None), getattr(one, "bias", None)
+            )
+
+
+def groups() -> Any:
+    """Three prompts of 24 tokens, three responses each, of which the responses are trained on."""
+    import numpy as np
+    import torch
+
+    from megarl.types import Samples
+
+    draw = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(3):
+        prompt = torch.randint(1, 40, (24,), generator=draw).tolist()
+        for length in (4, 9, 13):
+            ids = prompt + torch.randint(1, 40, (length,), generator=draw).tolist()
+            made.append(Samples.one(len(made), ids, mask=np.arange(len(ids)) >= 24))
+    return Samples.concatenate(made)
+
+
+def trained(kind: str, mesh: Any, dtype: Any, share: Any) -> tuple[Any, int]:
+    """(log-probs [M] in the order of the samples after the steps, tokens of the packed row)."""
+    import torch
+
+    from megarl.trainer.attention import ATTENTION
+    from megarl.trainer.config import SequenceConfig, TrainingConfig
+    from megarl.trainer.model import RoleModel
+    from megarl.trainer.packing import pack
+
+    model = build(configuration(kind), ATTENTION).to(dtype)
+    if dtype == torch.float64:
+        exact_norms(model)
+    training = TrainingConfig(sequence=SequenceConfig(block="reference"), attention="reference")
+    policy = RoleModel(model, mesh, training).train()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    micro = pack(groups(), torch.device("cpu"), share=share)
+    order = micro.places[micro.mask].argsort()
+    for _ in range(STEPS):
+        logp = policy(micro, TEMPERATURE)[0]
+        weight = 0.5 + torch.arange(len(logp), dtype=dtype) / len(logp)
+        adam.zero_grad()
+        (-(logp[order] * weight).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+    with torch.no_grad():
+        return policy(micro, TEMPERATURE)[0][order], len(micro.token_ids)
+
+
+def compare_sharing() -> dict[str, tuple[float, float]]:
+    """{family: largest difference of a log-prob in float64, in float32}."""
+    import torch
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    torch.set_num_threads(1)
+    mesh_module.initialise(timeout_s=60)
+    found = {}
+    with ProcessMesh(Layout(), timeout_s=60) as mesh:
+        for kind in TRAINED:
+            off = []
+            for dtype in (torch.float64, torch.float32):
+                shared, fewer = trained(kind, mesh, dtype, "on")
+                repeated, tokens = trained(kind, mesh, dtype, "off")
+                assert fewer < tokens and len(shared) == 3 * (4 + 9 + 13)
+                off.append(float((shared - repeated).abs().max()))
+            found[kind] = (off[0], off[1])
+    mesh_module.finalise()
+    return found
+
+
+def test_sharing_changes_nothing_but_rounding() -> None:
+    (found,) = run_ranks(1, __file__, "compare_sharing", timeout_s=300)
+    for kind, (exact, single) in found.items():
+        print(f"{kind}: {exact:.1e} in float64, {single:.1e} in float32")
+    bounds = {kind: 1e-6 if kind in ROTATES_IN_FLOAT32 else 1e-11 for kind in found}
+    assert {kind: off for kind, (off, _) in found.items() if off > bounds[kind]} == {}
