@@ -11,7 +11,7 @@ made of many collectives."""
 
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     """Seconds that the rollouts of a step, or the evaluation on the held-out problems, may take."""
-    draws = config.rollout.groups_per_step * max(1.0, config.rollout.dynamic_sampling.max_draws)
+    draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
     return patience_s(config, max(requests, num_held_out))
