@@ -204,6 +204,8 @@ class TrainEngine:
         norm = float(norm) if norm is not None else float("nan")
         if math.isfinite(norm):
             self.steps_done += 1
+        else:
+            self._drop_sums()
         return norm, rate
 
     def discard(self) -> None:
@@ -219,8 +221,14 @@ class TrainEngine:
         self._engine.step()
         optimizer = self._engine.optimizer
         assert optimizer.overflow, "DeepSpeed has taken a step that it should have skipped"
-        if self.config.offload_optimizer and self.config.zero_stage < 3:
-            # DeepSpeed 0.19 would add the next step's gradients to these.
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Drop the sums of gradients of a step that DeepSpeed has skipped: under ZeRO 1 and 2 with
+        its state on the host, DeepSpeed 0.19 would add the next step's gradients to them.
+        """
+        if self.config.offload_optimizer and 0 < self.config.zero_stage < 3:
+            optimizer = self._engine.optimizer
             optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
 
     def broken_gradient(self) -> str:
