@@ -29,7 +29,7 @@ from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device
-from megarl.trainer.handover import Handover, free_cache
+from megarl.trainer.handover import Handover, free_cache, synchronize
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
@@ -235,6 +235,9 @@ class TrainEngine:
         """Name of the first parameter whose gradient is not finite on some rank, or has an infinite
         norm in float32; "" if there is none. All ranks call it together, after the last `backward`.
         """
+        if self.config.offload_optimizer:
+            # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
+            synchronize(self.device)
         named = ((_bare(n), _gradient(p)) for n, p in self.module.named_parameters())
         return first_broken(named, self.mesh.world, self.device, norm=2)
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support.ranks import run_ranks
 from support.tiny import write_model
 
+from megarl.parallel.mesh import Axis
+from megarl.trainer import zero
 from megarl.trainer.config import TrainingConfig
+from megarl.trainer.zero import TrainEngine
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 1, "precision": "bfloat16"},
@@ -64,3 +69,22 @@ def test_a_step_that_deepspeed_skips_leaves_no_gradients(tmp_path: Path) -> None
     for settings, (broken, after), (wanted,) in zip(CASES, found, clean, strict=True):
         assert not math.isfinite(broken), settings
         assert after == wanted > 0, settings
+
+
+def test_gradients_on_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copies may be under way after the last backward pass. With a stand-in for a
+    parameter under ZeRO 1, whose gradient arrives once it is waited for.
+    """
+    arrived = torch.zeros(3)
+    monkeypatch.setattr(zero, "synchronize", lambda device: arrived.fill_(math.nan))
+    parameter = SimpleNamespace(
+        requires_grad=True,
+        _hp_mapping=SimpleNamespace(get_lp_grad_fragment=lambda index: arrived),
+        _index_in_param_group=0,
+    )
+    engine: Any = object.__new__(TrainEngine)
+    engine.config = TrainingConfig(zero_stage=1, offload_optimizer=True)
+    engine.device = torch.device("cpu")
+    engine.mesh = SimpleNamespace(world=Axis("world", 1, 0, (0,), None))
+    engine._module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
+    assert engine.broken_gradient() == "weight"
