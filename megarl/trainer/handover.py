@@ -52,7 +52,8 @@ class HostMemory:
             problem = cuda.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if problem != cuda.cudaError.success:
                 self._is_registered = False
-                raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {problem}"))
+                why = cuda.cudaGetErrorString(problem)  # torch names no error but success
+                raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {why}"))
 
     def release(self) -> None:
         """Undo the registration; a second call does nothing. The memory is freed with the last

@@ -14,8 +14,10 @@ import pytest
 import torch
 from support.engine_ranks import Case, regions, spec_of, table, weights
 
+from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Box, scatter
+from megarl.trainer.handover import HostMemory
 from megarl.weight_sync import checksums
 from megarl.weight_sync.checksums import carried, carry, digest, signed
 from megarl.weight_sync.route import Route, whole_plan
@@ -24,7 +26,9 @@ from megarl.weight_sync.transports.shared_counters import SharedCounters
 from megarl.weight_sync.transports.shared_memory import Receiver, Sender
 
 ALONE = Case(1, 1, 1, 1, 1)
-SUCCESS, REFUSED = "cudaSuccess", "cudaErrorMemoryAllocation"
+SUCCESS, REFUSED = "cudaError.success", "cudaError.???"
+"""Answers of the driver, as torch's `cudaError` shows them: it has a name for success alone."""
+OUT_OF_MEMORY = "out of memory"
 
 
 class Machine:
@@ -41,10 +45,9 @@ class Machine:
                 cudaHostRegister=self.register,
                 cudaHostUnregister=self.unregister,
                 cudaError=SimpleNamespace(success=SUCCESS),
+                cudaGetErrorString={REFUSED: OUT_OF_MEMORY}.__getitem__,
             ),
-            "current_stream": lambda device: SimpleNamespace(
-                synchronize=lambda: self.happened.append("wait")
-            ),
+            "current_stream": lambda device: SimpleNamespace(synchronize=self.synchronize),
         }
         for name, function in cuda.items():
             patch.setattr(torch.cuda, name, function)
@@ -69,6 +72,9 @@ class Machine:
     def unregister(self, address: int) -> None:
         self.happened.append("unregister")
         del self.registered[address]
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
 
     def take(self) -> list[str]:
         """What happened since the last call, repeats left out."""
@@ -151,7 +157,10 @@ def test_a_refusal_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.release()
     assert machine.take() == ["register", "kernel"]
     (said,) = machine.said
-    assert "does not pin the 3 MiB" in said and REFUSED in said and "ulimit -l" in said
+    assert "does not pin the 3 MiB" in said and f"({OUT_OF_MEMORY})" in said
+    assert "ulimit -l" in said
+    with pytest.raises(UserError, match=rf"\(cudaHostRegister: {OUT_OF_MEMORY}\)"):
+        HostMemory(8, registered=True)
 
 
 def test_a_process_without_a_gpu_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,10 @@ class Pinned:
         self.is_registered = problem == cuda.cudaError.success
         if not self.is_registered:
             self._forget_refusal()
+            why = cuda.cudaGetErrorString(problem)  # torch names no error but success
             say(
                 "megarl: warning: weight_sync.transport shared_memory: the driver does not pin the"
-                f" {memory.numel() / 2**20:.0f} MiB of weights on their way ({problem}), so that"
+                f" {memory.numel() / 2**20:.0f} MiB of weights on their way ({why}), so that"
                 " copies between them and the GPU are slower; raise the job's limit of locked"
                 " memory (ulimit -l)"
             )
