@@ -36,7 +36,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, answer: str = SUCCESS) -> None:
         self.happened, self.said, self.registered = list[str](), list[str](), dict[int, int]()
-        self.answer = answer
+        self.answer, self.is_broken = answer, False
         cuda: dict[str, Any] = {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -75,6 +75,8 @@ class Machine:
 
     def synchronize(self) -> None:
         self.happened.append("wait")
+        if self.is_broken:
+            raise RuntimeError("an illegal memory access was encountered")
 
     def take(self) -> list[str]:
         """What happened since the last call, repeats left out."""
@@ -161,6 +163,21 @@ def test_a_refusal_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulimit -l" in said
     with pytest.raises(UserError, match=rf"\(cudaHostRegister: {OUT_OF_MEMORY}\)"):
         HostMemory(8, registered=True)
+
+
+def test_memory_is_unregistered_after_an_error_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an error comes with the next wait, which is the one of `close`."""
+    machine = Machine(monkeypatch)
+    ends = both_ends()
+    machine.take()
+    machine.is_broken = True
+    for end in ends:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            end.close()
+        assert machine.take() == ["wait", "unregister", "unmap"]
+        end.close()
+        assert machine.take() == ["unmap"]
+    assert not machine.registered
 
 
 def test_a_process_without_a_gpu_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,17 @@ class Pinned:
             torch.cuda.current_stream(self._device).synchronize()
 
     def release(self) -> None:
-        """Wait, and undo the registration; a second call does nothing."""
-        if self.is_registered:
+        """Wait, and undo the registration; a second call does nothing. Raises what the GPU's last
+        work has failed with, after the registration is undone.
+        """
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        try:
             self.wait()
+        finally:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self._memory.data_ptr())
-        self.is_registered = False
 
     def _forget_refusal(self) -> None:
         """Clear the error that CUDA keeps of a refused call: the next kernel would be blamed."""
