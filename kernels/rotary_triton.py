@@ -40,7 +40,8 @@ def _rotate(
     """
     token = tl.program_id(0).to(tl.int64)
     batch, place = token // tokens, token % tokens
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    # 64 bits: in a long sequence a head may begin beyond 2^31 numbers.
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     column = tl.arange(0, HALF)
     row = batch * row_batch + place * row_token + column
     here = column < half

@@ -11,7 +11,8 @@ python=${PYTHON:-python3}
 
 device=${MEGARL_DEVICE:-}
 if [ -z "$device" ]; then
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
+  # Not through grep -q, which ends at the first of many GPUs: pipefail would take nvidia-smi's SIGPIPE for no GPU.
+  case $'\n'$(nvidia-smi -L 2>/dev/null || true) in *$'\nGPU '*) device=cuda ;; *) device=cpu ;; esac
 fi
 wanted=$root/launch/requirements-$device.txt
 dev=$root/launch/requirements-dev.txt

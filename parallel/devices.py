@@ -37,19 +37,24 @@ def driver_gpus() -> list[DriverGpu]:
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    query = "--query-gpu=name,driver_version,mig.mode.current"
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=DRIVER_WITHIN_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.splitlines()]
-    return [DriverGpu(row[0], row[1], row[2] == "Enabled") for row in rows if len(row) == 3]
+    # A driver before 450 knows no MIG, and answers no query that names it.
+    for fields in ("name,driver_version,mig.mode.current", "name,driver_version"):
+        try:
+            told = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=DRIVER_WITHIN_S,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.splitlines()]
+        width = fields.count(",") + 1
+        found = [DriverGpu(r[0], r[1], r[-1] == "Enabled") for r in rows if len(r) == width]
+        if found:
+            return found
+    return []
 
 
 def are_hidden() -> bool:

@@ -22,9 +22,10 @@ done
 case " ${options[*]-} " in
   *" --rehearse "*) export MEGARL_DEVICE=cpu CUDA_VISIBLE_DEVICES= ;;
   *)
-    if ! { command -v nvidia-smi && nvidia-smi -L | grep -q GPU; } >/dev/null 2>&1; then
-      refuse "there is no NVIDIA GPU here; --rehearse walks the steps on the CPU"
-    fi
+    case $'\n'$(nvidia-smi -L 2>/dev/null || true) in # as in launch/env.sh
+      *$'\nGPU '*) ;;
+      *) refuse "there is no NVIDIA GPU here; --rehearse walks the steps on the CPU" ;;
+    esac
     ;;
 esac
 if [ -n "$python" ]; then

@@ -161,9 +161,10 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
                 result.status, result.note = "failed", f"exit code {code}"
         except subprocess.TimeoutExpired:
             result.status, result.note = "timed out", f"ended after {limit_s:.0f} s"
-        result.seconds = round(time.monotonic() - began, 1)
-        left = end_all(mark)
-        process.wait()
+        finally:  # also after Ctrl-C and SIGTERM, which do not reach the step's session
+            result.seconds = round(time.monotonic() - began, 1)
+            left = end_all(mark)
+            process.wait()
         out.seek(0)
         if result.status != "timed out":
             if left:

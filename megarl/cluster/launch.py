@@ -236,7 +236,7 @@ def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
 
 def gpu_names(visible: str) -> list[str]:
     """The GPUs that a CUDA_VISIBLE_DEVICES of `visible` names. Raises `ValueError` for an empty, a
-    negative or a repeated name.
+    negative or a repeated name, and for one that hides all GPUs.
     """
     names = [name.strip() for name in visible.split(",")]
     known = [name for name in names if name]
@@ -244,6 +244,7 @@ def gpu_names(visible: str) -> list[str]:
         "an empty name": len(known) < len(names),
         "a negative number, at which CUDA stops reading": any(name[0] == "-" for name in known),
         "a GPU twice": len(set(known)) < len(known),
+        "NoDevFiles, Slurm's word for a job without GPUs (--gpus-per-node)": "NoDevFiles" in known,
     }
     found = [what for what, is_so in wrong.items() if is_so]
     require(

@@ -52,7 +52,8 @@ class HostMemory:
             problem = cuda.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if problem != cuda.cudaError.success:
                 self._is_registered = False
-                raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {problem}"))
+                why = cuda.cudaGetErrorString(problem)  # torch names no error but success
+                raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {why}"))
 
     def release(self) -> None:
         """Undo the registration; a second call does nothing. The memory is freed with the last
@@ -198,10 +199,12 @@ def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Buffers in which gradients are reduced."""
+    """Buffers in which gradients are reduced, and through which they go to the host."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
         yield from (one for one in buffers if one is not None)
+    if hasattr(optimizer, "temp_grad_buffer_for_gpu_offload"):  # ZeRO 1 and 2
+        yield optimizer.temp_grad_buffer_for_gpu_offload
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

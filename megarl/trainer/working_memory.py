@@ -61,12 +61,16 @@ def working_memory(
         * -(-longest // layout.sequence)
         * TOKEN_BYTES,
         "reduce bucket": BUCKET_ELEMENTS * _reduced_bytes(training),
+        "offload buffer": 0,
         "gathered parameters": 0,
         "CUDA and NCCL": RUNTIME_BYTES,
     }
     if training.zero_stage == 3:
         # Fetching ahead stops at a limit, but not the fetch of what is needed at once.
         found["gathered parameters"] = each * min(sum(sizes), LIVE_ELEMENTS + head)
+    elif training.offload_optimizer:
+        # ZeRO 1 and 2 have a buffer of the largest trained parameter, whether they use it or not.
+        found["offload buffer"] = each * trained_head
     return {name: size for name, size in found.items() if size}
 
 

@@ -29,7 +29,7 @@ from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device
-from megarl.trainer.handover import Handover, free_cache
+from megarl.trainer.handover import Handover, free_cache, synchronize
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
@@ -204,6 +204,8 @@ class TrainEngine:
         norm = float(norm) if norm is not None else float("nan")
         if math.isfinite(norm):
             self.steps_done += 1
+        else:
+            self._drop_sums()
         return norm, rate
 
     def discard(self) -> None:
@@ -219,14 +221,23 @@ class TrainEngine:
         self._engine.step()
         optimizer = self._engine.optimizer
         assert optimizer.overflow, "DeepSpeed has taken a step that it should have skipped"
-        if self.config.offload_optimizer and self.config.zero_stage < 3:
-            # DeepSpeed 0.19 would add the next step's gradients to these.
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Drop the sums of gradients of a step that DeepSpeed has skipped: under ZeRO 1 and 2 with
+        its state on the host, DeepSpeed 0.19 would add the next step's gradients to them.
+        """
+        if self.config.offload_optimizer and 0 < self.config.zero_stage < 3:
+            optimizer = self._engine.optimizer
             optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
 
     def broken_gradient(self) -> str:
         """Name of the first parameter whose gradient is not finite on some rank, or has an infinite
         norm in float32; "" if there is none. All ranks call it together, after the last `backward`.
         """
+        if self.config.offload_optimizer:
+            # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
+            synchronize(self.device)
         named = ((_bare(n), _gradient(p)) for n, p in self.module.named_parameters())
         return first_broken(named, self.mesh.world, self.device, norm=2)
 

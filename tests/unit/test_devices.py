@@ -85,6 +85,21 @@ def test_the_cpu_can_be_wished_for(
     assert mesh.local_device().type == "cpu"
 
 
+def test_a_driver_that_knows_no_mig_is_too_old(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lists its GPUs all the same."""
+    smi()
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\ncase $1 in *mig*)"
+        """ echo 'Field "mig.mode.current" is not a valid field to query.'; exit 2 ;; esac\n"""
+        "echo Tesla V100-SXM2-32GB, 440.33.01\n"
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(UserError, match=r"1 GPU \(Tesla V100-SXM2-32GB\).*driver is 440\.33\.01"):
+        mesh.local_device()
+
+
 def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     devices.why_unseen.cache_clear()

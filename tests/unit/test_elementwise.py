@@ -101,6 +101,17 @@ def test_rotary(heads: int, width: int, columns: int, batch: int, dtype: torch.d
 
 
 @on_device
+def test_rotary_of_heads_that_lie_far_apart() -> None:
+    """Farther than 32 bits count. The memory between them is not touched."""
+    x = drawn(1, 3, 2, 8, dtype=torch.float16)
+    cos, sin = drawn(2, 1, 2, 8, dtype=torch.float32)
+    memory = torch.empty(2 * 2**30 + x.numel(), dtype=x.dtype, device=DEVICE)
+    apart = memory.as_strided(x.shape, (0, 2**30, 8, 1))
+    apart.copy_(x)
+    assert torch.equal(rotary(apart, cos, sin), rotary(x, cos, sin))
+
+
+@on_device
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_computes_the_same(kind: str) -> None:
     model: Any = small_model(kind).to(DEVICE)

@@ -21,16 +21,23 @@ LOCKS = {
 
 
 def start(
-    folder: Path, *, driver: str = "580.65.06", python: str = sys.executable, **variables: str
+    folder: Path,
+    *,
+    driver: str = "580.65.06",
+    smi: str = "",
+    python: str = sys.executable,
+    **variables: str,
 ) -> str:
-    """What a copy of the script says on a machine with a GPU, with pip and venv taken away."""
+    """What a copy of the script says on a machine with a GPU, with pip and venv taken away. `smi`:
+    the script that stands for nvidia-smi, if another one than usual.
+    """
     shutil.copytree(LAUNCH, folder / "launch", dirs_exist_ok=True)
     (folder / "setup.py").touch()
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    smi = programs / "nvidia-smi"
-    smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo {driver}\n')
-    smi.chmod(0o755)
+    usual = f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo {driver}\n'
+    (programs / "nvidia-smi").write_text(smi or usual)
+    (programs / "nvidia-smi").chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHON": python, "HOME": str(folder)} | variables
     script = ["bash", str(folder / "launch/env.sh")]
@@ -52,6 +59,23 @@ def test_an_old_driver_is_refused(tmp_path: Path) -> None:
     said = start(tmp_path, driver="570.124.06")
     assert "the driver is 570.124.06" in said
     assert "driver 580 or newer; update the driver, or set MEGARL_DEVICE=cpu" in said
+
+
+LISTS_SLOWLY = """#!/bin/sh
+if [ "$1" != -L ]; then echo 570.124.06; exit; fi
+for number in 0 1 2 3; do echo "GPU $number: NVIDIA H100"; sleep 0.1; done
+"""
+"""Lists GPUs one by one: whoever ends the pipe at the first one kills it."""
+
+
+def test_a_machine_whose_gpus_are_listed_one_by_one_has_gpus(tmp_path: Path) -> None:
+    assert "the driver is 570.124.06" in start(tmp_path, smi=LISTS_SLOWLY)
+    script = ["bash", str(LAUNCH.parent / "tests" / "run_gpu.sh"), "--python", "no-such-python"]
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    told = subprocess.run(
+        script, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == 2 and "there is no Python no-such-python" in told.stderr
 
 
 def test_a_python_without_headers_is_refused(tmp_path: Path) -> None:

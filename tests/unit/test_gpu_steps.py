@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +122,31 @@ def test_what_runs_in_the_own_environment_alone_is_skipped_elsewhere(
     monkeypatch.setattr(sys, "prefix", "/usr")
     assert run_gpu.lacks(script, rehearsal=True) == "runs in .venv alone"
     assert run_gpu.lacks(step("other"), rehearsal=True) == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_too(tmp_path: Path, number: signal.Signals) -> None:
+    told = tmp_path / "pid"
+    code = f"import os, time; open({str(told)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
+    command = ("{python}", "-c", code)
+    program = (
+        "import sys; sys.path.insert(0, 'tools'); import run_gpu; from gpu_steps import Step;"
+        f"run_gpu.STEPS = [Step('a', '', {command!r}, 1.0, 60.0, rehearsal={command!r})];"
+        f"sys.exit(run_gpu.main(['--rehearse', '--out', {str(tmp_path / 'out')!r}]))"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+    )
+    ends_at = time.monotonic() + 60
+    while not (told.exists() and told.read_text().endswith(".")) and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    step_pid = int(told.read_text()[:-1])
+    running.send_signal(number)
+    assert running.wait(30) != 0
+    still = lives(step_pid)
+    if still:
+        os.kill(step_pid, signal.SIGKILL)
+    assert not still
 
 
 def test_short_runs_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,7 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
                 ("GPU-ab,1, GPU-ab", "a GPU twice"),
                 ("-1", "a negative number, at which CUDA stops reading"),
                 ("0,-1,1", "a negative number"),
+                ("NoDevFiles", "NoDevFiles, Slurm's word for a job without GPUs"),
             )
         ),
         (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),

@@ -14,8 +14,10 @@ import pytest
 import torch
 from support.engine_ranks import Case, regions, spec_of, table, weights
 
+from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Box, scatter
+from megarl.trainer.handover import HostMemory
 from megarl.weight_sync import checksums
 from megarl.weight_sync.checksums import carried, carry, digest, signed
 from megarl.weight_sync.route import Route, whole_plan
@@ -24,7 +26,9 @@ from megarl.weight_sync.transports.shared_counters import SharedCounters
 from megarl.weight_sync.transports.shared_memory import Receiver, Sender
 
 ALONE = Case(1, 1, 1, 1, 1)
-SUCCESS, REFUSED = "cudaSuccess", "cudaErrorMemoryAllocation"
+SUCCESS, REFUSED = "cudaError.success", "cudaError.???"
+"""Answers of the driver, as torch's `cudaError` shows them: it has a name for success alone."""
+OUT_OF_MEMORY = "out of memory"
 
 
 class Machine:
@@ -32,7 +36,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, answer: str = SUCCESS) -> None:
         self.happened, self.said, self.registered = list[str](), list[str](), dict[int, int]()
-        self.answer = answer
+        self.answer, self.is_broken = answer, False
         cuda: dict[str, Any] = {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -41,10 +45,9 @@ class Machine:
                 cudaHostRegister=self.register,
                 cudaHostUnregister=self.unregister,
                 cudaError=SimpleNamespace(success=SUCCESS),
+                cudaGetErrorString={REFUSED: OUT_OF_MEMORY}.__getitem__,
             ),
-            "current_stream": lambda device: SimpleNamespace(
-                synchronize=lambda: self.happened.append("wait")
-            ),
+            "current_stream": lambda device: SimpleNamespace(synchronize=self.synchronize),
         }
         for name, function in cuda.items():
             patch.setattr(torch.cuda, name, function)
@@ -69,6 +72,11 @@ class Machine:
     def unregister(self, address: int) -> None:
         self.happened.append("unregister")
         del self.registered[address]
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
+        if self.is_broken:
+            raise RuntimeError("an illegal memory access was encountered")
 
     def take(self) -> list[str]:
         """What happened since the last call, repeats left out."""
@@ -151,7 +159,25 @@ def test_a_refusal_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.release()
     assert machine.take() == ["register", "kernel"]
     (said,) = machine.said
-    assert "does not pin the 3 MiB" in said and REFUSED in said and "ulimit -l" in said
+    assert "does not pin the 3 MiB" in said and f"({OUT_OF_MEMORY})" in said
+    assert "ulimit -l" in said
+    with pytest.raises(UserError, match=rf"\(cudaHostRegister: {OUT_OF_MEMORY}\)"):
+        HostMemory(8, registered=True)
+
+
+def test_memory_is_unregistered_after_an_error_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an error comes with the next wait, which is the one of `close`."""
+    machine = Machine(monkeypatch)
+    ends = both_ends()
+    machine.take()
+    machine.is_broken = True
+    for end in ends:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            end.close()
+        assert machine.take() == ["wait", "unregister", "unmap"]
+        end.close()
+        assert machine.take() == ["unmap"]
+    assert not machine.registered
 
 
 def test_a_process_without_a_gpu_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

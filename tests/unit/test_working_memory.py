@@ -144,6 +144,11 @@ def test_terms_follow_the_settings() -> None:
     assert terms(Layout(4, 1, 8))["gradient of the head"] == one["gradient of the head"] // 8
     assert terms(Layout(4, 1, 1), zero_stage=1)["reduce bucket"] == 2 * one["reduce bucket"]
     assert "gathered parameters" not in terms(Layout(4, 1, 1), zero_stage=2)
+    assert "offload buffer" not in terms(Layout(4, 1, 1), zero_stage=2)
+    assert "offload buffer" not in terms(Layout(4, 1, 1), offload_optimizer=True)
+    for stage in (1, 2):  # the head's 152,064 x 5,120 weights, over two tensor ranks
+        found = terms(Layout(4, 1, 2), zero_stage=stage, offload_optimizer=True)
+        assert found["offload buffer"] == 152064 * 5120 * 2 // 2
 
 
 def test_rounding_and_parts() -> None:

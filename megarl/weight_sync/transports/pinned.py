@@ -39,9 +39,10 @@ class Pinned:
         self.is_registered = problem == cuda.cudaError.success
         if not self.is_registered:
             self._forget_refusal()
+            why = cuda.cudaGetErrorString(problem)  # torch names no error but success
             say(
                 "megarl: warning: weight_sync.transport shared_memory: the driver does not pin the"
-                f" {memory.numel() / 2**20:.0f} MiB of weights on their way ({problem}), so that"
+                f" {memory.numel() / 2**20:.0f} MiB of weights on their way ({why}), so that"
                 " copies between them and the GPU are slower; raise the job's limit of locked"
                 " memory (ulimit -l)"
             )
@@ -52,12 +53,17 @@ class Pinned:
             torch.cuda.current_stream(self._device).synchronize()
 
     def release(self) -> None:
-        """Wait, and undo the registration; a second call does nothing."""
-        if self.is_registered:
+        """Wait, and undo the registration; a second call does nothing. Raises what the GPU's last
+        work has failed with, after the registration is undone.
+        """
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        try:
             self.wait()
+        finally:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self._memory.data_ptr())
-        self.is_registered = False
 
     def _forget_refusal(self) -> None:
         """Clear the error that CUDA keeps of a refused call: the next kernel would be blamed."""

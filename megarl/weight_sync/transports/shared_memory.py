@@ -114,8 +114,10 @@ class Sender(Direct):
 
     def close(self) -> None:
         """Unregister and unmap the shared memory."""
-        self._pinned.release()
-        self._counters.close()
+        try:
+            self._pinned.release()
+        finally:
+            self._counters.close()
 
     def _host_bytes(self) -> int:
         """Bytes of shared host memory for all engine ranks."""
@@ -156,8 +158,10 @@ class Receiver:
 
     def close(self) -> None:
         """Unregister and unmap the shared memory."""
-        self._pinned.release()
-        self._counters.close()
+        try:
+            self._pinned.release()
+        finally:
+            self._counters.close()
 
     def _finish_reading(self) -> None:
         """Wait until a block has been read, also by copies to the GPU that were only started."""

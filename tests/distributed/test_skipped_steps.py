@@ -1,0 +1,90 @@
+"""An optimizer on the host, when gradients are not finite: DeepSpeed skips the step by itself, and
+what the next one trains on.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import write_model
+
+from megarl.parallel.mesh import Axis
+from megarl.trainer import zero
+from megarl.trainer.config import TrainingConfig
+from megarl.trainer.zero import TrainEngine
+
+CASES: list[dict[str, Any]] = [
+    {"zero_stage": 1, "precision": "bfloat16"},
+    {"zero_stage": 2, "precision": "bfloat16"},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+]
+"""Settings of `training` beside the optimizer on the host."""
+
+
+def norms(model: str, scales: list[float]) -> list[list[float]]:
+    """For each of `CASES`, the gradient norm of steps whose losses are multiplied by `scales`. Runs
+    on a rank.
+    """
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import ModelConfig
+    from megarl.trainer.role import Role
+    from megarl.types import Samples
+
+    torch.set_num_threads(1)
+    device, found = mesh_module.initialise(timeout_s=120), []
+    with ProcessMesh(Layout(), timeout_s=120) as mesh:
+        for settings in CASES:
+            training = TrainingConfig(offload_optimizer=True, **settings)
+            common: Any = dict(mesh=mesh, device=device, seed=1, optimizer_steps=len(scales))
+            role = Role("policy", model=ModelConfig(path=model), training=training, **common)
+            ids = np.arange(1, 20)
+            (micro,) = role.pack(Samples.one(0, ids, mask=ids > 1), [[0]])
+            found.append([])
+            for scale in scales:
+                role.engine.backward(role.engine(micro, 1.0)[0].sum() * scale, last=True)
+                found[-1].append(role.engine.step()[0])
+            role.destroy()
+    mesh_module.finalise()
+    return found
+
+
+def test_a_step_that_deepspeed_skips_leaves_no_gradients(tmp_path: Path) -> None:
+    """Gradients of every parameter may be finite while the norm of all is not. The weights stay, so
+    the next step has the first one's gradients, and no others.
+    """
+    model = write_model(tmp_path / "model")
+    (clean,) = run_ranks(1, __file__, "norms", str(model), [1.0], timeout_s=200)
+    (found,) = run_ranks(1, __file__, "norms", str(model), [math.nan, 1.0], timeout_s=200)
+    for settings, (broken, after), (wanted,) in zip(CASES, found, clean, strict=True):
+        assert not math.isfinite(broken), settings
+        assert after == wanted > 0, settings
+
+
+def test_gradients_on_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copies may be under way after the last backward pass. With a stand-in for a
+    parameter under ZeRO 1, whose gradient arrives once it is waited for.
+    """
+    arrived = torch.zeros(3)
+    monkeypatch.setattr(zero, "synchronize", lambda device: arrived.fill_(math.nan))
+    parameter = SimpleNamespace(
+        requires_grad=True,
+        _hp_mapping=SimpleNamespace(get_lp_grad_fragment=lambda index: arrived),
+        _index_in_param_group=0,
+    )
+    engine: Any = object.__new__(TrainEngine)
+    engine.config = TrainingConfig(zero_stage=1, offload_optimizer=True)
+    engine.device = torch.device("cpu")
+    engine.mesh = SimpleNamespace(world=Axis("world", 1, 0, (0,), None))
+    engine._module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
+    assert engine.broken_gradient() == "weight"
