@@ -17,6 +17,9 @@ from megarl.trainer.logits import unknown_logits
 
 ATTENTION = "megarl_packed"
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Settings of config.json that say how many experts a layer has."""
+
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
 sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the attention of every layer for one
@@ -69,7 +72,7 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         if kind == "longrope" or kind.startswith("dynamic"):
             found.append(f"{kind} rotary embeddings")
     found += unknown_logits(text)
-    if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
+    if any(getattr(text, name, 0) for name in EXPERTS):
         found.append("mixture of experts")
     if found:
         raise ValueError(

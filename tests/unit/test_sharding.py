@@ -191,6 +191,11 @@ REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
         1,
         "gptj",
     ),
+    "experts by another name": (
+        transformers.AriaTextConfig(**SMALL, moe_num_experts=2),
+        1,
+        "aria_text uses mixture of experts",
+    ),
     "rotary embeddings of the longest document": (
         transformers.LlamaConfig(
             **SMALL, rope_parameters=LONG | {"original_max_position_embeddings": 32}
