@@ -119,10 +119,18 @@ def completed(sizes: Sequence[Size]) -> list[Size]:
     for size in sizes:
         for place, prefix in enumerate(size.prefixes):
             before.setdefault(prefix, set()).update(size.prefixes[:place])
-    for prefix in sorted(before, key=lambda one: one.length):
-        # Shorter ones are complete already.
-        for shorter in tuple(before[prefix]):
-            before[prefix] |= before[shorter]
+    by_length, is_new = sorted(before, key=lambda one: one.length), True
+    while is_new:
+        known = sum(map(len, before.values()))
+        for prefix in by_length:
+            for shorter in tuple(before[prefix]):
+                before[prefix] |= before[shorter]
+        # Of two prefixes of one sample, the shorter begins the longer.
+        for prefix in reversed(by_length):
+            parts = sorted(before[prefix], key=lambda one: one.length)
+            for place, part in enumerate(parts):
+                before[part].update(parts[:place])
+        is_new = sum(map(len, before.values())) > known
     return [
         size._replace(
             prefixes=tuple(

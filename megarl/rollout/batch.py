@@ -102,7 +102,10 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
         if end > 0 and one.is_trained:
             made["rewards"][end - 1] = one.final_reward  # the last segment is the model's
     return Samples(
-        ids=np.array([one.sample_id for one in samples], np.int64), offsets=offsets, **made
+        ids=np.array([one.sample_id for one in samples], np.int64),
+        offsets=offsets,
+        prompts=np.array([len(one.prompt_ids) for one in samples], np.int64),
+        **made,
     )
 
 

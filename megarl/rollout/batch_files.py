@@ -35,7 +35,7 @@ FORMAT = 1
 OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 """The arrays of a `StepBatch` itself."""
 
-OF_SAMPLES = ("ids", "offsets", *COLUMNS)
+OF_SAMPLES = ("ids", "offsets", "prompts", *COLUMNS)
 """The arrays of each of its `Samples`."""
 
 ASIDE = ".writing"
@@ -135,19 +135,23 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
         )
     if digest != _digest(about, arrays):
         raise ValueError(f"the batch {path} is damaged: its digest differs")
-    samples = [
-        Samples(**{name: arrays[f"samples.{number}.{name}"] for name in OF_SAMPLES})
-        for number in range(about["mini_batches"])
-    ]
     batch = StepBatch(
         step=about["step"],
-        samples=samples,
+        samples=[_samples(arrays, number) for number in range(about["mini_batches"])],
         micro_batches=about["micro_batches"],
         metrics=about["metrics"],
         warning=about["warning"],
         **{name: arrays[name] for name in OF_STEP},
     )
     return batch, about["data_ranks"]
+
+
+def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
+    """The samples of a mini-batch, from the arrays of a file."""
+    found = {name: arrays.get(f"samples.{number}.{name}") for name in OF_SAMPLES}
+    if found["prompts"] is None:  # a file of a version that did not tell
+        found["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)
+    return Samples(**{name: array for name, array in found.items() if array is not None})
 
 
 def _digest(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

@@ -17,6 +17,9 @@ from megarl.trainer.logits import unknown_logits
 
 ATTENTION = "megarl_packed"
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Settings of config.json that say how many experts a layer has."""
+
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
 sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the attention of every layer for one
@@ -69,7 +72,7 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         if kind == "longrope" or kind.startswith("dynamic"):
             found.append(f"{kind} rotary embeddings")
     found += unknown_logits(text)
-    if getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0):
+    if any(getattr(text, name, 0) for name in EXPERTS):
         found.append("mixture of experts")
     if found:
         raise ValueError(
@@ -89,15 +92,16 @@ def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
 
 
 def prove_attention(model: PreTrainedModel) -> None:
-    """Raise `ValueError` unless every layer of `model` computes its attention by megarl's function.
-    The model is on the meta device; no weights are needed.
+    """Raise `ValueError` unless every layer of `model` computes its attention by megarl's function,
+    with keys and values of one width. The model is on the meta device; no weights are needed.
     """
-    calls: list[tuple[int, ...]] = []
+    calls: list[tuple[int, int]] = []
+    """Width of keys and of values in each call."""
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: object
     ) -> torch.Tensor:
-        calls.append(tuple(q.shape))
+        calls.append((k.shape[-1], v.shape[-1]))
         return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
 
     kind, layers = model.config.model_type, model.config.get_text_config().num_hidden_layers
@@ -123,6 +127,13 @@ def prove_attention(model: PreTrainedModel) -> None:
             f" transformers' AttentionInterface{reason}; training needs it of all, choose another"
             " model"
         )
+    for keys, values in calls:
+        if keys != values:
+            raise ValueError(
+                f"model type {kind} has values of width {values} and keys of width {keys} in its"
+                " attention (multi-head latent attention), which training does not support;"
+                " choose another model"
+            )
 
 
 def attention_line(precision: str, device: torch.device) -> str:

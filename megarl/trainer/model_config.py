@@ -24,7 +24,10 @@ OTHER_COUNTS = (
 )
 """Settings of config.json that are at least 1 where a model has them."""
 LARGEST_COUNT = 2**31 - 1
-POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor")
+POSITIVE = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor"),
+    "attn_logit_softcapping",
+)
 """Settings of config.json that are above 0 where a model has them."""
 
 FIX = "fetch the model again, or correct its config.json"

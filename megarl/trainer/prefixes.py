@@ -47,7 +47,8 @@ class Tree:
 
 def shareable(samples: Samples) -> np.ndarray:
     """[S] int64 number of leading tokens of each sample whose states may be those of other samples
-    too: all before the token that predicts the first trained one, and never the last token.
+    too: all before the token that predicts the first trained one, and never the last token. Of a
+    response that is not trained on none is shared, since whoever packs it may not know its tokens.
     """
     found = np.zeros(len(samples), np.int64)
     for number, (first, last) in enumerate(
@@ -56,6 +57,8 @@ def shareable(samples: Samples) -> np.ndarray:
         # Nothing predicts the first token of a sample.
         trained = np.flatnonzero(samples.mask[first + 1 : last])
         found[number] = trained[0] if len(trained) else last - first - 1
+    known = samples.prompts > 0
+    found[known] = np.minimum(found, samples.prompts - 1)[known]
     return np.maximum(found, 0)
 
 

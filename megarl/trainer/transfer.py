@@ -52,6 +52,8 @@ class _Plan:
     """[N] number of tokens."""
     tokens: np.ndarray
     """[N] int64 number of tokens that the policy generated."""
+    prompts: np.ndarray
+    """[N] int64 number of tokens of the prompt, or -1; see `Samples.prompts`."""
     parts: np.ndarray
     """[N] int64 index of the mini-batch."""
     holders: list[list[int]]
@@ -125,7 +127,8 @@ class BatchTransfer:
 
         def sample(n: int) -> Samples:
             mask = mask_of[n].cpu().numpy() > 0
-            return Samples.one(int(plan.ids[n]), token_of[n].cpu().numpy(), mask=mask)
+            tokens, prompt = token_of[n].cpu().numpy(), int(plan.prompts[n])
+            return Samples.one(int(plan.ids[n]), tokens, mask=mask, prompt=prompt)
 
         samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
         data, budget = self.mesh.data, self.micro_batch_tokens * self.mesh.sequence.size
@@ -219,27 +222,32 @@ class BatchTransfer:
         `order` is the same on every rank.
         """
         mine = [
-            (int(name), size, int(tokens), part)
+            (int(name), size, int(tokens), int(prompt), part)
             for part, samples in enumerate(parts)
-            for name, size, tokens in zip(
-                samples.ids, sizes_of(samples, self.share_prefix), _chosen(samples), strict=True
+            for name, size, tokens, prompt in zip(
+                samples.ids,
+                sizes_of(samples, self.share_prefix),
+                _chosen(samples),
+                samples.prompts,
+                strict=True,
             )
         ]
         told = gather_objects(mine, self.everyone)
-        facts: dict[int, tuple[Size, int, int]] = {}
+        facts: dict[int, tuple[Size, int, int, int]] = {}
         holders: dict[int, list[int]] = {}
         for rank, samples in enumerate(told):
-            for name, size, tokens, part in samples:
-                facts[name] = (size, tokens, part)
+            for name, size, tokens, prompt, part in samples:
+                facts[name] = (size, tokens, prompt, part)
                 holders.setdefault(name, []).append(rank)
         ids = sorted(facts)
         # Each rank has found the prefixes that its own samples have in common.
         sizes = completed([facts[name][0] for name in ids])
-        minis = np.array([facts[name][2] for name in ids], dtype=np.int64)
+        minis = np.array([facts[name][3] for name in ids], dtype=np.int64)
         return _Plan(
             ids=np.array(ids, dtype=np.int64),
             lengths=[size.length for size in sizes],
             tokens=np.array([facts[name][1] for name in ids], dtype=np.int64),
+            prompts=np.array([facts[name][2] for name in ids], dtype=np.int64),
             parts=minis,
             holders=[holders[name] for name in ids],
             workers=self._deal(sizes, minis),

@@ -87,6 +87,17 @@ def test_a_batch_is_read_bit_by_bit(
             assert repr(wanted) == repr(got), one.name
 
 
+def test_files_of_a_version_that_told_no_prompts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = tuple(name for name in batch_files.OF_SAMPLES if name != "prompts")
+    monkeypatch.setattr(batch_files, "OF_SAMPLES", names)
+    write_batch(batch_file(tmp_path, 0, 0), made([[3, 4]]), num_data_ranks=1)
+    monkeypatch.undo()
+    found, _ = read_batch(batch_file(tmp_path, 0, 0))
+    assert found.samples[0].prompts.tolist() == [-1, -1]
+
+
 @pytest.mark.parametrize("before", [b"[[[0, ", b"reward", b""], ids=["rows", "metric", "array"])
 def test_a_flipped_bit_is_found(before: bytes, tmp_path: Path) -> None:
     path = batch_file(tmp_path, 0, 0)

@@ -201,6 +201,9 @@ def test_prefixes_found_in_several_places_are_joined() -> None:
     told = [Size(50, (a, c)), Size(50, (b, c)), Size(50, (c, d)), Size(50, (a,)), Size(50)]
     chains = [size.prefixes for size in completed(told)]
     assert chains == [(a, b, c), (a, b, c), (a, b, c, d), (a,), ()]
+    # One rank knows that `c` begins with `a`, another with `b`: so `b` begins with `a`.
+    told = [Size(50, (a, c)), Size(50, (b, c)), Size(50, (b, d))]
+    assert [size.prefixes for size in completed(told)] == [(a, b, c), (a, b, c), (a, b, d)]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -160,6 +160,17 @@ LONG = {
     "long_factor": [2.0] * 4,
 }
 
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
 REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
     "scaled embedding": (
         transformers.VaultGemmaConfig(**SMALL, head_dim=8, final_logit_softcapping=None),
@@ -190,6 +201,16 @@ REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
         transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4),
         1,
         "gptj",
+    ),
+    "experts by another name": (
+        transformers.AriaTextConfig(**SMALL, moe_num_experts=2),
+        1,
+        "aria_text uses mixture of experts",
+    ),
+    "values narrower than keys": (
+        transformers.YoutuConfig(**SMALL | LATENT),
+        1,
+        "youtu has values of width 8 and keys of width 16 .*latent",
     ),
     "rotary embeddings of the longest document": (
         transformers.LlamaConfig(
