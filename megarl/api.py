@@ -61,8 +61,10 @@ class Result:
     @property
     def model(self) -> Path | None:
         """The model of the newest checkpoint, a Hugging Face folder; None without a checkpoint."""
-        saved = sorted((self.folder / "checkpoints").glob("step_*"))
-        return saved[-1] / "model" if saved else None
+        from megarl.checkpoints.progress import newest_first
+
+        saved = newest_first(self.folder / "checkpoints")
+        return saved[0] / "model" if saved else None
 
     def _read(self) -> Any:
         from megarl.observe.summary import read_run

@@ -43,6 +43,7 @@ from megarl.checkpoints.progress import (
     fingerprint,
     newest_first,
     read_progress,
+    step_of,
     write_progress,
     written_under,
 )
@@ -312,7 +313,7 @@ class Checkpoints:
         removed = [set_aside(final)] if final.exists() else []
         os.rename(aside, final)
         sync(self.folder)
-        known = [path for path in newest_first(self.folder) if path.name <= final.name]
+        known = [path for path in newest_first(self.folder) if step_of(path) <= step_of(final)]
         removed += [set_aside(old) for old in known[self.keep :]]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)

@@ -121,7 +121,16 @@ def read_progress(folder: Path) -> Progress:
 
 def newest_first(folder: Path) -> list[Path]:
     """Paths of the checkpoints in `folder`, newest first."""
-    return sorted(folder.glob("step_*"), reverse=True) if folder.is_dir() else []
+    return sorted(folder.glob("step_*"), key=step_of, reverse=True) if folder.is_dir() else []
+
+
+def step_of(checkpoint: Path) -> tuple[int, str]:
+    """(step, name) of a checkpoint's path, by which paths are in the order of their steps; -1 for a
+    name without a number. Names alone are not in that order: step 1,000,000 has a digit more than
+    those before.
+    """
+    number = checkpoint.name.removeprefix("step_")
+    return (int(number) if number.isdecimal() else -1), checkpoint.name
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from megarl.ledger.journal import FILE as LEDGER
 FLAGS = {"--json", "--stacks"}
 TAIL_BYTES = 2**18
 """Bytes at the end of the ledger in which the newest trained step is looked for."""
+SAYS_STEP = tuple(f'"event":"{name}"'.encode() for name in ("trained", "restored"))
+"""How lines of the ledger that tell the number of trained steps name their event. A run that was
+resumed has trained those of its checkpoint; what it had trained beyond counts no longer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -137,7 +140,7 @@ def trained(run: Path) -> int | None:
     except OSError:
         return None
     for line in reversed(tail):
-        if b'"event":"trained"' in line and line.endswith(b"}"):
+        if line.endswith(b"}") and any(name in line for name in SAYS_STEP):
             try:
                 return int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError):

@@ -25,10 +25,12 @@ from megarl.activity.spans import KINDS, activity, step_begins
 from megarl.activity.state import chain
 from megarl.checks.status import main as status
 from megarl.errors import UserError
+from megarl.ledger.recorder import Recorder
 from megarl.observe.lanes import COLOURS, idle, last_steps
 from megarl.observe.lanes import cells as cells_of
 from megarl.observe.timeline import lanes
 from megarl.observe.timeline import main as timeline
+from megarl.types import START, Cursor
 
 BEGIN = """
 import ctypes, os, signal, sys, time
@@ -530,6 +532,23 @@ def test_status_of_a_living_and_a_dead_process(
     assert (engine["condition"], engine["does"][0]["what"]) == ("gone", "model")
     assert "step 5, weights 4; 4 steps trained" in shown and "owner: none" in shown
     assert "of 1 min 30 s, waits on service" in shown and "engine0      gone" in shown
+
+
+def test_status_of_a_resumed_run_forgets_what_counts_no_longer(
+    opened: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after step 7, and resumed from the checkpoint of step 5."""
+    ledger = opened.parent / "ledger.jsonl"
+    for step, cursor, trained in ((0, START, 7), (5, Cursor(5), 5)):
+        recorder = Recorder(ledger)
+        recorder.start(step=step, cursor=cursor, max_staleness=0, groups_per_step=1, max_draws=1)
+        recorder.release(trained)
+        asyncio.run(recorder.durable())
+        assert status([str(opened.parent), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["version"], found["trained"]) == (trained, trained)
+        assert status([str(opened.parent)]) == 0
+        assert f"no step has begun; {trained} steps trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [status, timeline])

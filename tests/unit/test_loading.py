@@ -16,8 +16,16 @@ from safetensors.torch import load_file, save_file
 from support.tiny import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megarl.api import Result
+from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.manifest import damage, digest_files, seal, write_manifest
-from megarl.checkpoints.progress import Progress, choose, read_progress, write_progress
+from megarl.checkpoints.progress import (
+    Progress,
+    choose,
+    newest_first,
+    read_progress,
+    write_progress,
+)
 from megarl.checkpoints.state_files import StateFiles, read_state
 from megarl.trainer.config import ModelConfig
 from megarl.trainer.loading import check_weights, empty_model, load_model
@@ -246,6 +254,24 @@ def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) 
     seal(newer)
     with pytest.raises(ValueError, match=r"step_000004/run.json is of format 3.*or a newer one"):
         chosen()
+
+
+def test_checkpoints_have_the_order_of_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 1,000,000 on their names have a digit more."""
+    steps = (999_998, 999_999, 1_000_000)
+    folders = [sealed(tmp_path / "checkpoints" / f"step_{step:06d}") for step in steps]
+    place = folders[0].parent
+    assert newest_first(place) == folders[::-1]
+    assert choose(place, layout="data 1", model="m", seed=0, data="d") == folders[-1]
+    assert Result(tmp_path, {}).model == folders[-1] / "model"
+    monkeypatch.setattr(Checkpoints, "__init__", lambda self: None)
+    checkpoints = Checkpoints()  # pyright: ignore[reportCallIssue]
+    checkpoints.folder, checkpoints.keep, checkpoints.owner = place, 2, None
+    (aside := place / ".writing").mkdir()
+    checkpoints._commit(aside, place / "step_1000001", {})
+    assert sorted(path.name for path in place.iterdir()) == ["step_1000000", "step_1000001"]
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
