@@ -112,6 +112,7 @@ def check_run(
     names = config.other_roles if new else ()
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
     warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
+    _check_shared_prompts(config)
     prompts, held_out, tools = read_prompts(config, tokenizer)
     longest = longest_request(config)
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
@@ -146,6 +147,21 @@ def check_run(
         ranks=ranks,
         roles=roles,
         tools=tools,
+    )
+
+
+def _check_shared_prompts(config: RunConfig) -> None:
+    """Raise `ValueError` if prompts are always to be shared, but one fills a packed sequence: its
+    responses would be computed one by one, each with the whole prompt.
+    """
+    budget = config.training.micro_batch_tokens * config.training.layout.sequence
+    longest = config.prompts.max_prompt_tokens
+    require(
+        config.training.share_prefix != "on" or longest < budget,
+        f"training.share_prefix is 'on', but a prompt may have {longest} tokens"
+        f" (prompts.max_prompt_tokens) and a packed sequence has {budget}"
+        " (training.micro_batch_tokens x layout.sequence), which leaves no room for responses;"
+        " raise training.micro_batch_tokens, or set training.share_prefix to 'auto'",
     )
 
 

@@ -281,6 +281,14 @@ CASES = {
         environment=RANKS,
         prepare=config_change(model_type="opt", architectures=["OPTForCausalLM"]),
     ),
+    "a prompt that fills a packed sequence": Case(
+        ["share_prefix is 'on'", "64 tokens", "sequence has 64", "raise training.micro_batch"],
+        {
+            "training.share_prefix": "on",
+            "training.micro_batch_tokens": 64,
+            "prompts.max_prompt_tokens": 64,
+        },
+    ),
     "Liger without a GPU": Case(
         ["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}
     ),
