@@ -88,14 +88,18 @@ def decode(content: bytes) -> Record | None:
         return None
 
 
-def newest(folder: Path) -> tuple[int, Path] | None:
-    """(number, path) of the lease file with the highest number in `folder`, None without one."""
+def numbered(folder: Path) -> dict[int, Path]:
+    """{number: path} of the lease files in `folder`."""
     try:
         found = [(NAME.fullmatch(name), name) for name in os.listdir(folder)]
     except FileNotFoundError:
-        return None
-    numbered = [(int(match[1]), folder / name) for match, name in found if match]
-    return max(numbered, default=None)
+        return {}
+    return {int(match[1]): folder / name for match, name in found if match}
+
+
+def newest(folder: Path) -> tuple[int, Path] | None:
+    """(number, path) of the lease file with the highest number in `folder`, None without one."""
+    return max(numbered(folder).items(), default=None)
 
 
 @dataclass(frozen=True)
@@ -249,10 +253,15 @@ def take(folder: Path, *, patience_s: float) -> Lease:
             continue
         os.pwrite(descriptor, here.encode(), 0)
         os.fsync(descriptor)
-        for path in sorted(folder.glob(".owner.*.json")):
-            match = NAME.fullmatch(path.name)
-            if match and int(match[1]) < number:
-                path.unlink(missing_ok=True)
+        before_it = {key: path for key, path in numbered(folder).items() if key != number}
+        # Its number was free again if others took the folder since this process looked: each owner
+        # removes the files before its own.
+        if max(before_it, default=0) != number - 1:
+            path_of(folder, number).unlink(missing_ok=True)
+            os.close(descriptor)
+            continue
+        for path in before_it.values():
+            path.unlink(missing_ok=True)
         if last is not None and (before is None or before.state == RUNS):
             say(
                 f"megarl: folder {folder} is taken over from {before or 'another run'}, which has"

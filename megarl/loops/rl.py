@@ -101,6 +101,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     with console.phase("first publish of the weights"):
         publish(parts, parts.first_step)
     first = parts.first_step
+    stop_again(parts)
     evaluates = first == 0 or due(first, config.evaluation.every, config.steps)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
         if evaluates and not evaluate(parts, first):
@@ -337,6 +338,16 @@ def is_evaluated(parts: Parts, step: int, name: str) -> bool:
     if parts.observer is not None and found is not None:
         stop_early(parts, step, found)
     return broadcast_object(found is not None, parts.context.mesh.world)
+
+
+def stop_again(parts: Parts) -> None:
+    """On rank 0 of a run that goes on, end it if the last step of its checkpoint has stopped it
+    early: it was started again, or killed between that checkpoint and its end.
+    """
+    if parts.observer is not None and parts.first_step > 0:
+        metrics = parts.observer.trained(parts.first_step)
+        if parts.config.early_stop.metric in metrics:
+            stop_early(parts, parts.first_step, metrics)
 
 
 def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:

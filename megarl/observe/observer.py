@@ -114,6 +114,16 @@ class Observer:
                 found = metrics or found
         return found
 
+    def trained(self, step: int) -> dict[str, float]:
+        """The metrics of step number `step` (from 1) that an earlier process has written, without
+        those that are not finite; empty where it has written none.
+        """
+        found: dict[str, float] = {}
+        for record in read_records(self._folder / METRICS):
+            if record.pop("step") == step:
+                found = {name: value for name, value in record.items() if value is not None}
+        return found
+
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Write the groups that a training step has drawn to the transcripts file, at most
         `observe.transcripts_per_step` of them.

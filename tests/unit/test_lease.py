@@ -192,6 +192,37 @@ def test_of_several_that_start_at_once_one_wins(tmp_path: Path, dead: bool) -> N
     assert owner(tmp_path).run == won
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_start_that_was_suspended_takes_no_folder_of_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    """While it slept, after it had seen an owner that has ended, one run took the folder and ended
+    and another lives there. With `anew`, the first has removed the folder, so that the second
+    counts from 1 again.
+    """
+    folder, living = tmp_path / "run", list[leases.Lease]()
+    write(folder, left_by(1, "1", state=ENDED), 5)
+    awake = leases.has_ended
+
+    def sleeps(path: Path, record: Record | None, patience_s: float) -> bool:
+        found = awake(path, record, patience_s)
+        if not living:
+            monkeypatch.setattr(leases, "has_ended", awake)
+            take(folder, patience_s=1).release()
+            if not anew:
+                write(folder, left_by(1, "1", state=ENDED), 6)
+            living.append(take(folder, patience_s=1))
+        return found
+
+    monkeypatch.setattr(leases, "has_ended", sleeps)
+    with pytest.raises(ValueError, match=f"still going .process {os.getpid()} on"):
+        take(folder, patience_s=1)
+    (lease,) = living
+    assert lease.problem() == "" and list(leases.numbered(folder)) == [lease.claim.number]
+    assert lease.claim.number == (1 if anew else 7)
+    lease.release()
+
+
 def test_a_run_notices_that_it_lost_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,15 @@ from support.tiny import groups, write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
+from megarl.loops import rl
 from megarl.loops.schedule import reached
-from megarl.observe.config import EVALUATION_METRICS, STEP_METRICS, EarlyStopConfig
+from megarl.observe.config import (
+    EVALUATION_METRICS,
+    STEP_METRICS,
+    EarlyStopConfig,
+    ObserveConfig,
+)
+from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, describe, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
@@ -38,6 +47,7 @@ from megarl.types import (
     Samples,
     Segment,
     StepBatch,
+    StepReport,
     TokenArrays,
     Verdict,
 )
@@ -694,6 +704,55 @@ def test_an_early_stop_names_a_metric_that_is_there() -> None:
             EarlyStopConfig(**wrong)
     with pytest.raises(ValueError, match=r"EarlyStopConfig\.at_most"):
         EarlyStopConfig(metric="loss", at_most=float("nan"))
+
+
+@pytest.mark.parametrize(("reached_at", "ends"), [(3, True), (2, False), (0, False)])
+def test_a_run_that_stopped_early_trains_no_further_when_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached_at: int, ends: bool
+) -> None:
+    """Its checkpoint is of step 3. What an earlier step reached has not ended it."""
+    quiet = ObserveConfig(tensorboard=False, progress=False)
+    with Observer(quiet, tmp_path, total_steps=9) as before:
+        for step in range(4):
+            accuracy = 1.0 if step + 1 == reached_at else 0.5
+            before.step(StepReport(step, {"accuracy": accuracy, "grad_norm": math.nan}))
+    monkeypatch.setattr(rl, "publish", lambda parts, version: {})
+
+    class Trained(Exception):
+        pass
+
+    class Rollouts:
+        is_stopped = False
+
+        def start(self, receipts: object) -> None:
+            pass
+
+        def stop_early(self) -> None:
+            self.is_stopped = True
+
+        def take(self, step: int, publish_again: object) -> None:
+            if not self.is_stopped:
+                raise Trained
+
+    with Observer(quiet, tmp_path, total_steps=9, first_step=3) as observer:
+        parts: Any = SimpleNamespace(
+            config=SimpleNamespace(
+                rollout=RolloutConfig(),
+                evaluation=SimpleNamespace(every=0),
+                steps=9,
+                early_stop=EarlyStopConfig(metric="accuracy", at_least=0.9),
+            ),
+            first_step=3,
+            rollouts=Rollouts(),
+            num_held_out=0,
+            observer=observer,
+            publisher=SimpleNamespace(receipts=[]),
+        )
+        if ends:
+            assert rl.train_steps(parts, None) == (3, 3)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(Trained):
+                rl.train_steps(parts, None)  # type: ignore[arg-type]
 
 
 class Failing(Parity):
