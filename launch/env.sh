@@ -12,7 +12,15 @@ python=${PYTHON:-python3}
 device=${MEGARL_DEVICE:-}
 if [ -z "$device" ]; then
   # Not through grep -q, which ends at the first of many GPUs: pipefail would take nvidia-smi's SIGPIPE for no GPU.
-  case $'\n'$(nvidia-smi -L 2>/dev/null || true) in *$'\nGPU '*) device=cuda ;; *) device=cpu ;; esac
+  listed=$(nvidia-smi -L 2>&1) && works=yes || works=no
+  case $'\n'$listed in *$'\nGPU '*) device=cuda ;; *) device=cpu ;; esac
+  # The kernel module's file of a GPU; without one, as on a login node, nvidia-smi may fail. Tests set MEGARL_GPU_FILES.
+  files=$(compgen -G "${MEGARL_GPU_FILES:-/dev/nvidia[0-9]*}" || true)
+  if [ "$device$works" = cpuno ] && [ -n "$files" ] && command -v nvidia-smi >/dev/null; then
+    echo "launch/env.sh: there is an NVIDIA GPU (${files%%$'\n'*}), but nvidia-smi fails (${listed%%$'\n'*});" \
+      "reboot, which loads the driver that is installed, or set MEGARL_DEVICE=cpu" >&2
+    exit 2
+  fi
 fi
 wanted=$root/launch/requirements-$device.txt
 dev=$root/launch/requirements-dev.txt

@@ -8,6 +8,7 @@ GPUs are hidden. A run would then go on, a hundred times slower, on the CPU. Imp
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 DRIVER_WITHIN_S = 20.0
 """Seconds that nvidia-smi may take; it loads the driver where no process has."""
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+"""Pattern of the files that the driver's kernel module makes, one for each GPU."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,31 @@ def driver_gpus() -> list[DriverGpu]:
     return []
 
 
+def failure() -> str:
+    """What nvidia-smi says where it fails on a machine with an NVIDIA GPU, as after an update of
+    the driver without a reboot; "" where it works, or there is no GPU or no nvidia-smi.
+    """
+    files = sorted(glob.glob(DEVICE_FILES))
+    if not files or shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "-L"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=DRIVER_WITHIN_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    else:
+        if told.returncode == 0:
+            return ""
+        said = (told.stdout.strip().splitlines() or [f"exit code {told.returncode}"])[0]
+    return f"there is an NVIDIA GPU ({files[0]}), but nvidia-smi fails ({said})"
+
+
 def are_hidden() -> bool:
     """Whether the user has asked for the CPU: with an empty CUDA_VISIBLE_DEVICES, or with
     MEGARL_DEVICE=cpu, which launch/env.sh reads too.
@@ -69,16 +97,20 @@ def are_hidden() -> bool:
 
 @functools.cache
 def why_unseen(cuda: str | None) -> str:
-    """Why torch sees none of the GPUs that nvidia-smi lists, with what to do; "" if there are none,
-    or none are wanted. Call it where torch sees no GPU. Asks the driver once in a process.
+    """Why torch sees none of the GPUs of this machine, with what to do; "" if there are none, or
+    none are wanted. Call it where torch sees no GPU. Asks the driver once in a process.
 
     `cuda`: torch's version of CUDA, None if it is built for CPUs.
     """
-    gpus = [] if are_hidden() else driver_gpus()
-    if not gpus:
+    if are_hidden():
         return ""
-    found = f"nvidia-smi lists {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0].name})"
     rather = "or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+    gpus = driver_gpus()
+    if not gpus:
+        problem = failure()
+        mended = "reboot, which loads the driver that is installed, or install it again"
+        return f"{problem}; {mended}, {rather}" if problem else ""
+    found = f"nvidia-smi lists {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0].name})"
     if cuda is None:
         return (
             f"{found}, but this torch is built for CPUs; make the environment for GPUs with"

@@ -100,6 +100,21 @@ def test_a_driver_that_knows_no_mig_is_too_old(
         mesh.local_device()
 
 
+def test_a_driver_that_does_not_answer_is_no_wish_for_the_cpu(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update, until the machine is booted again. A login node has no GPU, and may fail."""
+    smi()
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'; exit 18\n")
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    assert mesh.local_device().type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    devices.why_unseen.cache_clear()
+    with pytest.raises(UserError, match=rf"nvidia0\), but nvidia-smi fails \({said}\); reboot"):
+        mesh.local_device()
+
+
 def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     devices.why_unseen.cache_clear()

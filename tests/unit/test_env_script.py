@@ -78,6 +78,16 @@ def test_a_machine_whose_gpus_are_listed_one_by_one_has_gpus(tmp_path: Path) -> 
     assert told.returncode == 2 and "there is no Python no-such-python" in told.stderr
 
 
+def test_a_driver_that_does_not_answer_is_no_wish_for_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    broken = (
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
+    )
+    said = start(tmp_path, smi=broken, MEGARL_GPU_FILES=f"{tmp_path}/nvidia[0-9]*")
+    assert "nvidia0), but nvidia-smi fails (Failed to initialize NVML" in said
+    assert "or set MEGARL_DEVICE=cpu" in said
+
+
 def test_a_python_without_headers_is_refused(tmp_path: Path) -> None:
     version = sysconfig.get_python_version()
     answer = (
