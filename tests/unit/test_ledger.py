@@ -799,9 +799,13 @@ def test_the_commands_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no whole line"):
         main([str(tmp_path)])
     (tmp_path / FILE).unlink()
-    written(tmp_path / FILE, [{"event": "lost"}])
-    with pytest.raises(UserError, match=r"line 2: 'lost' is not an event"):
-        main([str(tmp_path)])
+    newer = to_record(Started(0, 0, 0, 1, 1)) | {"colour": "red"}
+    for name, record in (("lost", {"event": "lost"}), ("started", newer)):
+        written(tmp_path / FILE, [record])
+        said = rf"line 2: '{name}' is not an event .*another version .*use that one, or a newer one"
+        with pytest.raises(UserError, match=said):
+            main([str(tmp_path)])
+        (tmp_path / FILE).unlink()
 
 
 def test_a_damaged_ledger_is_refused_before_a_run_goes_on(
