@@ -70,6 +70,15 @@ def damage(folder: Path) -> str:
     return ""
 
 
+def has_other_digests(folder: Path) -> bool:
+    """Whether `digests.json` of a folder can be read and has no digests that this version knows."""
+    try:
+        found = json.loads((folder / DIGESTS).read_text())
+    except (OSError, ValueError):
+        return False
+    return not isinstance(found, dict) or found.get("algorithm") != ALGORITHM
+
+
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from megarl.checkpoints.adapter_files import written_for
-from megarl.checkpoints.manifest import damage
+from megarl.checkpoints.manifest import damage, has_other_digests
 from megarl.console import say
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
@@ -185,7 +185,10 @@ def choose(
     """
     passed = []
     for path in newest_first(folder):
-        reason = damage(path) or _foreign(
+        reason = damage(path)
+        if reason and has_other_digests(path):
+            _refuse_newer(path)
+        reason = reason or _foreign(
             path, layout=layout, model=model, seed=seed, data=data, roles=roles or {}, base=base
         )
         if not reason:
@@ -198,6 +201,18 @@ def choose(
             " and another folder"
         )
     return None
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise `NewerError` if a checkpoint says that it is of a newer format. Nothing else is looked
+    at: its files cannot be compared with their digests.
+    """
+    try:
+        read_progress(path)
+    except NewerError:
+        raise
+    except (OSError, ValueError):
+        return
 
 
 def _foreign(

@@ -2,16 +2,17 @@
 
 The audit goes through the events once and keeps, of finished steps, only their counts. Each event
 must be possible after those before: then every group of the steps that count was trained or
-rejected exactly once, none was skipped, and none was older than the run allows. Under
-`rollout.dispatch: ordered` groups are decided on in order. Under any other policy a group may
-overtake others, one that is too old for every step to come must be rejected as stale, no other may
-be, and at most `max_open` groups are open. Under `windowed` a batch has every group that finished
-before it was complete. A ledger that was cut off anywhere passes, since a run
-may be killed at any time.
+rejected exactly once, none was skipped or older than the run allows, and those sent out again after
+a resume have kept prompt and seed. Under `rollout.dispatch: ordered` groups are decided on in
+order. Under any other policy a group may overtake others, one that is too old for every step to
+come must be rejected as stale, no other may be, and at most `max_open` groups are open. Under
+`windowed` a batch has every group that finished before it was complete. A ledger that was cut off
+anywhere passes, since a run may be killed at any time.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -94,8 +95,10 @@ class Audit:
         self._used: set[int] = set()
         """Ordinals that the steps before the present start have used beyond their cursor, and those
         that it has taken from its checkpoint."""
+        self._drawn = array("q")
+        """By ordinal, a hash of prompt and seed of each group; 0 for one that was not sent yet."""
         self._has_dispatched = False
-        """Whether the present start has sent a group to the engines."""
+        """Whether the present start has sent a group out."""
         self._decided_step = 1
         """Step of the newest decision."""
         self._told_step = 0
@@ -196,6 +199,7 @@ class Audit:
         self._groups_per_step, self._max_draws = event.groups_per_step, event.max_draws
         self._dispatch_policy, self._max_open = event.dispatch, event.max_open
         self.void += len(self.open)
+        self._drawn = self._drawn if event.step else array("q")  # only checkpoints fix data, seed
         if event.step > self.done:
             self._wrong(f"the run goes on after step {event.step}, but {self.done} are trained")
         elif event.step < self.first_step:
@@ -230,7 +234,15 @@ class Audit:
         if event.version > self.done:
             self._wrong(f"{what} is of version {event.version}, and {self.done} steps are trained")
         self._used.add(event.ordinal)
+        self._draw(event)
+
+    def _draw(self, event: Dispatched) -> None:
         self.open[event.ordinal] = Life(event.version)
+        self._drawn.extend([0] * (event.ordinal + 1 - len(self._drawn)))
+        before, drawn = self._drawn[event.ordinal], hash((event.prompt, event.seed)) or 1
+        if before not in (0, drawn):
+            self._wrong(f"group {event.ordinal} has another prompt or seed than before a resume")
+        self._drawn[event.ordinal] = drawn
 
     def _dispatch(self, event: Dispatched) -> None:
         self.dispatched += 1
@@ -245,7 +257,7 @@ class Audit:
                 " steps are trained"
             )
         self._next = max(self._next, event.ordinal + 1)
-        self.open[event.ordinal] = Life(event.version)
+        self._draw(event)
         # Groups that are finished and will be rejected are told only when their batch is complete.
         most = self._max_open + self._max_draws - 1
         if self._max_open and len(self.in_flight) > most:

@@ -53,7 +53,11 @@ def audited(reader: Reader) -> Audit:
         try:
             found.take(from_record(record))
         except ValueError as error:
-            raise ValueError(f"{reader.path}, line {reader.num_lines}: {error}") from None
+            # The line fits its checksum, so it is as it was written.
+            raise ValueError(
+                f"{reader.path}, line {reader.num_lines}: {error}; another version of megarl wrote"
+                " it: use that one, or a newer one"
+            ) from None
     found.finish()
     return found
 

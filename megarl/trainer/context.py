@@ -225,16 +225,39 @@ class RunContext:
         """Whether the checkpoint to resume from is of the last step already; rank 0 says so then.
         All ranks call it together.
         """
-        chosen, finished = self.inputs.resume_from, False
-        if self.is_main and chosen is not None:
-            done = read_progress(chosen).step
+        finished = False
+        if self.is_main and (done := self._steps_done()) is not None:
             finished = done >= self.config.steps
             if finished:
                 console.say(
-                    f"the run is finished: {chosen} is of step {done}, and steps is"
-                    f" {self.config.steps}; raise steps to go on"
+                    f"the run is finished: {self.inputs.resume_from} is of step {done}, and steps"
+                    f" is {self.config.steps}; raise steps to go on"
                 )
         return bool(broadcast_object(finished, mesh_module.all_ranks()))
+
+    def _steps_done(self) -> int | None:
+        """Steps of the checkpoint to resume from; None for a new run, and on other ranks than 0."""
+        chosen = self.inputs.resume_from
+        return read_progress(chosen).step if chosen is not None else None
+
+    def write_recipe(self) -> None:
+        """On rank 0, write the settings to the run folder's `recipe.yaml`, and say which of a run
+        that goes on are not those it began with. A finished run, which is not trained further,
+        keeps its recipe: `megarl replay` trains again by it.
+        """
+        recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
+        if done is not None and done >= config.steps and recipe.exists():
+            return
+        if done is not None and (changed := changed_settings(recipe, config)):
+            console.say(f"the run goes on with other settings: {', '.join(changed)}")
+            if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
+                console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
+        if done is not None and (foreign := unknown_settings(recipe, config)):
+            console.say(
+                f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
+                " (of another version of megarl, or no longer in the recipe)"
+            )
+        recipe.write_text(dump(config))
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
         """Load the checkpoint that rank 0 chose and return its progress; None for a new run. A
@@ -335,17 +358,7 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                 remove_unfinished(run.folder / "checkpoints")
             console.open_log(run.folder)
             stack.callback(console.hold(run.folder))
-            recipe = run.folder / "recipe.yaml"
-            if inputs.resume_from is not None and (changed := changed_settings(recipe, config)):
-                console.say(f"the run goes on with other settings: {', '.join(changed)}")
-                if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
-                    console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
-            if inputs.resume_from is not None and (foreign := unknown_settings(recipe, config)):
-                console.say(
-                    f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
-                    " (of another version of megarl, or no longer in the recipe)"
-                )
-            recipe.write_text(dump(config))
+            run.write_recipe()
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:
                 recording.make(keep=inputs.resume_from is not None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.ranks import run_ranks
+
 from megarl.config import SftConfig, dump
 from megarl.data.config import DemonstrationsConfig
 from megarl.trainer.changed_settings import changed_settings, unknown_settings
@@ -25,6 +27,46 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     assert changed_settings(file, recipe("moved", 0.25)) == []
     (changed,) = changed_settings(file, recipe("run", 0.5))
     assert changed == "training.optimizer.learning_rate (0.25 -> 0.5)"
+
+
+def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
+    """Start a run of which `done` steps are done: (whether it is finished, its recipe then)."""
+    from support.tiny import write_model
+
+    from megarl.checkpoints.progress import Progress, write_progress
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.parallel.layout import Layout
+    from megarl.trainer.context import RunInputs, open_run
+    from megarl.trainer.model_config import load_model_config
+
+    place, model = Path(folder), write_model(Path(folder) / "model")
+    config = SftConfig(
+        folder=folder,
+        steps=steps,
+        model=ModelConfig(path=str(model)),
+        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
+        training=TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate)),
+    )
+    write_progress(place, Progress(done, done, 0, "", "", ""))
+    inputs = RunInputs(
+        Layout(),
+        load_tokenizer(config.model.path),
+        load_model_config(config.model),
+        stop_token_ids=[1],
+        data="",
+        resume_from=place if done else None,
+    )
+    with open_run(config, inputs) as context:
+        return context.is_finished(), (place / "recipe.yaml").read_text()
+
+
+def test_a_finished_run_keeps_the_recipe_that_it_was_trained_by(tmp_path: Path) -> None:
+    starts = [(8, 0.25, 0), (4, 0.5, 8), (8, 0.5, 8), (9, 0.5, 8)]
+    found = [run_ranks(1, __file__, "start", str(tmp_path), *one)[0] for one in starts]
+    assert [finished for finished, _ in found] == [False, True, True, False]
+    (_, first), *again, (_, further) = found
+    assert "learning_rate: 0.25" in first and [recipe for _, recipe in again] == [first] * 2
+    assert "learning_rate: 0.5" in further and "steps: 9" in further
 
 
 def test_settings_of_another_version_are_named(tmp_path: Path) -> None:

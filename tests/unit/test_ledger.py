@@ -702,6 +702,24 @@ def test_the_audit_knows_how_many_groups_may_be_open_and_who_may_sweep() -> None
     assert "trained at an age of 1 versions" in told("windowed", *late, Trained(2, 2))
 
 
+def test_a_group_has_the_same_prompt_and_seed_after_a_resume() -> None:
+    bounds: Any = {"max_staleness": 1, "groups_per_step": 1, "max_draws": 1}
+    first = Dispatched(0, 7, 0, 40)
+    finished = [Finished(o, [RolloutRecord(0, 1, [(o, 1)], "")]) for o in (0, 1)]
+    begun = [Started(0, 0, **bounds), first, finished[0], Accepted(0, 1), Trained(1, 1)]
+    told = [*begun, Dispatched(1, 5, 1, 41), Restored(1, 1, **bounds)]
+    assert audit([*told, Dispatched(1, 5, 1, 41)]).contradictions == []
+    for kind in (Dispatched, Carried):
+        for again in (kind(1, 6, 1, 41), kind(1, 5, 1, 42)):
+            assert audit([*told, again]).contradictions == [
+                "event 8: group 1 has another prompt or seed than before a resume"
+            ]
+    # Without a checkpoint the run begins anew, perhaps on other data.
+    assert (
+        audit([*told[:-1], Restored(0, 0, **bounds), Dispatched(0, 8, 0, 4)]).contradictions == []
+    )
+
+
 def test_events_are_read_as_they_were_written() -> None:
     told: list[Event] = [
         Started(0, 0, 1, 2, 4),
@@ -781,9 +799,13 @@ def test_the_commands_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no whole line"):
         main([str(tmp_path)])
     (tmp_path / FILE).unlink()
-    written(tmp_path / FILE, [{"event": "lost"}])
-    with pytest.raises(UserError, match=r"line 2: 'lost' is not an event"):
-        main([str(tmp_path)])
+    newer = to_record(Started(0, 0, 0, 1, 1)) | {"colour": "red"}
+    for name, record in (("lost", {"event": "lost"}), ("started", newer)):
+        written(tmp_path / FILE, [record])
+        said = rf"line 2: '{name}' is not an event .*another version .*use that one, or a newer one"
+        with pytest.raises(UserError, match=said):
+            main([str(tmp_path)])
+        (tmp_path / FILE).unlink()
 
 
 def test_a_damaged_ledger_is_refused_before_a_run_goes_on(

@@ -256,6 +256,20 @@ def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) 
         chosen()
 
 
+def test_a_newer_checkpoint_with_other_digests_is_not_passed_over(tmp_path: Path) -> None:
+    older, newer = sealed(tmp_path / "step_000003"), sealed(tmp_path / "step_000004")
+    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
+    (newer / "digests.json").write_text(json.dumps({"algorithm": "blake4", "files": {}}))
+    assert chosen() == older  # of an older version, or damaged
+    found = json.loads((newer / "run.json").read_text())
+    (newer / "run.json").write_text(json.dumps(found | {"format": 3}))
+    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 3.*or a newer one"):
+        chosen()
+    for content in ("{", "[]", json.dumps(found | {"format": "x"})):
+        (newer / "run.json").write_text(content)
+        assert chosen() == older
+
+
 def test_checkpoints_have_the_order_of_their_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
