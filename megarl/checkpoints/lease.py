@@ -251,8 +251,13 @@ def take(folder: Path, *, patience_s: float) -> Lease:
         except (FileExistsError, FileNotFoundError):  # another was faster; or removed the folder
             folder.mkdir(parents=True, exist_ok=True)
             continue
-        os.pwrite(descriptor, here.encode(), 0)
-        os.fsync(descriptor)
+        try:
+            os.pwrite(descriptor, here.encode(), 0)
+            os.fsync(descriptor)
+        except OSError:  # such as a full disk: an empty file would be watched as another run's
+            path_of(folder, number).unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
         before_it = {key: path for key, path in numbered(folder).items() if key != number}
         # Its number was free again if others took the folder since this process looked: each owner
         # removes the files before its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -190,6 +191,20 @@ def test_of_several_that_start_at_once_one_wins(tmp_path: Path, dead: bool) -> N
     assert sorted(line.split()[0] for line in said) == ["refused"] * 5 + ["won"], said
     won = next(line.split()[1] for line in said if line.startswith("won"))
     assert owner(tmp_path).run == won
+
+
+def test_a_start_on_a_full_disk_leaves_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leases.os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            take(tmp_path, patience_s=1)
+    assert newest(tmp_path) is None
+    take(tmp_path, patience_s=100).release()
 
 
 @pytest.mark.parametrize("anew", [False, True])
