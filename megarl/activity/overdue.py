@@ -20,7 +20,10 @@ from megarl.console import say
 LAST = "last_report"
 """Name of the file in RUN/activity that tells of the newest report."""
 SAME_S = 30.0
-"""A report this young tells of every wait that began before it: another one is not written."""
+"""A report this young tells of every wait that began before it: another one is not written, as
+long as one of the waits that the report is about lasts."""
+AT_ONCE_S = 5.0
+"""A report this young needs no such wait: what keeps several processes ends their waits at once."""
 LOCK_WITHIN_S = 4.0
 """Seconds to wait for another process of the run that writes a report."""
 TAIL_BYTES = 2**18
@@ -51,12 +54,9 @@ def report(
     """
     asked_at = time.time()
     with _lock(folder, own_stacks):
-        last = last_report(folder)
-        since = asked_at - max(one.waited_s for one in found)
-        if last is not None and last[0] > max(since, asked_at - SAME_S):
-            return None
         lives = {one.process: one for one in of_run(read(folder, only_last=True))}
-        if process not in lives:
+        since = asked_at - max(one.waited_s for one in found)
+        if process not in lives or _is_told(folder, lives, since, asked_at):
             return None
         answered = stacks.collect(folder / stacks.FOLDER, list(lives.values()), own_stacks)
         lives = {one.process: one for one in of_run(read(folder, only_last=True))} or lives
@@ -67,7 +67,7 @@ def report(
         aside.write_text(text)
         aside.replace(path)
         aside = folder / f".{LAST}.{os.getpid()}"
-        aside.write_text(json.dumps([time.time(), line]))
+        aside.write_text(json.dumps([time.time(), line, process, [one.number for one in found]]))
         aside.replace(folder / LAST)
     speaker = lives.get("rank0")
     if speaker is None or condition(speaker) != "alive":
@@ -78,9 +78,22 @@ def report(
 def last_report(folder: Path) -> tuple[float, str] | None:
     """(seconds since the epoch, line) of the newest report; None without one."""
     with suppress(OSError, ValueError):
-        at, line = json.loads((folder / LAST).read_text())
+        at, line, *_ = json.loads((folder / LAST).read_text())
         return float(at), str(line)
     return None
+
+
+def _is_told(folder: Path, lives: Mapping[str, Life], since: float, now: float) -> bool:
+    """Whether the newest report tells of a wait that began at `since` too. `lives`: by process."""
+    try:
+        at, _, process, numbers = json.loads((folder / LAST).read_text())
+    except (OSError, ValueError):
+        return False
+    if at <= max(since, now - SAME_S):
+        return False
+    spans = lives[process].spans if process in lives else {}
+    lasts = any(number in spans and spans[number].end is None for number in numbers)
+    return lasts or at > now - AT_ONCE_S
 
 
 def summary(found: Overdue, process: str, lives: Mapping[str, Life], path: Path) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.activity import overdue, spans, stacks, watcher
 from megarl.activity import recording as recordings
-from megarl.activity import spans, stacks, watcher
 from megarl.activity.busy import Busy
 from megarl.activity.files import Life, SpanRecord, read
 from megarl.activity.process import descendants, machine, start_of, state_of
@@ -375,6 +375,19 @@ with activity("rollouts", kind="wait", of="service", deadline_s=float({at!r}) - 
             fcntl.flock(lock, fcntl.LOCK_EX)
     (path,) = reports(opened)
     assert all(f"  rank{rank} " in path.read_text() for rank in range(4))
+
+
+def test_a_wait_that_lasts_is_named_after_another_that_has_ended(
+    opened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both began before the first report, which a report of the same waits would only repeat."""
+    monkeypatch.setattr(overdue, "AT_ONCE_S", 0.2)
+    with activity("verdicts", kind="wait", of="service", deadline_s=2.0):
+        with activity("arrays", kind="wait", of="service", deadline_s=0.1):
+            until(lambda: reports(opened))
+        until(lambda: len(reports(opened)) == 2)
+    assert "for arrays" in reports(opened)[0].read_text().splitlines()[0]
+    assert "for verdicts" in reports(opened)[1].read_text().splitlines()[0]
 
 
 def test_a_chain_of_waits_ends_at_who_is_stopped(
