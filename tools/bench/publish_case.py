@@ -22,12 +22,12 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.owned import training_owned
 from megarl.weight_sync import bucket_receiver as receive
-from megarl.weight_sync import publisher as wire
+from megarl.weight_sync import checksums
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 from megarl.weight_sync.parameters import engine_owned, training_shards
 
 DIGESTS = {
-    "on": (wire.carry, receive.digest),
+    "on": (checksums.carry, receive.digest),
     "off": (lambda source, target, box: 0 * len(target.copy_(source)), lambda owned, box: 0),
 }
 """What trainer ranks and engine ranks do with each region."""
@@ -80,7 +80,7 @@ class Case:
         found: list[dict[str, Any]] = [{"spans": [], "told": []} for _ in self.task["turns"]]
         for number in range(-2, self.task["rounds"]):
             for turn, kept in zip(self.task["turns"], found, strict=True):
-                wire.carry, receive.digest = DIGESTS[turn["digest"]]
+                checksums.carry, receive.digest = DIGESTS[turn["digest"]]
                 peak_memory.return_freed_memory(number == -2)
                 barrier(self.everybody)
                 if number == -2:

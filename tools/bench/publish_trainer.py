@@ -13,6 +13,7 @@ from publish_case import Case
 
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.reshard.boxes import matrix
+from megarl.weight_sync import checksums
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
 
@@ -89,7 +90,7 @@ class Trainer:
         return {}
 
     def _publish(self, turn: dict[str, Any], is_first: bool) -> dict[str, Any]:
-        mib, self.version, written, carry = turn["bucket_mib"], self.version + 1, 0, wire.carry
+        mib, self.version, written, carry = turn["bucket_mib"], self.version + 1, 0, checksums.carry
 
         def counted(source: torch.Tensor, target: torch.Tensor, box: Any) -> int:
             nonlocal written
@@ -99,7 +100,7 @@ class Trainer:
         if mib not in self.publishers:
             self.publishers[mib] = self._publisher(mib)
         if is_first:
-            wire.carry = counted
+            checksums.carry = counted
         found = self.publishers[mib].publish(self.version)
         route = self.publishers[mib].route
         if is_first:
