@@ -51,16 +51,27 @@ def _activation(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _block(width, BLOCK: tl.constexpr):
+    """(row, columns [BLOCK], which of them are below `width`) of this program."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64), columns, columns < width
+
+
+@triton.jit
+def _numbers(ptr, inside):
+    """What is stored at `ptr`, in float32; 0 where `inside` is false."""
+    return tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _gated_forward(
     gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of act(gate) * up; `out` is contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    row, columns, inside = _block(width, BLOCK)
+    gate = _numbers(gate_ptr + row * gate_stride + columns, inside)
+    up = _numbers(up_ptr + row * up_stride + columns, inside)
     value, _ = _activation(gate, KIND)
     out = (value * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + columns, out, mask=inside)
@@ -72,12 +83,10 @@ def _gated_backward(
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of both gradients; `grad` and the gradients are contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    row, columns, inside = _block(width, BLOCK)
+    gate = _numbers(gate_ptr + row * gate_stride + columns, inside)
+    up = _numbers(up_ptr + row * up_stride + columns, inside)
+    grad = _numbers(grad_ptr + row * width + columns, inside)
     value, slope = _activation(gate, KIND)
     at = row * width + columns
     kind = grad_gate_ptr.dtype.element_ty

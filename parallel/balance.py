@@ -31,9 +31,13 @@ def work(length: int) -> float:
 
 
 def work_within(windows: Sequence[int | None]) -> Work:
-    """`work` for a model whose layers have these sliding `windows` in tokens, or None; `work` where
-    none has one. In a layer with a window W, the first W tokens of a sample attend to all before
-    them, the others to W: over L > W tokens W * W / 2 + (L - W) * W pairs instead of L * L / 2.
+    """The function that gives the relative cost of a sample, by its number of tokens, for a model
+    with sliding windows. `windows`: for each layer its window in tokens, or None for full attention
+    over the sample. Returns `work` if no layer has a window.
+
+    In a layer with a window W, the first W tokens of a sample attend to all tokens before them and
+    each later one to W tokens. A sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query
+    and key there, instead of L * L / 2.
     """
     layers = Counter(windows)
     if set(layers) <= {None}:

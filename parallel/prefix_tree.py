@@ -211,8 +211,9 @@ def documents(
 
 
 def families(sizes: Sequence[Size], members: Iterable[int]) -> list[list[int]]:
-    """`members` by what they may share: sets of samples whose shareable tokens are the same. A
-    sample that may share none is alone.
+    """Group the samples `members` (indices into `sizes`) by `Size.family`: samples of a group have
+    the same shareable tokens, as the responses to one prompt have. A sample without shareable
+    tokens is a group of its own.
     """
     found: dict[Hashable, list[int]] = {}
     for n in members:
@@ -222,7 +223,9 @@ def families(sizes: Sequence[Size], members: Iterable[int]) -> list[list[int]]:
 
 
 def _common(sizes: Sequence[Size], members: Sequence[int], at_least: int) -> int:
-    """How many prefixes all `members` have in common; they have the first `at_least`."""
+    """Number of entries of `Size.prefixes`, from the first on, that are the same in all samples
+    `members`. The caller knows that the first `at_least` are.
+    """
     first = sizes[members[0]].prefixes
     level = len(first)
     for n in members:
@@ -237,8 +240,8 @@ def _common(sizes: Sequence[Size], members: Sequence[int], at_least: int) -> int
 
 
 def _divided(sizes: Sequence[Size], members: Sequence[int], level: int) -> Iterator[list[int]]:
-    """Divide samples with the same first `level` prefixes by the next one. A sample that may share
-    no further token is a part of its own.
+    """Group samples whose first `level` entries of `Size.prefixes` are the same by the entry after
+    them. A sample without a further entry is a group of its own.
     """
     found: dict[Hashable, list[int]] = {}
     for n in members:

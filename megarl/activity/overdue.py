@@ -20,10 +20,11 @@ from megarl.console import say
 LAST = "last_report"
 """Name of the file in RUN/activity that tells of the newest report."""
 SAME_S = 30.0
-"""A report this young tells of every wait that began before it: another one is not written, as
-long as one of the waits that the report is about lasts."""
+"""Seconds after a report in which no other one is written about a wait that began before it, as
+long as a wait that the report names as overdue lasts."""
 AT_ONCE_S = 5.0
-"""A report this young needs no such wait: what keeps several processes ends their waits at once."""
+"""Seconds in which no other report is written even if that wait has ended: where a process hangs,
+the waits of several others for it pass their deadlines and end one shortly after the other."""
 LOCK_WITHIN_S = 4.0
 """Seconds to wait for another process of the run that writes a report."""
 TAIL_BYTES = 2**18
@@ -56,7 +57,7 @@ def report(
     with _lock(folder, own_stacks):
         lives = {one.process: one for one in of_run(read(folder, only_last=True))}
         since = asked_at - max(one.waited_s for one in found)
-        if process not in lives or _is_told(folder, lives, since, asked_at):
+        if process not in lives or _is_reported(folder, lives, since, asked_at):
             return None
         answered = stacks.collect(folder / stacks.FOLDER, list(lives.values()), own_stacks)
         lives = {one.process: one for one in of_run(read(folder, only_last=True))} or lives
@@ -83,8 +84,10 @@ def last_report(folder: Path) -> tuple[float, str] | None:
     return None
 
 
-def _is_told(folder: Path, lives: Mapping[str, Life], since: float, now: float) -> bool:
-    """Whether the newest report tells of a wait that began at `since` too. `lives`: by process."""
+def _is_reported(folder: Path, lives: Mapping[str, Life], since: float, now: float) -> bool:
+    """Whether no report is needed of a wait that began at `since`, because the newest report has it
+    too. Both in seconds since the epoch; `lives`: {process: what it has recorded}.
+    """
     try:
         at, _, process, numbers = json.loads((folder / LAST).read_text())
     except (OSError, ValueError):

@@ -87,8 +87,8 @@ class PairTask(ABC):
         if taken is None:
             work.metrics.rewind(before)
         guard.check_weights()
-        held = len(work.samples.token_ids) / self.role.mesh.data.size
-        found = work.reduced() | computed_tokens(held, work.micro_batches, self.role)
+        num_tokens = len(work.samples.token_ids) / self.role.mesh.data.size
+        found = work.reduced() | computed_tokens(num_tokens, work.micro_batches, self.role)
         seconds = time.monotonic() - started_at
         found |= {
             "grad_norm": taken[0] if taken else 0.0,

@@ -156,9 +156,11 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
 def totals(
     values: torch.Tensor, sample_ids: torch.Tensor, micro: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums [S] float64 of this rank's `values` [M] by sample, ids [S] of the samples) for the
-    samples of a micro-batch in ascending order; differentiable. `sample_ids` [M]: the sample of
-    each value.
+    """Add up the values of each sample of a micro-batch; differentiable.
+
+    `values` [M]: one number for each of this rank's trained tokens, such as its log-prob;
+    `sample_ids` [M]: the sample that the token belongs to. Returns (sums [S], float64; ids [S] of
+    the samples, ascending). A sample whose trained tokens are all on other ranks has the sum 0.
     """
     members = micro.members[micro.members >= 0]
     place = torch.searchsorted(members, sample_ids)
@@ -169,10 +171,12 @@ def totals(
 def by_slopes(
     own: torch.Tensor, axis: Axis, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss of sums over the ranks of `axis`, as one that this rank can differentiate alone.
+    """Compute a loss of sums over the ranks of `axis`, so that each rank can run its own backward
+    pass without communication.
 
-    own [S]: this rank's part of the sums, with its graph. `loss`: the whole sums [S] -> a number.
-    Returns (the loss, the number to differentiate here: d loss / d sums x own, summed).
+    `own` [S]: this rank's part of each sum, with its graph. `loss`: a function of the whole sums
+    [S] that returns a number. Returns (the loss; a number whose gradient on this rank is that of
+    the loss): the latter is the sum over S of d loss / d sum, as a constant, times `own`.
     """
     whole = all_reduce(own.detach().clone(), axis).requires_grad_()
     found = loss(whole)

@@ -14,10 +14,12 @@ from megarl.weight_sync.receipts import Span, refuse_unknown
 
 @dataclass
 class Receipts:
-    """What the trainer has said of its weight versions."""
+    """The receipts (digests of all weights of an engine rank) of the versions that the trainer has
+    published, and the check that rollouts were generated with one of them.
+    """
 
     staleness: int
-    """Versions that a sample may be old."""
+    """`rollout.max_staleness`: how many versions older than the newest one a sample may be."""
     known: dict[int, Sequence[str]] = field(default_factory=dict)
     """{version: receipts}; empty for a command that publishes nothing."""
     carried: set[int] = field(default_factory=set)
@@ -25,8 +27,9 @@ class Receipts:
     and the receipts of their versions depend on layouts that may be others by now."""
 
     def publish(self, version: int, receipts: Sequence[str]) -> bool:
-        """Keep the receipts that engines may have of a version. Returns False if the version was
-        known, or there is none.
+        """Remember the receipts of a version, of which every engine must have one, and forget those
+        of versions that are too old for any further sample. Returns whether the version is new:
+        False if its receipts are known already, or if `receipts` is empty.
         """
         if not receipts or version in self.known:
             return False

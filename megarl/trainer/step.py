@@ -118,23 +118,24 @@ class StepMetrics:
 
 
 def computed_tokens(
-    held: float, micro_batches: Iterable[MicroBatch], role: Role
+    num_tokens: float, micro_batches: Iterable[MicroBatch], role: Role
 ) -> dict[str, float]:
     """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences, and
     `tokens/shared_saved`, by how many its samples have more. All ranks call it together.
 
-    `held`: number of tokens of the samples of this data-parallel rank; its share of their number
-    where every rank has all samples. `micro_batches`: this rank's.
+    `num_tokens`: tokens of the samples of this data-parallel rank, or, where every rank has all
+    samples, their tokens divided by the number of data-parallel ranks. `micro_batches`: this
+    rank's.
     """
-    metrics = StepMetrics(role.device, ("computed", "held"))
+    metrics = StepMetrics(role.device, ("computed", "in_samples"))
     metrics.add(computed=sum(len(micro.token_ids) for micro in micro_batches))
     # Every rank of the sequence axis has the whole samples.
-    metrics.add(held=held / role.mesh.sequence.size)
+    metrics.add(in_samples=num_tokens / role.mesh.sequence.size)
     value = metrics.reduce(role.mesh.gradient)
     return {
         "tokens/computed": value["computed"],
         # Padding of ranks without samples makes the difference negative.
-        "tokens/shared_saved": max(0.0, value["held"] - value["computed"]),
+        "tokens/shared_saved": max(0.0, value["in_samples"] - value["computed"]),
     }
 
 

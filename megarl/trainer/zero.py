@@ -224,8 +224,9 @@ class TrainEngine:
         self._drop_sums()
 
     def _drop_sums(self) -> None:
-        """Drop the sums of gradients of a step that DeepSpeed has skipped: under ZeRO 1 and 2 with
-        its state on the host, DeepSpeed 0.19 would add the next step's gradients to them.
+        """Delete the gradients that were added up for an optimizer step that DeepSpeed has skipped.
+        DeepSpeed 0.19 deletes them itself, but not under ZeRO 1 and 2 with the optimizer state on
+        the host: there it would add the gradients of the next step to them.
         """
         if self.config.offload_optimizer and 0 < self.config.zero_stage < 3:
             optimizer = self._engine.optimizer

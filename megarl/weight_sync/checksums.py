@@ -39,11 +39,12 @@ Key = TypeVar("Key")
 def carried(
     regions: Iterable[tuple[Key, torch.Tensor, torch.Tensor, Box]],
 ) -> Iterator[tuple[Key, Digest]]:
-    """As `carry` for each (key, source, target, box) of `regions`: yields (key, digest), in another
-    order.
+    """Copy many regions of tensors and digest what was copied; yields (key, digest) for each, in
+    any order.
 
-    Regions that go from a GPU to the host are all started before the first is waited for, and
-    digested afterwards where they have arrived.
+    `regions`: (key, source, target, box) of each region. `key` names the region for the caller;
+    `source`, `target` and `box` are the arguments of `carry`. Copies from a GPU to the host are all
+    started first and then waited for together, so that they overlap.
     """
     started = []
     for key, source, target, box in regions:
@@ -60,10 +61,9 @@ def carried(
 
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
-    """Copy a region and digest the copied bytes.
-
-    `source` and `target` are [rows, columns]; the copy has the dtype and device of `target`. `box`
-    is the region's place in the whole tensor.
+    """Copy a region of a tensor from `source` to `target`, both [rows, columns], and return the
+    digest of the copied bytes. The copy has the dtype and device of `target`. `box`: the place of
+    the region in the whole tensor, which is part of the digest.
     """
     if target.device.type != "cpu":
         target.copy_(source)

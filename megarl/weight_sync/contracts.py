@@ -42,23 +42,25 @@ class Update(Protocol):
     """One weight update that the engines are working on."""
 
     def poll(self) -> None:
-        """Raise `EngineLost` if an engine has died so far, or `RuntimeError` if one has answered
-        with an error. Returns at once.
+        """Check the update without waiting. Raises `EngineLost` if an engine has died since it
+        began, or `RuntimeError` if an engine has answered with an error.
         """
         ...
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait until every engine has answered; returns [answer of engine 0, of engine 1, ...].
+        """Wait at most `timeout_s` seconds until every engine has answered, and return the answers
+        in the order of `Engines.members`.
 
-        Of an update begun by `Engines.update` an answer is a list with the status of each rank
-        (`WeightSyncWorker` in receiver.py), of `Engines.load_adapter` it is {"version",
-        "receipt"}. Raises `EngineLost` for engines that have died or are late.
+        After `Engines.update` the answer of an engine is a list with the status of each of its
+        ranks (`WeightSyncWorker` in receiver.py). After `Engines.load_adapter` it is {"version":
+        the version that the engine has loaded, "receipt": the digest of its weights}. Raises
+        `EngineLost` for engines that have died or have not answered in time.
         """
         ...
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """After an abort, wait at most `timeout_s` seconds until the engines have given the update
-        up. Returns the numbers of those that have failed or have not answered.
+        """After the transfer was aborted, wait at most `timeout_s` seconds until the engines have
+        stopped receiving. Returns the numbers of the engines that have failed or not answered.
         """
         ...
 
@@ -84,16 +86,21 @@ class Engines(Protocol):
         ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Send each engine `info(engine number)`, the fields of `bucket_receiver.InitInfo`."""
+        """Send every engine what it needs to connect to the trainer's transport. `info`: called
+        with the position of an engine in `members`, returns the fields of
+        `bucket_receiver.InitInfo`.
+        """
         ...
 
     def update(self, version: int, *, timeout_s: float) -> Update:
-        """Have every engine receive `version`; returns at once."""
+        """Have every engine begin to receive the weights of `version`, and return without
+        waiting.
+        """
         ...
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
-        """Have every engine load the adapters in `files` as `version`; returns at once. The result
-        is a list of {"version", "receipt"} of what is loaded, by engine.
+        """Have every engine begin to load LoRA adapters as `version`, and return without waiting.
+        `files`: {file name: content} of the adapters' folder.
         """
         ...
 
@@ -105,19 +112,22 @@ class Engines(Protocol):
         ...
 
     def hold(self) -> list[int]:
-        """Begin a publication: until `let_go`, engines are replaced only by `replace`. Sets
-        `members` to the engines that run, and waits only while these are too few. Returns the
-        numbers of members that have no weights yet.
+        """Begin to publish a version. From now on until `let_go`, the supervisor does not start new
+        engines in the place of dead ones; only `replace` does. Sets `members` to the engines that
+        run, after a wait if these are too few. Returns the numbers of members without weights.
         """
         ...
 
     def let_go(self) -> None:
-        """End a publication that `hold` has begun: engines may be replaced at any time again."""
+        """End the publication of a version that began with `hold`. The supervisor may start new
+        engines in the place of dead ones again.
+        """
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Begin to start new engines in the place of the engines `numbers`, which are numbers of
-        engines and not positions in `members`. Sets `members` as `hold` does.
+        """Start new engines in the place of those with the given `numbers`, without waiting until
+        they are ready. `numbers` are those in `members`, not positions there. Sets `members` as
+        `hold` does.
         """
         ...
 

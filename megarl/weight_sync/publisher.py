@@ -42,7 +42,9 @@ BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 
 
 class Publisher(Publication):
-    """Publishes whole weights."""
+    """Publishes all weights of the policy, and not adapters alone: sends each version from the
+    trainer's ranks to the engines and checks that these have it.
+    """
 
     def __init__(
         self,

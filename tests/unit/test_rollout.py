@@ -748,11 +748,12 @@ def test_a_run_that_stopped_early_trains_no_further_when_started_again(
             observer=observer,
             publisher=SimpleNamespace(receipts=[]),
         )
+        method: Any = None  # no step is trained
         if ends:
-            assert rl.train_steps(parts, None) == (3, 3)  # type: ignore[arg-type]
+            assert rl.train_steps(parts, method) == (3, 3)
         else:
             with pytest.raises(Trained):
-                rl.train_steps(parts, None)  # type: ignore[arg-type]
+                rl.train_steps(parts, method)
 
 
 class Failing(Parity):

@@ -124,8 +124,9 @@ class Sender(Direct):
         return self._route.spec.num_destinations * memory_bytes(self._route)
 
     def _open(self) -> dict[int, torch.Tensor]:
-        """{engine rank: its shared memory, uint8 [memory_bytes]} of those that this rank writes to,
-        at least.
+        """The memory through which each engine rank receives its buckets: {number of the engine
+        rank over all engines: uint8 [memory_bytes]}. It has at least the engine ranks that this
+        trainer rank writes to.
         """
         return dict(enumerate(self._counters.memory().split(memory_bytes(self._route))))
 
@@ -172,5 +173,5 @@ class Receiver:
         return self._route.spec.num_destinations * memory_bytes(self._route)
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
-        """The shared memory of this engine rank, uint8 [memory_bytes]."""
+        """The memory through which this engine rank receives its buckets, uint8 [memory_bytes]."""
         return self._counters.memory().split(memory_bytes(self._route))[self._destination]
