@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
+from megarl.cluster.relay import close_relays, remote_engines, replaced
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.config import RunConfig
@@ -45,7 +46,7 @@ def build_service(
     the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
     service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
     """
-    pace, deadline_s = Pace(), config.rollout.request_timeout_s
+    pace = Pace()
     if recording is not None:
         recording.open("service")
     environment = RemoteEnvironment(config.environment, codec, pace, token, recording)
@@ -53,10 +54,7 @@ def build_service(
         config=config.rollout,
         seed=config.seed,
         prompts=prompts,
-        engines=[
-            RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
-            for number, handle in enumerate(handles)
-        ],
+        engines=remote_engines(handles, pace, config.rollout),
         environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
@@ -142,13 +140,12 @@ class ServiceActor:
         repeat a call whose answer was lost.
         """
         known = self._service.engines.engines[number]
-        if isinstance(known, RemoteEngine) and known.handle == handle:
-            return
-        pace, deadline_s = self._environment.pace, self._service.config.request_timeout_s
-        fresh = RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
-        self._service.use_engine(number, fresh)
+        assert isinstance(known, RemoteEngine)
+        if known.handle != handle:
+            self._service.use_engine(number, await replaced(known, handle, self._environment.pace))
 
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
+        await close_relays(self._service.engines.engines)
         close_recording()

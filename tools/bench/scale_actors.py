@@ -17,7 +17,8 @@ from service import SimulatedPrompts, heartbeat
 
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
-from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.cluster.relay import remote_engines
+from megarl.cluster.remote import GenerateRequest
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.rollout_client import SERVICE
 from megarl.ledger.recorder import Recorder
@@ -41,6 +42,7 @@ class Scale:
     tokens: int
     seconds: float
     """The longest that an engine takes to answer."""
+    engines_per_relay: int
 
 
 class SimulatedEngine(Inbox):
@@ -90,6 +92,9 @@ class Fleet:
         self._calls["drop"] += 1
         await self._members[member].drop(mailbox, numbers)
 
+    async def leave(self, member: int, mailbox: str) -> None:
+        await self._members[member].leave(mailbox)
+
     async def pulse(self, member: int) -> Pulse:
         self._calls["pulse"] += 1
         one = self._members[member]
@@ -107,7 +112,7 @@ class Member:
     """One member of a fleet, called as if it were an actor of its own."""
 
     def __init__(self, fleet: Any, number: int) -> None:
-        for name in ("submit", "collect", "drop", "pulse"):
+        for name in ("submit", "collect", "drop", "leave", "pulse"):
             setattr(self, name, Method(getattr(fleet, name), number))
 
 
@@ -161,16 +166,18 @@ def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> An
     """The service, made inside its process, which also begins to time its event loop."""
     pace = Pace()
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
+    config = RolloutConfig(
+        groups_per_step=scale.samples // scale.group_size,
+        group_size=scale.group_size,
+        max_new_tokens=scale.tokens,
+        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        engines_per_relay=scale.engines_per_relay,
+    )
     service = RolloutService(
-        config=RolloutConfig(
-            groups_per_step=scale.samples // scale.group_size,
-            group_size=scale.group_size,
-            max_new_tokens=scale.tokens,
-            dynamic_sampling=DynamicSamplingConfig(enabled=False),
-        ),
+        config=config,
         seed=0,
         prompts=SimulatedPrompts(256),
-        engines=[RemoteEngine(one, pace, number=n) for n, one in enumerate(members)],
+        engines=remote_engines(members, pace, config),
         environment=FleetEnvironment(environment, pace),
         num_data_ranks=scale.ranks,
         num_mini_batches=1,
@@ -179,6 +186,16 @@ def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> An
         transcripts_per_step=2,
         ledger=Recorder(folder / "ledger.jsonl"),
     )
+    import os  # PROFILE
+    if os.environ.get("PROFILE"):
+        import cProfile
+        prof = cProfile.Profile(time.thread_time)
+        prof.enable()
+        async def dump() -> None:
+            while True:
+                await asyncio.sleep(20)
+                prof.dump_stats("/tmp/b_prof")
+        service.__dict__["dump"] = asyncio.get_running_loop().create_task(dump())
     beat = heartbeat(folder / "heartbeat.json")
     service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)
     return service, service.environment
