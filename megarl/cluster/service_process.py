@@ -134,6 +134,9 @@ class ServiceActor:
     async def progress(self, engine_steps: int = 0) -> int:
         return self._service.progress(engine_steps)
 
+    async def silent_s(self) -> float:
+        return self._service.silent_s()
+
     async def use_engine(self, number: int, handle: Any) -> None:
         """From now on send the requests of engine `number` to the actor `handle`, a new engine that
         has the current weights. A second call with the same actor changes nothing, so a caller may
