@@ -20,12 +20,15 @@ from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.relay import remote_engines
 from megarl.cluster.remote import GenerateRequest
 from megarl.cluster.remote_environment import RemoteEnvironment
-from megarl.cluster.rollout_client import SERVICE
+from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.service import RolloutService
 from megarl.types import Segment, TokenArrays, Verdict
+
+SILENCE_S = 1800.0
+"""Seconds without progress after which a simulated rank would end the run."""
 
 STEPS = 2
 """Steps that are simulated; the last one is measured."""
@@ -151,15 +154,26 @@ class Ranks:
         of this one.
         """
         service, started_at = ray.get_actor(SERVICE), time.monotonic()
+        self.asked = 0
         await asyncio.gather(*(one.load.remote(step) for one in fleets))
         await asyncio.gather(*(service.release.remote(step) for _ in range(count if step else 0)))
         released_at = time.monotonic()
-        plans = await asyncio.gather(*(service.take.remote(step, rank, 0) for rank in range(count)))
+        plans = await asyncio.gather(*(self._take(service, step, rank) for rank in range(count)))
         return {
             "samples": sum(len(part) for plan in plans for part in plan.parts),
             "step_s": time.monotonic() - started_at,
             "release_s": released_at - started_at,
+            "asked": self.asked,
         }
+
+    async def _take(self, service: Any, step: int, rank: int) -> Any:
+        """As a rank that waits: it asks now and then whether there is progress."""
+        taken = asyncio.ensure_future(service.take.remote(step, rank, 0))
+        every_s = max(PROGRESS_POLL_S, POLL_SHARE * SILENCE_S if rank else 0.0)
+        while not (await asyncio.wait([taken], timeout=every_s))[0]:
+            self.asked += 1
+            await service.silent_s.remote()
+        return taken.result()
 
 
 def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> Any:
@@ -186,16 +200,6 @@ def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> An
         transcripts_per_step=2,
         ledger=Recorder(folder / "ledger.jsonl"),
     )
-    import os  # PROFILE
-    if os.environ.get("PROFILE"):
-        import cProfile
-        prof = cProfile.Profile(time.thread_time)
-        prof.enable()
-        async def dump() -> None:
-            while True:
-                await asyncio.sleep(20)
-                prof.dump_stats("/tmp/b_prof")
-        service.__dict__["dump"] = asyncio.get_running_loop().create_task(dump())
     beat = heartbeat(folder / "heartbeat.json")
     service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)
     return service, service.environment

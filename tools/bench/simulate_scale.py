@@ -105,7 +105,7 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
             found |= {"threads": spent, "cpu_s": sum(spent.values())}
             found["relays_cpu_s"] = [cpu_s(one) - passed.get(one, 0.0) for one in _relays()]
             found["calls"] = _calls(fleets, environment) - before | {
-                "ranks to service": 2 * scale.ranks
+                "ranks to service": 2 * scale.ranks + found.pop("asked")
             }
         blocked = json.loads(beat.read_text())
         found |= {
@@ -124,7 +124,7 @@ def _relays() -> list[psutil.Process]:
     return [
         one
         for one in psutil.Process().children(recursive=True)
-        if "ray::RelayActor" in one.cmdline()[0:1][0:1].__str__()
+        if "ray::RelayActor" in " ".join(one.cmdline()[:1])
     ]
 
 
@@ -290,7 +290,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--group-size": {"type": int, "default": 16, "help": "samples of a group"},
     "--tokens": {"type": int, "default": 65536, "help": "longest response"},
     "--seconds": {"type": float, "default": 60.0, "help": "an engine answers within"},
-    "--engines-per-relay": {"type": int, "default": 64, "help": "0: engines are asked directly"},
+    "--engines-per-relay": {"type": int, "default": 128, "help": "0: engines are asked directly"},
     "--grow": {"type": int, "default": 0, "help": "doublings that are simulated as well"},
 }
 
