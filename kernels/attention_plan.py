@@ -53,6 +53,21 @@ def _hops_within(positions: Sequence[Positions], window: int) -> int:
     return found
 
 
+def _attended(keys: torch.Tensor, queries: Positions, window: int | None) -> torch.Tensor:
+    """[L] bool: whether any of the `queries` attends to the key at each of the positions `keys` [L]
+    (ascending). `window`: the sliding window.
+    """
+    found = torch.zeros(len(keys), dtype=torch.bool)
+    for view in queries.views(window):
+        first, end = torch.searchsorted(keys, view.first), _end(keys, view.index)
+        sees = end > first
+        change = torch.zeros(len(keys) + 1, dtype=torch.int64)
+        change.index_add_(0, first[sees], torch.ones_like(first[sees]))
+        change.index_add_(0, end[sees], -torch.ones_like(end[sees]))
+        found |= change.cumsum(0)[:-1] > 0
+    return found
+
+
 def _travelling(
     positions: Sequence[Positions], owner: int, window: int, hops: int
 ) -> list[torch.Tensor | None]:
@@ -60,20 +75,18 @@ def _travelling(
     travel so far, because a query there or farther on attends to them, as [n] int64 ascending
     indices into its tokens; None for all of them. `window`: the sliding window.
     """
-    order = positions[owner].index.argsort()
-    keys = positions[owner].index[order]
+    keys, order = positions[owner].index.sort()
     needed = torch.zeros(len(keys), dtype=torch.bool)
     found: list[torch.Tensor | None] = []
     for distance in range(hops, 0, -1):
-        for view in positions[(owner + distance) % len(positions)].views(window):
-            first, end = torch.searchsorted(keys, view.first), _end(keys, view.index)
-            sees = end > first
-            change = torch.zeros(len(keys) + 1, dtype=torch.int64)
-            change.index_add_(0, first[sees], torch.ones_like(first[sees]))
-            change.index_add_(0, end[sees], -torch.ones_like(end[sees]))
-            needed[order] |= change.cumsum(0)[:-1] > 0
-        found.append(None if bool(needed.all()) else needed.nonzero()[:, 0])
+        needed[order] |= _attended(keys, positions[(owner + distance) % len(positions)], window)
+        found.append(_chosen(needed))
     return [None, *reversed(found)]
+
+
+def _chosen(needed: torch.Tensor) -> torch.Tensor | None:
+    """[n] int64 ascending indices of the True in `needed` [L]; None where all are."""
+    return None if bool(needed.all()) else needed.nonzero()[:, 0]
 
 
 def _end(keys: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -111,6 +124,7 @@ class AttentionPlan:
     _within: dict[int, AttentionPlan] = field(default_factory=dict, repr=False)
     _works: dict[tuple[int, int | None], list[Any]] = field(default_factory=dict, repr=False)
     _parts: dict[int, list[torch.Tensor | None]] = field(default_factory=dict, repr=False)
+    _sent: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -165,7 +179,7 @@ class AttentionPlan:
         if window not in self._within:
             hops = _hops_within(self.positions, window)
             self._within[window] = replace(
-                self, hops=hops, window=window, _within={}, _works={}, _parts={}
+                self, hops=hops, window=window, _within={}, _works={}, _parts={}, _sent={}
             )
         return self._within[window]
 
@@ -200,24 +214,48 @@ class AttentionPlan:
         place = next_ones if have is None else torch.searchsorted(have, next_ones)
         return kv.index_select(0, place.to(kv.device))
 
+    def sent(self, owner: int, rank: int) -> torch.Tensor | None:
+        """Which keys of Ulysses group `owner` some query of group `rank` attends to: ascending
+        indices [n] int64 into the owner's tokens, or None for all. Without a window, and to the
+        owner itself, all.
+        """
+        if self.window is None or owner == rank:
+            return None
+        if (owner, rank) not in self._sent:
+            keys, order = self.positions[owner].index.sort()
+            needed = torch.zeros(len(keys), dtype=torch.bool)
+            needed[order] = _attended(keys, self.positions[rank], self.window)
+            self._sent[owner, rank] = _chosen(needed)
+        return self._sent[owner, rank]
+
+    def num_sent(self, owner: int, rank: int) -> int:
+        """Number of keys that group `owner` sends to group `rank`; none to itself."""
+        if owner == rank:
+            return 0
+        chosen = self.sent(owner, rank)
+        return self.group_lengths[owner] if chosen is None else len(chosen)
+
     def works(self, rank: int, owner: int | None) -> list[Any]:
         """Work lists for queries of Ulysses group `rank` and keys of group `owner`: one for the
         keys of the queries' own documents, and one for each level of ancestors; empty ones are
         left out.
 
-        `owner` None stands for the keys of all groups; those of one group are the keys that travel
-        to `rank`. Made when first asked for, then kept.
+        `owner` None stands for the keys that all groups send to `rank` (see `sent`), group by
+        group; those of one group are the keys that travel to `rank` around the ring. Made when
+        first asked for, then kept.
         """
         if (rank, owner) not in self._works:
-            owners = self.positions if owner is None else [self.positions[owner]]
-            keys = Positions(
-                torch.cat([own.index for own in owners]),
-                torch.cat([own.first for own in owners]),
-            )
-            if owner is not None:
-                chosen = self.part(owner, (rank - owner) % len(self.positions))
-                if chosen is not None:
-                    keys = Positions(keys.index[chosen], keys.first[chosen])
+            groups = len(self.positions)
+            if owner is None:
+                arriving = [(group, self.sent(group, rank)) for group in range(groups)]
+            else:
+                arriving = [(owner, self.part(owner, (rank - owner) % groups))]
+            index, first = list[torch.Tensor](), list[torch.Tensor]()
+            for group, chosen in arriving:
+                own = self.positions[group]
+                index.append(own.index if chosen is None else own.index[chosen])
+                first.append(own.first if chosen is None else own.first[chosen])
+            keys = Positions(torch.cat(index), torch.cat(first))
             made = [
                 self.block.prepare(queries, keys, self.device)
                 for queries in self.positions[rank].views(self.window)

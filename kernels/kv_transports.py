@@ -199,19 +199,54 @@ class Ring:
 
 
 class AllGather:
-    """All-gather of keys and values, one attention call, reduce-scatter of their gradients."""
+    """All-gather of keys and values, one attention call, reduce-scatter of their gradients.
+
+    Within a sliding window each rank is sent only those keys and values that one of its queries
+    attends to, and sends only their gradients back, by all-to-all: the fewest bytes.
+    """
 
     @staticmethod
-    def _gathered(call: Call, kv: torch.Tensor) -> torch.Tensor:
-        """Keys and values of all ranks, [sum of L, 2, Hkv, D]."""
-        return torch.cat(call.outer.all_gather(kv, call.plan.group_lengths))
+    def _gathered(call: Call, kv: torch.Tensor) -> list[torch.Tensor]:
+        """By Ulysses group, those of its keys and values that are used here, [n, 2, Hkv, D]."""
+        outer, plan = call.outer, call.plan
+        if plan.window is None:
+            return outer.all_gather(kv, plan.group_lengths)
+        parts = [kv[:0]] * outer.size
+        if plan.hops:  # otherwise no group attends to another's keys
+            for rank in range(outer.size):
+                if plan.num_sent(outer.rank, rank):
+                    chosen = plan.sent(outer.rank, rank)
+                    parts[rank] = kv if chosen is None else kv[chosen.to(kv.device)]
+            counts = [plan.num_sent(owner, outer.rank) for owner in range(outer.size)]
+            parts = outer.all_to_all(parts, [(count, *kv.shape[1:]) for count in counts])
+        parts[outer.rank] = kv
+        return parts
 
     def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        sums.add(call, self._gathered(call, kv), None)
+        sums.add(call, torch.cat(self._gathered(call, kv)), None)
 
     def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
-        grad = sums.add(call, self._gathered(call, kv), None)
-        return call.outer.reduce_scatter(grad.split(call.plan.group_lengths))
+        outer, plan = call.outer, call.plan
+        parts = self._gathered(call, kv)
+        lengths = [len(part) for part in parts]
+        grads = list(sums.add(call, torch.cat(parts), None).split(lengths))
+        if plan.window is None:
+            return outer.reduce_scatter(grads)
+        total = grads[outer.rank].clone()  # a slice would keep the gradients of all groups
+        if not plan.hops:
+            return total
+        grads[outer.rank] = total[:0]
+        counts = [plan.num_sent(outer.rank, rank) for rank in range(outer.size)]
+        found = outer.all_to_all(grads, [(count, *total.shape[1:]) for count in counts])
+        # In the order of groups, so that a repetition is equal to the last bit.
+        for rank, grad in enumerate(found):
+            if len(grad):
+                chosen = plan.sent(outer.rank, rank)
+                if chosen is None:
+                    total.add_(grad)
+                else:
+                    total.index_add_(0, chosen.to(total.device), grad)
+        return total
 
 
 TRANSPORTS: dict[str, Transport] = {

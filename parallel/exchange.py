@@ -104,7 +104,7 @@ class RingExchange:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         found = flat.new_empty(sum(sizes))
         given = [piece.numel() for piece in pieces]
-        with waits("exchange of heads", self.axes[0]):
+        with waits("all-to-all", self.axes[0]):
             dist.all_to_all_single(found, flat, sizes, given, group=self.axes[0].group)
         return [
             part.view(tuple(shape)) for part, shape in zip(found.split(sizes), shapes, strict=True)

@@ -111,38 +111,6 @@ def _least(agreed: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def completed(sizes: Sequence[Size]) -> list[Size]:
-    """`sizes` whose prefixes were found in several sets of samples, as far as possible as if in
-    one: prefixes of a prefix that one sample has are added to all samples that have it.
-    """
-    before: dict[Prefix, set[Prefix]] = {}
-    for size in sizes:
-        for place, prefix in enumerate(size.prefixes):
-            before.setdefault(prefix, set()).update(size.prefixes[:place])
-    by_length, is_new = sorted(before, key=lambda one: one.length), True
-    while is_new:
-        known = sum(map(len, before.values()))
-        for prefix in by_length:
-            for shorter in tuple(before[prefix]):
-                before[prefix] |= before[shorter]
-        # Of two prefixes of one sample, the shorter begins the longer.
-        for prefix in reversed(by_length):
-            parts = sorted(before[prefix], key=lambda one: one.length)
-            for place, part in enumerate(parts):
-                before[part].update(parts[:place])
-        is_new = sum(map(len, before.values())) > known
-    return [
-        size._replace(
-            prefixes=tuple(
-                sorted((*before[size.prefixes[-1]], size.prefixes[-1]), key=lambda one: one.length)
-            )
-        )
-        if size.prefixes
-        else size
-        for size in sizes
-    ]
-
-
 @dataclass(frozen=True)
 class _Set:
     """Samples that begin with the same tokens, while the tree is made."""

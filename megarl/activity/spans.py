@@ -210,9 +210,11 @@ class Span:
         self.number = self.parent = 0
         self.since = self.moved_at = 0.0
 
-    def moved(self) -> None:
-        """Note that what is waited for makes progress: the deadline counts from now on."""
-        self.moved_at = time.monotonic()
+    def moved(self, ago_s: float = 0.0) -> None:
+        """Note that what is waited for has made progress `ago_s` seconds ago: the deadline counts
+        from then on.
+        """
+        self.moved_at = max(self.since, time.monotonic() - ago_s)
 
     def __enter__(self) -> Span:
         found = self._recorder = _process.recorder

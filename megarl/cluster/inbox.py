@@ -41,6 +41,13 @@ class _Box:
     collection: int = 0
     """Number of the newest call of `Inbox.collect`."""
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the answers are a full batch, or one of them is a failure."""
+        return len(self.answers) >= MAX_BATCH or any(
+            isinstance(answer, Failure | Exception) for _, answer, _ in self.answers
+        )
+
 
 class Inbox:
     """Base class of a Ray actor that `Mailbox`es send requests to; a subclass defines `serve`. Each
@@ -84,11 +91,19 @@ class Inbox:
         if box.answers and not box.serving:
             box.full.set()
 
+    async def leave(self, mailbox: str) -> None:
+        """Stop to serve all requests of `mailbox`, and drop its answers: its process is dead."""
+        box = self._box(mailbox)
+        await self.drop(mailbox, list(box.serving))
+        box.answers.clear()
+        box.ready.clear()
+
     async def collect(
         self, mailbox: str, linger_s: float, collection: int = 0
     ) -> tuple[list[tuple[int, Any, int]], Any]:
         """Wait for the first finished answer to a request of `mailbox`; while requests are still
-        being served, hold it back for `linger_s` seconds so that others can join it.
+        being served, hold it back for `linger_s` seconds, or longer (see `LINGER_SHARE`), so that
+        others can join it; 0: not at all. A failure is not held back.
 
         Returns (answers, arrays). An answer is (request number, answer, index of its token arrays
         in `arrays`, or -1 where it has none). A call with a smaller `collection` than another's
@@ -100,7 +115,7 @@ class Inbox:
         if collection < box.collection:
             return [], []
         box.full.clear()
-        if box.serving and len(box.answers) < MAX_BATCH:
+        if linger_s > 0 and box.serving and not box.is_urgent:
             age_s = time.monotonic() - box.answers[0][2]
             linger_s = max(linger_s, min(LINGER_SHARE * age_s, MAX_LINGER_S))
             with contextlib.suppress(TimeoutError):
@@ -145,5 +160,5 @@ class Inbox:
         box.answers.append((number, answer, came_at))
         del box.serving[number]
         box.ready.set()
-        if not box.serving or len(box.answers) >= MAX_BATCH:
+        if not box.serving or box.is_urgent:
             box.full.set()

@@ -156,12 +156,19 @@ class Mailbox:
     """
 
     def __init__(
-        self, handle: Any, pace: Pace, busy: Busy | None = None, *, drops: bool = False
+        self,
+        handle: Any,
+        pace: Pace,
+        busy: Busy | None = None,
+        *,
+        drops: bool = False,
+        name: str = "",
     ) -> None:
         """`handle`: a Ray actor whose class is an `Inbox`. `busy`: records that this process waits
         for answers. `drops`: whether the actor stops to serve a request whose caller is cancelled.
+        `name`: under which the actor keeps the requests, if no other mailbox has it.
         """
-        self._name = uuid.uuid4().hex
+        self._name = name or uuid.uuid4().hex
         self._busy = busy or Busy("answers", kind="wait")
         self._drop_from, self._dropped = handle.drop if drops else None, list[int]()
         self._collect_from, self._submit_to = handle.collect.options(num_returns=2), handle.submit
@@ -172,8 +179,11 @@ class Mailbox:
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
 
-    async def ask(self, request: Any, arrays: Sequence[StoredArrays] = ()) -> Any:
-        """Have the actor run `serve(request, arrays)` and return the result.
+    async def ask(
+        self, request: Any, arrays: Sequence[StoredArrays] = (), busy: Busy | None = None
+    ) -> Any:
+        """Have the actor run `serve(request, arrays)` and return the result. `busy`: records the
+        wait for this answer, instead of that of the mailbox.
 
         If the result is a `Segment`, its `arrays` are replaced by a `StoredArrays`. Raises
         `EngineLost` if the actor, or a process it depends on, is dead, and `EngineUnreachable` if
@@ -191,7 +201,7 @@ class Mailbox:
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:
-            with self._busy.request():
+            with (busy or self._busy).request():
                 return await answer
         except asyncio.CancelledError:
             self._drop(number)
@@ -290,7 +300,7 @@ class Mailbox:
                         waiting.set_result(answer)
                 # Let the requests' owners leave `_pending` before it is looked at. An actor that
                 # answers at once, and with nothing, is not asked without end.
-                await asyncio.sleep(0 if answers else self._pace.linger_s)
+                await asyncio.sleep(0 if answers else max(self._pace.linger_s, MIN_LINGER_S))
         except Exception as error:
             self._fail(error)
         finally:

@@ -36,6 +36,9 @@ ENVIRONMENT = "environment"
 
 PAUSED_WITHIN_S = 10.0
 """Seconds that an engine has to say how long its generation was paused."""
+NAMED_WITHIN_S = 2.0
+"""Seconds without that answer after which the wait for the engine is reported: a process that is
+stopped is to be named soon after the deadline, although it is not given up yet."""
 JUDGE_S = 1.5 * PAUSED_WITHIN_S
 """Seconds after the deadline of a request within which it is known whether the engine was paused,
 unless the event loop of this process hangs."""
@@ -137,7 +140,7 @@ class RemoteEngine:
             f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s, judge_s=JUDGE_S
         )
         self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
-        self.handle = handle
+        self.handle, self.number, self.deadline_s = handle, number, deadline_s
 
     async def generate(
         self,
@@ -150,24 +153,34 @@ class RemoteEngine:
     ) -> Segment:
         request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
         started_at = time.monotonic()
-        answer = await self._mailbox.ask(request, [part.arrays for part in segments])
+        answer = await self._ask(request, [part.arrays for part in segments])
         self._pace.record(time.monotonic() - started_at)
         return answer
+
+    async def _ask(self, request: GenerateRequest, arrays: Sequence[Any]) -> Segment:
+        """The engine's answer. Raises like `Mailbox.ask`."""
+        return await self._mailbox.ask(request, arrays)
 
     async def paused_s(self, last_s: float) -> float:
         """See `megarl.rollout.requests.EngineHandle`. 0 if the engine does not say it within
         `PAUSED_WITHIN_S`: an engine that hangs is not paused. A request that has lasted for
-        `last_s`, and is late without the pauses, is reported.
+        `last_s`, and is late without the pauses, is reported; it is reported too if the engine says
+        nothing for `NAMED_WITHIN_S`.
         """
+        asked: asyncio.Future[float] = asyncio.ensure_future(self.handle.paused_s.remote(last_s))
+        is_named = not (await asyncio.wait([asked], timeout=NAMED_WITHIN_S))[0]
+        if is_named:
+            self._busy.judged(last_s + NAMED_WITHIN_S, 0.0)
         try:
-            found = await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
+            found = await asyncio.wait_for(asked, PAUSED_WITHIN_S - NAMED_WITHIN_S)
         except TimeoutError:
-            found = 0.0
+            return 0.0
         except ActorUnavailableError as error:
             raise EngineUnreachable(str(error).splitlines()[0]) from error
         except RayActorError as error:
             raise EngineLost(f"its process died ({str(error).splitlines()[0]})") from error
-        self._busy.judged(last_s, found)
+        if not is_named:
+            self._busy.judged(last_s, found)
         return found
 
 

@@ -31,8 +31,10 @@ of the service ends the wait at once."""
 SERVICE_TIMEOUT_S = 120.0
 """Seconds the rollout service has to answer a call that waits for nothing."""
 
-PROGRESS_POLL_S = 5.0
-"""Seconds between two questions whether the rollouts that a rank waits for make progress."""
+PROGRESS_POLL_S, POLL_SHARE = 5.0, 1 / 60
+"""Seconds between two questions of data rank 0 whether the rollouts that it waits for make
+progress. The other ranks ask as often only if this is more than `POLL_SHARE` of the time that they
+allow without progress: the questions of hundreds of ranks would take much of the service's time."""
 
 
 class RolloutClient:
@@ -51,6 +53,7 @@ class RolloutClient:
         """
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._silence_s = data_rank, silence_s
+        self._poll_s = max(PROGRESS_POLL_S, POLL_SHARE * silence_s if data_rank else 0.0)
         self.stop = Stop()
         """Set by a signal that ends the run."""
 
@@ -217,19 +220,20 @@ class RolloutClient:
         made no progress for `silence_s` seconds.
         """
         span.moved()
-        progress, moved_at = -1, time.monotonic()
-        asked_at = moved_at
+        began = time.monotonic()
+        asks_at = began + min(self._poll_s, self._silence_s)
 
         def watch() -> None:
-            nonlocal progress, moved_at, asked_at
-            if time.monotonic() < asked_at + PROGRESS_POLL_S:
+            nonlocal asks_at
+            if time.monotonic() < asks_at:
                 return
-            found = self._ask(self._service.progress.remote, f"waiting for {span.what}")
-            asked_at = time.monotonic()
-            if found != progress:
-                progress, moved_at = found, asked_at
-                span.moved()
-            elif asked_at - moved_at > self._silence_s:
+            silent_s = self._ask(self._service.silent_s.remote, f"waiting for {span.what}")
+            now = time.monotonic()
+            silent_s = min(silent_s, now - began)
+            span.moved(silent_s)
+            left_s = self._silence_s - silent_s
+            asks_at = now + min(self._poll_s, left_s)
+            if left_s <= 0:
                 raise RuntimeError(
                     f"no engine has made a step and no response was judged for {self._silence_s:g}"
                     f" s, while this rank waited for {span.what}; look at run.log for what engines"

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
 from megarl.cluster.mailbox import Pace
+from megarl.cluster.relay import close_relays, remote_engines, replaced
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.config import RunConfig
@@ -45,7 +46,7 @@ def build_service(
     the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
     service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
     """
-    pace, deadline_s = Pace(), config.rollout.request_timeout_s
+    pace = Pace()
     if recording is not None:
         recording.open("service")
     environment = RemoteEnvironment(config.environment, codec, pace, token, recording)
@@ -53,10 +54,7 @@ def build_service(
         config=config.rollout,
         seed=config.seed,
         prompts=prompts,
-        engines=[
-            RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
-            for number, handle in enumerate(handles)
-        ],
+        engines=remote_engines(handles, pace, config.rollout),
         environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
@@ -76,6 +74,12 @@ def build_service(
     return service, environment
 
 
+GC_THRESHOLD = (20_000, 20, 20)
+"""Of Python's garbage collector, whose defaults (700, 10, 10) suit a process with few objects. The
+service keeps hundreds of thousands as long as a step lasts, in no cycles that it drops, and would
+look through them for a tenth of its time."""
+
+
 class ServiceActor:
     """Ray actor of a `RolloutService`. The service is created inside the actor, since verifiers
     cannot be pickled.
@@ -91,6 +95,7 @@ class ServiceActor:
         # What is there now stays: a collection that looks through all of it takes 0.1 s.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLD)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         await self._service.start(receipts)
@@ -136,19 +141,21 @@ class ServiceActor:
     async def progress(self, engine_steps: int = 0) -> int:
         return self._service.progress(engine_steps)
 
+    async def silent_s(self) -> float:
+        return self._service.silent_s()
+
     async def use_engine(self, number: int, handle: Any) -> None:
         """From now on send the requests of engine `number` to the actor `handle`, a new engine that
         has the current weights. A second call with the same actor changes nothing, so a caller may
         repeat a call whose answer was lost.
         """
         known = self._service.engines.engines[number]
-        if isinstance(known, RemoteEngine) and known.handle == handle:
-            return
-        pace, deadline_s = self._environment.pace, self._service.config.request_timeout_s
-        fresh = RemoteEngine(handle, pace, number=number, deadline_s=deadline_s)
-        self._service.use_engine(number, fresh)
+        assert isinstance(known, RemoteEngine)
+        if known.handle != handle:
+            self._service.use_engine(number, await replaced(known, handle, self._environment.pace))
 
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
+        await close_relays(self._service.engines.engines)
         close_recording()

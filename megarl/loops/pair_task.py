@@ -19,17 +19,15 @@ from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step
-from megarl.types import MicroBatch, Samples, StepReport
+from megarl.types import MicroBatch, StepReport
 
 
 class PairStep(Protocol):
     """The loss of one batch, micro-batch by micro-batch. All ranks call every method together."""
 
     metrics: StepMetrics
-    samples: Samples
-    """The samples that are trained on, the same on every rank."""
     micro_batches: list[MicroBatch]
-    """This rank's micro-batches of `samples`."""
+    """This rank's micro-batches."""
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
         """This rank's part of the loss of a micro-batch, to differentiate; adds to `metrics`. With
@@ -87,8 +85,7 @@ class PairTask(ABC):
         if taken is None:
             work.metrics.rewind(before)
         guard.check_weights()
-        num_tokens = len(work.samples.token_ids) / self.role.mesh.data.size
-        found = work.reduced() | computed_tokens(num_tokens, work.micro_batches, self.role)
+        found = work.reduced() | computed_tokens(work.micro_batches, self.role)
         seconds = time.monotonic() - started_at
         found |= {
             "grad_norm": taken[0] if taken else 0.0,

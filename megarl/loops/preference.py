@@ -63,9 +63,9 @@ class PreferenceStep:
         self._is_desirable = torch.from_numpy(batch.is_desirable).to(role.device)
         self.divergence = self._divergence() if self.is_single else 0.0
         """For KTO: mean log-ratio of responses to other prompts over the step."""
-        self.samples, together = (batch.side(0), 1) if self.is_single else (batch.samples, 2)
+        samples, together = (batch.side(0), 1) if self.is_single else (batch.samples, 2)
         """The samples that are trained on."""
-        self.micro_batches = pack_pairs(self.samples, role, together=together)
+        self.micro_batches = pack_pairs(samples, role, together=together)
         """This rank's micro-batches."""
 
     @torch.no_grad()

@@ -59,8 +59,7 @@ class RewardModelStep:
         self.role, self.batch, self.config = role, batch, config
         self.metrics = StepMetrics(role.device, SUMS)
         self._margins = torch.from_numpy(batch.margins).to(role.device)
-        self.samples = batch.samples
-        self.micro_batches = pack_pairs(self.samples, role, together=2)
+        self.micro_batches = pack_pairs(batch.samples, role, together=2)
         """This rank's micro-batches."""
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:

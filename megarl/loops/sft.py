@@ -124,7 +124,7 @@ def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepRepo
         metrics.rewind(before)
         num_tokens = 0
     guard.check_weights()
-    found = metrics.reduce(mesh.gradient) | computed_tokens(len(share.token_ids), mine, role)
+    found = metrics.reduce(mesh.gradient) | computed_tokens(mine, role)
     seconds = time.monotonic() - started_at
     found |= {
         "grad_norm": taken[0] if taken else 0.0,

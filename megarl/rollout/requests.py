@@ -172,7 +172,9 @@ class EnginePool:
         # Whoever replaces engines ends the run where none can be started.
         await self._has_living.wait()
         if route.engine is None or route.engine in self._lost:
-            living = [number for number in range(len(self.engines)) if number not in self._lost]
+            living = range(len(self.engines))
+            if self._lost:
+                living = [number for number in living if number not in self._lost]
             route.engine = min(living, key=self._load.__getitem__)
             home = self._homes.get(prompt.index)
             if home is not None and home.engine in living:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -95,6 +96,8 @@ class RolloutService:
         )
         self._waits = Waits()
         self._engine_steps = 0
+        self._moved = 0, time.monotonic()
+        """What `progress` has returned last, and when it had grown."""
         self.ledger = ledger or Recorder()
         self._finished = FinishedGroups()
         self._carried = list(carried)
@@ -135,7 +138,15 @@ class RolloutService:
         answers of engines and environment. `engine_steps`: steps made since the last call.
         """
         self._engine_steps += engine_steps
-        return self._engine_steps + self._attempts.progress
+        progress = self._engine_steps + self._attempts.progress
+        if progress != self._moved[0]:
+            self._moved = progress, time.monotonic()
+        return progress
+
+    def silent_s(self) -> float:
+        """Seconds since `progress` has grown, as far as its calls tell."""
+        self.progress()
+        return time.monotonic() - self._moved[1]
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines.
@@ -334,7 +345,7 @@ class RolloutService:
             self._ready[closed.step] = closed
             written = group_records(closed.step, closed.shown, self.environment.texts)
             self._transcripts[closed.step] = asyncio.create_task(written)
-        await self._waits.notify()
+            await self._waits.notify()
 
     def _accepts(self, group: Group) -> bool:
         """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not

@@ -93,8 +93,7 @@ class Distillation:
         teacher.forget()
         self.guard.check_weights()
         found = self._report(metrics, num_mini_batches=len(norms))
-        num_tokens = sum(len(samples.token_ids) for samples in batch.samples)
-        found |= computed_tokens(num_tokens, itertools.chain(*packed), self.policy)
+        found |= computed_tokens(itertools.chain(*packed), self.policy)
         found |= {
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,

@@ -77,17 +77,20 @@ def balance_of(
     return FamilyBalance(sizes, must_save(share), windows=windows, together=together)
 
 
+def leading_tokens(samples: Samples) -> list[np.ndarray]:
+    """For each of `samples`, the token ids that it may share; see `shareable`."""
+    starts, ends = samples.offsets[:-1], samples.offsets[:-1] + shareable(samples)
+    return [
+        samples.token_ids[first:last]
+        for first, last in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+
+
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
     """The size of each of `samples`, with the prefixes that others of them have too."""
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
-    starts, ends = samples.offsets[:-1], samples.offsets[:-1] + shareable(samples)
-    found = chains(
-        [
-            samples.token_ids[first:last]
-            for first, last in zip(starts.tolist(), ends.tolist(), strict=True)
-        ]
-    )
+    found = chains(leading_tokens(samples))
     return [
         Size(length, prefixes)
         for length, prefixes in zip(samples.lengths.tolist(), found, strict=True)
@@ -115,3 +118,16 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
         parents=tuple(one.parent for one in made),
         owners=np.array([-1 if one.is_shared else one.sample for one in made]),
     )
+
+
+def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
+    """By how many tokens the samples of a packed sequence have more than are computed; `starts` and
+    `parents` are those of its `Tree`.
+    """
+    lengths = np.diff(starts)
+    before = np.zeros(len(parents), np.int64)  # tokens of a document's ancestors
+    for document, parent in enumerate(parents):
+        if parent >= 0:
+            before[document] = before[parent] + lengths[parent]
+    is_prefix = np.isin(np.arange(len(parents)), parents)
+    return int(before[~is_prefix].sum() - lengths[is_prefix].sum())

@@ -21,6 +21,7 @@ from megarl.objectives.losses import AGGREGATIONS
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
 from megarl.trainer.finite import StepGuard
+from megarl.trainer.prefixes import saved_tokens
 from megarl.trainer.role import Role
 from megarl.types import MicroBatch, StepBatch
 
@@ -117,26 +118,19 @@ class StepMetrics:
         return found
 
 
-def computed_tokens(
-    num_tokens: float, micro_batches: Iterable[MicroBatch], role: Role
-) -> dict[str, float]:
-    """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences, and
-    `tokens/shared_saved`, by how many its samples have more. All ranks call it together.
-
-    `num_tokens`: tokens of the samples of this data-parallel rank, or, where every rank has all
-    samples, their tokens divided by the number of data-parallel ranks. `micro_batches`: this
-    rank's.
+def computed_tokens(micro_batches: Iterable[MicroBatch], role: Role) -> dict[str, float]:
+    """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences,
+    padding of ranks without samples too, and `tokens/shared_saved`, by how many more they would be
+    if no prefix were shared. All ranks call it together. `micro_batches`: this rank's.
     """
-    metrics = StepMetrics(role.device, ("computed", "in_samples"))
-    metrics.add(computed=sum(len(micro.token_ids) for micro in micro_batches))
-    # Every rank of the sequence axis has the whole samples.
-    metrics.add(in_samples=num_tokens / role.mesh.sequence.size)
+    metrics = StepMetrics(role.device, ("computed", "saved"))
+    for micro in micro_batches:
+        metrics.add(computed=len(micro.token_ids))
+        # Every rank of the sequence axis knows the documents of the whole packed sequence.
+        if micro.parents and role.mesh.sequence.rank == 0:
+            metrics.add(saved=saved_tokens(micro.starts.tolist(), micro.parents))
     value = metrics.reduce(role.mesh.gradient)
-    return {
-        "tokens/computed": value["computed"],
-        # Padding of ranks without samples makes the difference negative.
-        "tokens/shared_saved": max(0.0, value["in_samples"] - value["computed"]),
-    }
+    return {"tokens/computed": value["computed"], "tokens/shared_saved": value["saved"]}
 
 
 def token_weights(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,10 @@ from megarl.activity.spans import activity
 from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.prefix_balance import FamilyBalance
-from megarl.parallel.prefix_tree import Size, completed
+from megarl.parallel.prefix_tree import Size, chains
 from megarl.parallel.redistribute import Redistribution
 from megarl.trainer.config import SharePrefix
-from megarl.trainer.prefixes import must_save, sizes_of
+from megarl.trainer.prefixes import leading_tokens, must_save, sizes_of
 from megarl.trainer.role import Column, Role
 from megarl.types import MicroBatch, Samples, StepBatch
 
@@ -38,6 +39,21 @@ class RoleBatch:
     batch: StepBatch
     packed: Sequence[Sequence[MicroBatch]]
     """The batch's micro-batches; see `Role.pack_step`."""
+
+
+class _Fact(NamedTuple):
+    """What a rank of the policy tells of a sample."""
+
+    name: int
+    """The sample's id."""
+    length: int
+    """Number of tokens."""
+    tokens: int
+    """Number of tokens that the policy generated."""
+    prompt: int
+    """Number of tokens of the prompt, or -1; see `Samples.prompts`."""
+    part: int
+    """Index of the mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -222,37 +238,50 @@ class BatchTransfer:
         `order` is the same on every rank.
         """
         mine = [
-            (int(name), size, int(tokens), int(prompt), part)
+            _Fact(int(name), int(length), int(tokens), int(prompt), part)
             for part, samples in enumerate(parts)
-            for name, size, tokens, prompt in zip(
-                samples.ids,
-                sizes_of(samples, self.share_prefix),
-                _chosen(samples),
-                samples.prompts,
-                strict=True,
+            for name, length, tokens, prompt in zip(
+                samples.ids, samples.lengths, _chosen(samples), samples.prompts, strict=True
             )
         ]
-        told = gather_objects(mine, self.everyone)
-        facts: dict[int, tuple[Size, int, int, int]] = {}
+        told = gather_objects((mine, self._beginnings(parts)), self.everyone)
+        facts: dict[int, _Fact] = {}
         holders: dict[int, list[int]] = {}
-        for rank, samples in enumerate(told):
-            for name, size, tokens, prompt, part in samples:
-                facts[name] = (size, tokens, prompt, part)
-                holders.setdefault(name, []).append(rank)
+        leading: dict[int, np.ndarray] = {}
+        for rank, (samples, beginnings) in enumerate(told):
+            for one in samples:
+                facts[one.name] = one
+                holders.setdefault(one.name, []).append(rank)
+            for tokens, names in beginnings:
+                leading |= dict.fromkeys(names, tokens)
         ids = sorted(facts)
-        # Each rank has found the prefixes that its own samples have in common.
-        sizes = completed([facts[name][0] for name in ids])
-        minis = np.array([facts[name][3] for name in ids], dtype=np.int64)
+        chain_of = dict(zip(leading, chains(list(leading.values())), strict=True))
+        sizes = [Size(facts[name].length, chain_of.get(name, ())) for name in ids]
+        minis = np.array([facts[name].part for name in ids], dtype=np.int64)
         return _Plan(
             ids=np.array(ids, dtype=np.int64),
             lengths=[size.length for size in sizes],
-            tokens=np.array([facts[name][1] for name in ids], dtype=np.int64),
-            prompts=np.array([facts[name][2] for name in ids], dtype=np.int64),
+            tokens=np.array([facts[name].tokens for name in ids], dtype=np.int64),
+            prompts=np.array([facts[name].prompt for name in ids], dtype=np.int64),
             parts=minis,
             holders=[holders[name] for name in ids],
             workers=self._deal(sizes, minis),
             order=[samples.ids.tolist() for samples in parts],
         )
+
+    def _beginnings(self, parts: Sequence[Samples]) -> list[tuple[np.ndarray, list[int]]]:
+        """The token ids that samples of this rank may share with any others, those of other ranks
+        too, each once, with the ids of these samples. Of the ranks with the same samples one tells.
+        """
+        if not parts or self.share_prefix == "off":
+            return []
+        if self.policy.sequence.rank or self.policy.tensor.rank:
+            return []
+        found: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        for samples in parts:
+            for name, tokens in zip(samples.ids.tolist(), leading_tokens(samples), strict=True):
+                found.setdefault(tokens.tobytes(), (tokens, []))[1].append(name)
+        return list(found.values())
 
     def _deal(self, sizes: Sequence[Size], parts: np.ndarray) -> list[list[int]]:
         """For each sample, the ranks of the role that get it: all ranks with the same data-parallel

@@ -60,6 +60,14 @@ def talk() -> dict[str, bool]:
             torch.equal(piece, torch.full(shapes[source], 10.0 * source + rank))
             for source, piece in enumerate(traded)
         )
+        # As of sliding windows: nothing from a rank to itself, and from rank 0 nothing to anyone.
+        some = [owned(rank)[: rank if target != rank else 0] for target in range(3)]
+        few = exchange.all_to_all(some, [(len(owned(r)[:r]) * (r != rank), 2) for r in range(3)])
+        found["all_to_all of some"] = all(
+            torch.equal(piece, owned(r)[: r if r != rank else 0]) for r, piece in enumerate(few)
+        )
+        none = exchange.all_to_all([owned(rank)[:0]] * 3, [(0, 2)] * 3)
+        found["all_to_all of nothing"] = [len(piece) for piece in none] == [0, 0, 0]
         whole = all_gather_parts(owned(rank).T, mesh.sequence, 1, list(LENGTHS))
         found["all_gather_parts"] = torch.equal(whole, torch.cat([owned(r) for r in range(3)]).T)
         # Rank r's loss is (r + 1) * y; x is r + 2. What the gradient of the sum of losses is, by

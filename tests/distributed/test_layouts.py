@@ -193,7 +193,8 @@ def families(folder: Path) -> list[Case]:
         cases["gemma2"]
         | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
         | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
-        cases["gemma3_text"] | {"layout": (1, 2, 2), "stage": 2},
+        cases["gemma3_text"]
+        | {"layout": (1, 2, 2), "stage": 2, "sequence": {"transport": "all_gather"}},
         cases["mistral"] | {"layout": (1, 4, 1), "stage": 1, "sequence": {"cut": "contiguous"}},
         cases["phi3"] | {"layout": (2, 2, 1), "stage": 3, "sequence": {"transport": "ring"}},
         cases["olmo2"] | {"layout": (1, 4, 1), "stage": 3, "sequence": {"ulysses": 4}},

@@ -133,6 +133,93 @@ def test_a_role_scores_alike_wherever_it_is(tmp_path: Path) -> None:
         assert seen == set(oracle), name
 
 
+def conversations(ranks: int, size: int) -> Any:
+    """Samples of two system prompts of 40 tokens, with a group of three responses for each rank of
+    the policy and each system prompt: no rank has two groups behind one system prompt. Those of all
+    ranks, and which are whose.
+    """
+    import numpy as np
+
+    from megarl.types import Samples
+
+    made, owner = [], []
+    for system in range(2):
+        for rank in range(ranks):
+            for response in range(3):
+                prompt = [*range(100 * system, 100 * system + size), 300 + rank, 7]
+                tokens = np.array([*prompt, 400 + response, 5], np.int32)
+                mask = np.arange(len(tokens)) >= len(prompt)
+                made.append(Samples.one(len(made), tokens, mask=mask, prompt=len(prompt)))
+                owner.append(rank)
+    return Samples.concatenate(made), owner
+
+
+def tokens_after_transfer(sequence: int) -> tuple[int, int]:
+    """(tokens that a role on two ranks of its own computes, those of the best deal), where the
+    policy has two data-parallel ranks. The same on every rank.
+    """
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.collectives import gather_objects
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.packing import pack_mini_batch
+    from megarl.trainer.prefixes import balance_of
+    from megarl.trainer.transfer import BatchTransfer
+    from megarl.types import StepBatch
+
+    device = mesh_module.initialise(timeout_s=60)
+    samples, owner = conversations(2, 40)
+    count = 2 * sequence
+    everyone = mesh_module.all_ranks(timeout_s=60)
+    with (
+        ProcessMesh(Layout(data=2, sequence=sequence), ranks=range(count)) as policy,
+        ProcessMesh(Layout(data=2), ranks=[count, count + 1]) as mesh,
+    ):
+
+        def pack_step(batch: Any) -> Any:
+            (rows,), (mine,) = batch.micro_batches, batch.samples
+            return [pack_mini_batch(mine, rows, device, mesh.sequence, share="on")]
+
+        role: Any = SimpleNamespace(windows=[None], pack_step=pack_step)
+        transfer = BatchTransfer(
+            role if mesh.is_member else None,
+            **{"policy": policy, "mesh": mesh, "everyone": everyone, "device": device},
+            micro_batch_tokens=1000,
+            share_prefix="on",
+        )
+        batch = None
+        if policy.is_member:
+            mine = samples.select([n for n, rank in enumerate(owner) if rank == policy.data.rank])
+            batch = StepBatch(
+                step=0,
+                samples=[mine],
+                micro_batches=[[list(range(len(mine)))]],
+                rewards=np.zeros(len(samples)),
+                groups=np.zeros(len(samples), np.int64),
+                response_tokens=np.full(len(samples), 2),
+                mini_batch_of=np.zeros(len(samples), np.int64),
+                metrics={},
+            )
+        here = transfer.send(batch, ())
+        computed = 0 if here is None else sum(len(micro.token_ids) for micro in here.packed[0])
+        total = sum(gather_objects(computed, everyone))
+    best = balance_of(samples, "on")
+    mesh_module.finalise()
+    return total, sum(map(best.tokens, best.split(2)))
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_prefixes_that_no_single_rank_sees_are_computed_once(sequence: int) -> None:
+    """Both groups behind a system prompt go to the same rank of the role."""
+    for computed, best in run_ranks(2 * sequence + 2, __file__, "tokens_after_transfer", sequence):
+        # Two system prompts, four questions of two tokens; the last one is in each response's part.
+        assert computed == best == 2 * 40 + 4 * (1 + 3 * 3)
+
+
 def train_beside(folder: str, state: str) -> list[float]:
     """Gradient norms of two steps of a policy on ranks 0 and 2, saved in between, under ZeRO 3, while
     ranks 1 and 3 have a reference. Empty on those.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,59 @@ def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
         assert float(waited_s) >= float(deadline_s) >= 1.5
     else:
         assert reports() == []
+
+
+class Stopped(Inbox):
+    """An engine whose process is stopped: it takes a request, and nothing comes of any call."""
+
+    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def paused_s(self, last_s: float) -> float:
+        await asyncio.sleep(600)
+        return 0.0
+
+
+def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(tmp_path: Path) -> None:
+    """Although it may take longer to say whether it was paused before it is given up, and once."""
+    recording = Recording.of(tmp_path, "run", enabled=True)
+    assert recording is not None
+    recording.make(keep=False)
+
+    async def go() -> float:
+        handle, inbox, deadline_s = Handle(), Stopped(), 0.5
+        handle.inbox, handle.paused_s = inbox, Method(inbox.paused_s)  # pyright: ignore
+        engine = RemoteEngine(handle, Pace(), number=3, deadline_s=deadline_s)
+        asked = asyncio.ensure_future(
+            EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s)).generate(
+                Prompt(3, "p", [1, 2], "a"),
+                np.array([1, 2], np.int32),
+                [],
+                seed=1,
+                max_tokens=1,
+                temperature=1.0,
+                route=Route(),
+            )
+        )
+        began = time.monotonic()
+        while not list(tmp_path.glob("waits-*.txt")):
+            assert not asked.done()
+            await asyncio.sleep(0.02)
+        named_s = time.monotonic() - began
+        with pytest.raises(RuntimeError, match="did not answer prompt 3 within"):
+            await asked
+        await asyncio.sleep(3 * POLL_S)
+        return named_s - deadline_s
+
+    close = recording.open("service")
+    try:
+        late_s = asyncio.run(asyncio.wait_for(go(), 30))
+    finally:
+        close()
+    (report,) = tmp_path.glob("waits-*.txt")
+    assert " s for responses of engine3 (deadline 0.5 s)" in report.read_text()
+    assert late_s < 5.0
 
 
 def test_every_request_gets_its_own_answer_in_few_calls() -> None:

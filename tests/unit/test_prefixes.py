@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from support.sequence_cases import Case, assert_close, cases, dense
 
 from megarl.parallel.prefix_balance import FamilyBalance
-from megarl.parallel.prefix_tree import Prefix, Size, completed
+from megarl.parallel.prefix_tree import Prefix, Size
 from megarl.trainer.packing import pack
-from megarl.trainer.prefixes import balance_of, shareable, sizes_of, tree_of
+from megarl.trainer.prefixes import balance_of, saved_tokens, shareable, sizes_of, tree_of
+from megarl.trainer.step import computed_tokens
 from megarl.types import Samples
 
 CPU = torch.device("cpu")
@@ -73,6 +76,8 @@ def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
         assert wanted == len(samples.token_ids)
         return
     assert len(tree.places) == wanted < len(samples.token_ids)
+    saved = saved_tokens(tree.starts.tolist(), tree.parents)
+    assert saved == len(samples.token_ids) - wanted
     assert sorted(tree.owners[tree.owners >= 0].tolist()) == list(range(len(samples)))
     for document, owner in enumerate(tree.owners.tolist()):
         parent = tree.parents[document]
@@ -195,17 +200,6 @@ def test_conversations_stay_on_one_rank() -> None:
     assert sum(map(even.tokens, dealt)) <= even.tokens(range(128)) + 3 * 1050
 
 
-def test_prefixes_found_in_several_places_are_joined() -> None:
-    """Each rank knows the prefixes of its own samples alone."""
-    a, b, c, d = (Prefix(10 * n, name) for n, name in enumerate("abcd", 1))
-    told = [Size(50, (a, c)), Size(50, (b, c)), Size(50, (c, d)), Size(50, (a,)), Size(50)]
-    chains = [size.prefixes for size in completed(told)]
-    assert chains == [(a, b, c), (a, b, c), (a, b, c, d), (a,), ()]
-    # One rank knows that `c` begins with `a`, another with `b`: so `b` begins with `a`.
-    told = [Size(50, (a, c)), Size(50, (b, c)), Size(50, (b, d))]
-    assert [size.prefixes for size in completed(told)] == [(a, b, c), (a, b, c), (a, b, d)]
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(rows(), st.sampled_from(["auto", "on"]))
 def test_every_trained_token_is_in_the_packed_sequence_once(
@@ -244,6 +238,16 @@ def test_a_prompt_and_instructions_before_it_are_computed_once() -> None:
     # With one level, the whole prompt of each group, and nothing of both.
     shallow = tree_of(samples, deepest=1)
     assert shallow is not None and shallow.parents == (-1, 0, 0, 0, -1, 4, 4, 4)
+
+
+def test_metrics_count_what_is_computed_and_what_sharing_saved() -> None:
+    """A rank with a packed sequence of two samples and, since other ranks have more, one of padding."""
+    samples = samples_of([([*range(40), 1, 2], 41), ([*range(40), 3], 41)])
+    micro_batches = [pack(samples, CPU, share="on"), pack(Samples.concatenate([]), CPU)]
+    alone = SimpleNamespace(rank=0, size=1)
+    role: Any = SimpleNamespace(device=CPU, mesh=SimpleNamespace(sequence=alone, gradient=alone))
+    found = computed_tokens(micro_batches, role)
+    assert found == {"tokens/computed": 40 + 2 + 1 + 2, "tokens/shared_saved": 40}
 
 
 def test_small_savings_are_not_worth_a_call_of_attention() -> None:

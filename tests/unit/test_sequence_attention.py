@@ -5,6 +5,7 @@ in float64.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import time
 from dataclasses import replace
@@ -107,6 +108,21 @@ def test_a_ring_within_a_window_stops_at_the_neighbour() -> None:
     assert make_plan(replace(case, window=None), "cpu").hops == 7
 
 
+def _bytes_sent(case: Case, transport: str) -> list[tuple[int, int]]:
+    """By rank, the bytes that it sends to others in the forward and in the backward pass."""
+    plan, tensors, index = make_plan(case, "cpu"), case.tensors(), case.indices()
+
+    def body(exchange: SimulatedExchange) -> tuple[int, int]:
+        q, k, v = (x[index[exchange.rank]].requires_grad_() for x in tensors[:3])
+        inner, outer = exchange.split(case.ulysses)
+        out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
+        forward = outer.bytes_sent
+        torch.autograd.grad(out, [q, k, v], tensors[3][index[exchange.rank]])
+        return forward, outer.bytes_sent - forward
+
+    return simulate(case.ranks, body)
+
+
 @pytest.mark.parametrize("how", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("transport", ["ring", "ring_lean"])
 @pytest.mark.parametrize("window", [17, 90])
@@ -117,17 +133,8 @@ def test_a_ring_within_a_window_sends_the_fewest_bytes(
     back from each rank that it has reached, in one message each.
     """
     case = Case((250, 6), 4, 1, how, (2, 1), 8, 0.35, 0, (), window)
-    plan, tensors, index = make_plan(case, "cpu"), case.tensors(), case.indices()
-
-    def body(exchange: SimulatedExchange) -> tuple[int, int]:
-        q, k, v = (x[index[exchange.rank]].requires_grad_() for x in tensors[:3])
-        inner, outer = exchange.split(1)
-        out = sequence_attention(q, k, v, plan, inner, outer, case.scale, transport)
-        forward = outer.bytes_sent
-        torch.autograd.grad(out, [q, k, v], tensors[3][index[exchange.rank]])
-        return forward, outer.bytes_sent - forward
-
-    sent = simulate(4, body)
+    sent = _bytes_sent(case, transport)
+    index = case.indices()
     mask = visible(case.positions(), case.positions(), window)
     steps = 0
     for rank in range(4):
@@ -137,6 +144,59 @@ def test_a_ring_within_a_window_sends_the_fewest_bytes(
     token = 2 * 1 * 8 * 8  # keys and values of one head of 8 numbers in float64
     assert sum(forward for forward, _ in sent) == steps * token > 0
     assert sum(backward for _, backward in sent) == 2 * steps * token
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("how", [*CUTS, "permuted"])
+@pytest.mark.parametrize(
+    ("lengths", "parents", "window"),
+    [
+        ((250, 6), (), 17),
+        ((250, 6), (), 90),
+        ((60, 50, 7, 80, 30, 29), (), 33),
+        ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), 33),
+        ((32,) * 8, (), 5),
+        ((250, 6), (), None),
+        ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), None),
+    ],
+)
+def test_an_all_gather_sends_the_fewest_bytes(
+    lengths: tuple[int, ...], parents: tuple[int, ...], window: int | None, how: str, ulysses: int
+) -> None:
+    """Within a window a key goes once to each group with a query that attends to it, and one
+    gradient comes back from each; without, to all.
+    """
+    case = Case(lengths, 4 * ulysses, ulysses, how, (2, 2), 8, 0.35, 0, parents, window)
+    sent = _bytes_sent(case, "all_gather")
+    mask = visible(case.positions(), case.positions(), window)
+    joined = case.indices()
+    groups = [torch.cat(joined[n : n + ulysses]) for n in range(0, len(joined), ulysses)]
+    copies = 0
+    for rank, other in itertools.permutations(range(4), 2):
+        seen = mask[groups[other]][:, groups[rank]].any(0)
+        copies += int(seen.sum()) if window is not None else len(seen)
+    if window is not None:
+        assert copies < 3 * sum(lengths), "a case in which all is needed shows nothing"
+    token = 2 * 2 * 8 * 8  # keys and values of two heads of 8 numbers in float64
+    assert sum(forward for forward, _ in sent) == copies * token
+    assert sum(backward for _, backward in sent) == 2 * copies * token
+    found, _ = split_attention(case, "cpu", "all_gather", case.tensors())
+    again, _ = split_attention(case, "cpu", "all_gather", case.tensors())
+    assert_close(found, dense(case, case.tensors()), TOLERANCE[torch.float64])
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_an_all_gather_is_a_collective_in_layers_without_a_window() -> None:
+    """Every layer by its own window; where no rank attends to another's keys nothing is sent."""
+    case = Case((64,), 2, 1, "contiguous", (2, 1), 8, 0.35, 0)
+    collective = ["all_gather", "all_gather", "reduce_scatter"]
+    for window, calls in ((None, collective), (64, collective), (40, ["all_to_all"] * 3)):
+        _, (_, made) = split_attention(
+            replace(case, window=window), "cpu", "all_gather", case.tensors()
+        )
+        assert made == calls
+    documents = replace(case, lengths=(32, 32), window=5)
+    assert split_attention(documents, "cpu", "all_gather", case.tensors())[1][1] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -365,10 +365,10 @@ def test_a_rank_waits_as_long_as_there_is_progress(
     now = [0.0]
 
     class Calls:
-        class progress:
+        class silent_s:
             @staticmethod
-            def remote() -> Any:
-                return now[0] if moves else 0
+            def remote() -> float:
+                return 0.0 if moves else now[0]
 
         class take:
             @staticmethod

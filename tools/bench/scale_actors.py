@@ -17,14 +17,18 @@ from service import SimulatedPrompts, heartbeat
 
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
-from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.cluster.relay import remote_engines
+from megarl.cluster.remote import GenerateRequest
 from megarl.cluster.remote_environment import RemoteEnvironment
-from megarl.cluster.rollout_client import SERVICE
+from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.service import RolloutService
 from megarl.types import Segment, TokenArrays, Verdict
+
+SILENCE_S = 1800.0
+"""Seconds without progress after which a simulated rank would end the run."""
 
 STEPS = 2
 """Steps that are simulated; the last one is measured."""
@@ -41,6 +45,7 @@ class Scale:
     tokens: int
     seconds: float
     """The longest that an engine takes to answer."""
+    engines_per_relay: int
 
 
 class SimulatedEngine(Inbox):
@@ -90,6 +95,9 @@ class Fleet:
         self._calls["drop"] += 1
         await self._members[member].drop(mailbox, numbers)
 
+    async def leave(self, member: int, mailbox: str) -> None:
+        await self._members[member].leave(mailbox)
+
     async def pulse(self, member: int) -> Pulse:
         self._calls["pulse"] += 1
         one = self._members[member]
@@ -107,7 +115,7 @@ class Member:
     """One member of a fleet, called as if it were an actor of its own."""
 
     def __init__(self, fleet: Any, number: int) -> None:
-        for name in ("submit", "collect", "drop", "pulse"):
+        for name in ("submit", "collect", "drop", "leave", "pulse"):
             setattr(self, name, Method(getattr(fleet, name), number))
 
 
@@ -146,31 +154,44 @@ class Ranks:
         of this one.
         """
         service, started_at = ray.get_actor(SERVICE), time.monotonic()
+        self.asked = 0
         await asyncio.gather(*(one.load.remote(step) for one in fleets))
         await asyncio.gather(*(service.release.remote(step) for _ in range(count if step else 0)))
         released_at = time.monotonic()
-        plans = await asyncio.gather(*(service.take.remote(step, rank, 0) for rank in range(count)))
+        plans = await asyncio.gather(*(self._take(service, step, rank) for rank in range(count)))
         return {
             "samples": sum(len(part) for plan in plans for part in plan.parts),
             "step_s": time.monotonic() - started_at,
             "release_s": released_at - started_at,
+            "asked": self.asked,
         }
+
+    async def _take(self, service: Any, step: int, rank: int) -> Any:
+        """As a rank that waits: it asks now and then whether there is progress."""
+        taken = asyncio.ensure_future(service.take.remote(step, rank, 0))
+        every_s = max(PROGRESS_POLL_S, POLL_SHARE * SILENCE_S if rank else 0.0)
+        while not (await asyncio.wait([taken], timeout=every_s))[0]:
+            self.asked += 1
+            await service.silent_s.remote()
+        return taken.result()
 
 
 def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
     pace = Pace()
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
+    config = RolloutConfig(
+        groups_per_step=scale.samples // scale.group_size,
+        group_size=scale.group_size,
+        max_new_tokens=scale.tokens,
+        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        engines_per_relay=scale.engines_per_relay,
+    )
     service = RolloutService(
-        config=RolloutConfig(
-            groups_per_step=scale.samples // scale.group_size,
-            group_size=scale.group_size,
-            max_new_tokens=scale.tokens,
-            dynamic_sampling=DynamicSamplingConfig(enabled=False),
-        ),
+        config=config,
         seed=0,
         prompts=SimulatedPrompts(256),
-        engines=[RemoteEngine(one, pace, number=n) for n, one in enumerate(members)],
+        engines=remote_engines(members, pace, config),
         environment=FleetEnvironment(environment, pace),
         num_data_ranks=scale.ranks,
         num_mini_batches=1,

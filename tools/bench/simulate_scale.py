@@ -43,7 +43,7 @@ import psutil
 import ray
 from common import command_line, run_tool
 from scale_actors import STEPS, Fleet, Member, Ranks, Scale, build
-from service import PeakMemory
+from service import PeakMemory, cpu_s
 
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
@@ -92,6 +92,7 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
         for step in range(STEPS):  # the last one counts: requests travel as they do in a long run
             beat.unlink()
             before, threads = _calls(fleets, environment), _threads(service)
+            passed = {one: cpu_s(one) for one in _relays()}
             found = ray.get(
                 ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
             )
@@ -102,8 +103,9 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
                 for name, seconds in _threads(service).items()
             }
             found |= {"threads": spent, "cpu_s": sum(spent.values())}
+            found["relays_cpu_s"] = [cpu_s(one) - passed.get(one, 0.0) for one in _relays()]
             found["calls"] = _calls(fleets, environment) - before | {
-                "ranks to service": 2 * scale.ranks
+                "ranks to service": 2 * scale.ranks + found.pop("asked")
             }
         blocked = json.loads(beat.read_text())
         found |= {
@@ -115,6 +117,15 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
         members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
         found |= supervise(members)
     return found
+
+
+def _relays() -> list[psutil.Process]:
+    """The processes of the relays."""
+    return [
+        one
+        for one in psutil.Process().children(recursive=True)
+        if "ray::RelayActor" in " ".join(one.cmdline()[:1])
+    ]
 
 
 def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
@@ -139,7 +150,7 @@ def _threads(process: psutil.Process) -> dict[str, float]:
 class Group:
     """What the supervisor needs of a group of engines."""
 
-    service, is_held = None, False
+    service, is_held, broken = None, False, ""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles, self.lock = handles, threading.RLock()
@@ -234,6 +245,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             args.group_size,
             args.tokens,
             args.seconds,
+            args.engines_per_relay,
         )
         with tempfile.TemporaryDirectory(prefix="simulate-scale-") as folder:
             found = simulate(scale, Path(folder))
@@ -256,6 +268,8 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         most = sorted(one["threads"].items(), key=lambda pair: -pair[1])[:6]
         threads = ", ".join(f"{name} {seconds:.2f}" for name, seconds in most)
         yield f"  threads      CPU s: {threads}"
+        relays = ", ".join(f"{seconds:.2f}" for seconds in one["relays_cpu_s"])
+        yield f"  relays       CPU s: {relays or 'none'}"
         yield "  calls        " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
         yield (
             f"  supervisor   a look {one['supervisor_look_s']:.3f} s, cpu of its thread"
@@ -276,6 +290,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--group-size": {"type": int, "default": 16, "help": "samples of a group"},
     "--tokens": {"type": int, "default": 65536, "help": "longest response"},
     "--seconds": {"type": float, "default": 60.0, "help": "an engine answers within"},
+    "--engines-per-relay": {"type": int, "default": 128, "help": "0: engines are asked directly"},
     "--grow": {"type": int, "default": 0, "help": "doublings that are simulated as well"},
 }
 
