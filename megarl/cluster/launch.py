@@ -204,9 +204,9 @@ def refuse_owned(config: RunConfig | SftConfig) -> None:
 
 
 def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
-    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, else all of the node, on
-    `num_nodes` nodes alike. A dry run assumes the nodes that the options name, or one node with as
-    many GPUs as are needed.
+    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, none if it is set to
+    nothing, and all of the node without it, on `num_nodes` nodes alike. A dry run assumes the nodes
+    that the options name, or one node with as many GPUs as are needed.
     """
     if options.on_cpu:
         return deal_cpu(plan, num_nodes)
@@ -215,11 +215,15 @@ def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
         nodes = [[str(gpu) for gpu in range(each)] for _ in range(count)]
         words = f"--nodes {count} x --gpus-per-node {each} are {count * each}"
         return deal(plan, nodes, words)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        hides_all = not visible.strip()
         found = f"CUDA_VISIBLE_DEVICES is {visible}"
+        if hides_all:
+            found = "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it to use them"
         found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
-        return deal(plan, [gpu_names(visible)] * num_nodes, found)
+        names = [] if hides_all else gpu_names(visible)
+        return deal(plan, [names] * num_nodes, found)
     if options.dry_run and num_nodes == 1:
         return deal(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
     listed = ""

@@ -38,8 +38,9 @@ allocation: starts Ray, if there are engines, and the trainer ranks, and ends th
   --gpus-per-node G  with --dry-run: GPUs of each node (default with one node: as many as needed)
   -- OVERRIDES       settings of the recipe: -- --steps 10 --rollout.max_staleness 1
 
-GPUs are those of CUDA_VISIBLE_DEVICES, else all of the node. Exit codes: 0 done, 2 the recipe or
-this command is at fault, 130 / 143 ended by a signal, otherwise that of the rank that failed first.
+GPUs are those of CUDA_VISIBLE_DEVICES, none if it is set to nothing, and all of the node without
+it. Exit codes: 0 done, 2 the recipe or this command is at fault, 130 / 143 ended by a signal,
+otherwise that of the rank that failed first.
 """
 
 NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")

@@ -259,10 +259,18 @@ def test_spaces_between_visible_gpus() -> None:
     assert "CUDA_VISIBLE_DEVICES=3 " in result.stdout
 
 
-def test_an_empty_list_of_visible_gpus_names_none() -> None:
-    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
-    assert places(result.stdout)["engine 0"] == "- 0: 1"
+@pytest.mark.parametrize("visible", ["", " "])
+def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str) -> None:
+    """As for CUDA; only without the variable are all GPUs of the node visible."""
+    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES=visible)
+    assert result.returncode == 2 and not result.stdout
+    assert "need 2 GPUs, but CUDA_VISIBLE_DEVICES is empty, which hides all GPUs" in result.stderr
+    # Nodes that the options name are others than this one.
+    options = ("--nodes", "1", "--gpus-per-node", "2")
+    other = launch("--dry-run", "--recipe", GSM8K, *options, CUDA_VISIBLE_DEVICES=visible)
+    assert other.returncode == 0, other.stderr
+    assert places(other.stdout)["engine 0"] == "- 0: 1"
+    assert launch("--dry-run", "--cpu", CUDA_VISIBLE_DEVICES=visible).returncode == 0
 
 
 def test_a_recipe_with_a_teacher_is_distilled() -> None:
