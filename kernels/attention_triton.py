@@ -6,6 +6,9 @@ are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). T
 starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no atomics:
 equal inputs give equal bits.
 
+[rows, head] is a tuple of one tile or two (`heads_triton.py`): WIDTH columns, and REST more if REST
+is not 0.
+
 With a soft cap (CAPPED) a score x in base 2 becomes cap2 tanh(x / cap2) with cap2 = cap log2(e), and
 its gradient is multiplied by 1 - tanh^2.
 
@@ -22,66 +25,23 @@ import math
 import triton
 import triton.language as tl
 
+from megarl.kernels.heads_triton import (
+    add_head,
+    dot_head,
+    dot_heads,
+    load_head,
+    load_head_where,
+    load_rows,
+    store_head_where,
+    times_factor,
+    walk_head,
+    zero_head,
+)
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 _LN_2 = tl.constexpr(math.log(2))
-
-
-@triton.jit
-def _rows(
-    ptr,
-    start,
-    stride,
-    num_rows,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD.
-
-    With EDGE also 0 beyond num_rows, else all rows must exist.
-    """
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    if EDGE:
-        values = tl.load(
-            ptrs, mask=(start + rows[:, None] < num_rows) & (dims[None, :] < HEAD), other=0.0
-        )
-    elif WIDTH == HEAD:
-        values = tl.load(ptrs)
-    else:
-        values = tl.load(ptrs, mask=dims[None, :] < HEAD, other=0.0)
-    return values
-
-
-@triton.jit
-def _walk(
-    source, head, start, head_stride, stride, num_rows,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Rows of one head, loaded like `_rows`, or by a tensor descriptor if DESCRIBED."""
-    if DESCRIBED:
-        values = source.load([start, tl.cast(head * HEAD, tl.int32)])
-    else:
-        values = _rows(
-            source + head * head_stride, start, stride, num_rows, ROWS, WIDTH, HEAD, EDGE
-        )
-    return values
-
-
-@triton.jit
-def _add_rows(
-    ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
-):
-    """Add `value` [ROWS, WIDTH] to a matrix [num_rows, HEAD] in memory, from row `start`."""
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    mask = (start + rows[:, None] < num_rows) & (dims[None, :] < HEAD)
-    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + value, mask=mask)
 
 
 @triton.jit
@@ -108,20 +68,31 @@ def _program(rows_ptr, num_rows, section):
 def _forward_runs(
     acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
     k_l, k_h, v_l, v_h, num_keys, scale2, cap2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in runs `first` to `last`.
 
-    Updates acc [rows, WIDTH], total [rows] (sum of exponentials) and top [rows] (maximum).
+    Updates acc [rows, head], total [rows] (sum of exponentials) and top [rows] (maximum).
     """
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _walk(
-                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            k = walk_head(
+                k_ptr,
+                head,
+                start,
+                k_h,
+                k_l,
+                num_keys,
+                COLUMNS,
+                WIDTH,
+                REST,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
             )
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = dot_heads(q, k, PRECISION)
             unit = scale2
             if CAPPED:
                 scores = _capped(scores, scale2, cap2)
@@ -140,10 +111,21 @@ def _forward_runs(
             p = tl.math.exp2(scores * unit - base[:, None])
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            v = _walk(
-                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            v = walk_head(
+                v_ptr,
+                head,
+                start,
+                v_h,
+                v_l,
+                num_keys,
+                COLUMNS,
+                WIDTH,
+                REST,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
             )
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = dot_head(p.to(v[0].dtype), v, times_factor(acc, shrink[:, None]), PRECISION)
             top = higher
     return acc, total, top
 
@@ -153,7 +135,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
     num_queries, num_keys, num_rows, section, q_l, q_h, k_l, k_h, v_l, v_h, out_l, out_h, lse_h, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries, of one head, to every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
@@ -163,25 +145,23 @@ def forward_kernel(
     inside = offsets < num_queries
     lse = tl.load(lse_ptr + head * lse_h + offsets, mask=inside, other=float("-inf"))
     has_seen = lse > float("-inf")
-    dims = tl.arange(0, WIDTH)
     out_ptr += head * out_h + tl.cast(start, tl.int64) * out_l
-    out_ptrs = out_ptr + (tl.arange(0, ROWS)[:, None] * out_l + dims[None, :])
     # Rows without earlier blocks are 0 and need no load: the first block of a ring loads nothing.
-    acc = tl.load(out_ptrs, mask=has_seen[:, None] & (dims[None, :] < HEAD), other=0.0)
+    acc = load_head_where(out_ptr, out_l, has_seen[:, None], ROWS, WIDTH, REST, HEAD)
     total = tl.where(has_seen, 1.0, 0.0)
     top = lse * LOG2_E
-    q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
+    q = load_head(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, REST, HEAD, True)
     index_q = tl.load(index_q_ptr + offsets)
     start_q = tl.load(start_q_ptr + offsets)
     for partial in tl.static_range(2):  # 0: tiles seen completely, 1: in part
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         acc, total, top = _forward_runs(
             acc, total, top, q, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
+            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, REST, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
         )  # fmt: skip
     seen = total > 0
     total = tl.where(seen, total, 1.0)
-    tl.store(out_ptrs, acc / total[:, None], mask=inside[:, None] & (dims[None, :] < HEAD))
+    store_head_where(out_ptr, out_l, acc, total[:, None], inside[:, None], ROWS, WIDTH, REST, HEAD)
     tl.store(
         lse_ptr + head * lse_h + offsets,
         tl.where(seen, (top + tl.math.log2(total)) * _LN_2, float("-inf")),
@@ -198,10 +178,10 @@ def row_sums_kernel(
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
     offsets = start + tl.arange(0, ROWS)
-    grad_out = _rows(
+    grad_out = load_rows(
         grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
     )
-    out = _rows(out_ptr + head * out_h, start, out_l, num_queries, ROWS, WIDTH, HEAD, True)
+    out = load_rows(out_ptr + head * out_h, start, out_l, num_queries, ROWS, WIDTH, HEAD, True)
     lse = tl.load(lse_ptr + head * lse_h + offsets, mask=offsets < num_queries, other=float("-inf"))
     tl.store(
         delta_ptr + head * padded + offsets, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
@@ -216,7 +196,7 @@ def row_sums_kernel(
 def _grad_keys_runs(
     grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, head, lse2_ptr, delta_ptr, index_q_ptr, start_q_ptr, runs, first, last,
     q_l, q_h, grad_l, grad_h, num_queries, scale2, cap2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the query tiles in runs `first` to `last` to one tile of keys."""
@@ -224,10 +204,21 @@ def _grad_keys_runs(
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
             offsets = start + tl.arange(0, COLUMNS)
-            q = _walk(
-                q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            q = walk_head(
+                q_ptr,
+                head,
+                start,
+                q_h,
+                q_l,
+                num_queries,
+                COLUMNS,
+                WIDTH,
+                REST,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
             )
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            scores = dot_heads(k, q, PRECISION)
             unit = scale2
             if CAPPED:
                 scores = _capped(scores, scale2, cap2)
@@ -237,7 +228,7 @@ def _grad_keys_runs(
                 index_q = tl.load(index_q_ptr + offsets)[None, :]
                 start_q = tl.load(start_q_ptr + offsets)[None, :]
                 p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
-            grad_out = _walk(
+            grad_out = walk_head(
                 grad_out_ptr,
                 head,
                 start,
@@ -246,16 +237,17 @@ def _grad_keys_runs(
                 num_queries,
                 COLUMNS,
                 WIDTH,
+                REST,
                 HEAD,
                 PARTIAL,
                 DESCRIBED,
             )
-            grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-            grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+            grad_v = dot_head(p.to(grad_out[0].dtype), grad_out, grad_v, PRECISION)
+            grad_p = dot_heads(v, grad_out, PRECISION)
             grad_scores = p * (grad_p - tl.load(delta_ptr + offsets)[None, :])
             if CAPPED:
                 grad_scores *= 1.0 - (scores / cap2) * (scores / cap2)
-            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
+            grad_k = dot_head(grad_scores.to(q[0].dtype), q, grad_k, PRECISION)
     return grad_k, grad_v
 
 
@@ -266,17 +258,17 @@ def grad_keys_kernel(
     num_queries, num_keys, num_rows, section, padded,
     q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gk_l, gk_h, gv_l, gv_h, scale, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values of one KV head, summed over its query heads."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
-    k = _rows(k_ptr + head * k_h, start, k_l, num_keys, ROWS, WIDTH, HEAD, True)
-    v = _rows(v_ptr + head * v_h, start, v_l, num_keys, ROWS, WIDTH, HEAD, True)
+    k = load_head(k_ptr + head * k_h, start, k_l, num_keys, ROWS, WIDTH, REST, HEAD, True)
+    v = load_head(v_ptr + head * v_h, start, v_l, num_keys, ROWS, WIDTH, REST, HEAD, True)
     index_k = tl.load(index_k_ptr + start + tl.arange(0, ROWS))
-    grad_k = tl.zeros([ROWS, WIDTH], tl.float32)
-    grad_v = tl.zeros([ROWS, WIDTH], tl.float32)
+    grad_k = zero_head(ROWS, WIDTH, REST)
+    grad_v = zero_head(ROWS, WIDTH, REST)
     for member in range(GROUP):
         query_head = head * GROUP + member
         lse2_head = lse2_ptr + query_head * padded
@@ -286,31 +278,55 @@ def grad_keys_kernel(
             grad_k, grad_v = _grad_keys_runs(
                 grad_k, grad_v, k, v, index_k, q_ptr, grad_out_ptr, query_head, lse2_head, delta_head, index_q_ptr, start_q_ptr,
                 runs, first, last, q_l, q_h, grad_l, grad_h, num_queries, scale2, cap2,
-                COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
+                COLUMNS, WIDTH, REST, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
             )  # fmt: skip
-    _add_rows(grad_k_ptr + head * gk_h, start, gk_l, num_keys, grad_k * scale, ROWS, WIDTH, HEAD)
-    _add_rows(grad_v_ptr + head * gv_h, start, gv_l, num_keys, grad_v, ROWS, WIDTH, HEAD)
+    add_head(
+        grad_k_ptr + head * gk_h, start, gk_l, num_keys, times_factor(grad_k, scale), ROWS, WIDTH, REST, HEAD
+    )  # fmt: skip
+    add_head(grad_v_ptr + head * gv_h, start, gv_l, num_keys, grad_v, ROWS, WIDTH, REST, HEAD)
 
 
 @triton.jit
 def _grad_queries_runs(
     grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head, index_k_ptr, runs, first, last,
     k_l, k_h, v_l, v_h, num_keys, scale2, cap2,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the key tiles in runs `first` to `last` to one tile of queries."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
-            k = _walk(
-                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            k = walk_head(
+                k_ptr,
+                head,
+                start,
+                k_h,
+                k_l,
+                num_keys,
+                COLUMNS,
+                WIDTH,
+                REST,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
             )
-            v = _walk(
-                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, HEAD, PARTIAL, DESCRIBED
+            v = walk_head(
+                v_ptr,
+                head,
+                start,
+                v_h,
+                v_l,
+                num_keys,
+                COLUMNS,
+                WIDTH,
+                REST,
+                HEAD,
+                PARTIAL,
+                DESCRIBED,
             )
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            scores = dot_heads(q, k, PRECISION)
+            grad_p = dot_heads(grad_out, v, PRECISION)
             unit = scale2
             if CAPPED:
                 scores = _capped(scores, scale2, cap2)
@@ -322,7 +338,7 @@ def _grad_queries_runs(
             grad_scores = p * (grad_p - delta[:, None])
             if CAPPED:
                 grad_scores *= 1.0 - (scores / cap2) * (scores / cap2)
-            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
+            grad_q = dot_head(grad_scores.to(k[0].dtype), k, grad_q, PRECISION)
     return grad_q
 
 
@@ -331,26 +347,28 @@ def grad_queries_kernel(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse2_ptr, delta_ptr, grad_q_ptr, index_q_ptr, start_q_ptr, index_k_ptr, rows_ptr, runs,
     num_queries, num_keys, num_rows, section, padded, q_l, q_h, k_l, k_h, v_l, v_h, grad_l, grad_h, gq_l, gq_h, scale, scale2, cap2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries of one head from every tile of keys that it sees."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
     offsets = start + tl.arange(0, ROWS)
-    q = _rows(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, HEAD, True)
-    grad_out = _rows(
-        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, HEAD, True
+    q = load_head(q_ptr + head * q_h, start, q_l, num_queries, ROWS, WIDTH, REST, HEAD, True)
+    grad_out = load_head(
+        grad_out_ptr + head * grad_h, start, grad_l, num_queries, ROWS, WIDTH, REST, HEAD, True
     )
     lse2 = tl.load(lse2_ptr + head * padded + offsets)
     delta = tl.load(delta_ptr + head * padded + offsets)
     index_q = tl.load(index_q_ptr + offsets)
     start_q = tl.load(start_q_ptr + offsets)
-    grad_q = tl.zeros([ROWS, WIDTH], tl.float32)
+    grad_q = zero_head(ROWS, WIDTH, REST)
     for partial in tl.static_range(2):
         first, last = tl.load(row + 1 + 2 * partial), tl.load(row + 2 + 2 * partial)
         grad_q = _grad_queries_runs(
             grad_q, q, grad_out, lse2, delta, index_q, start_q, k_ptr, v_ptr, head // GROUP, index_k_ptr, runs, first, last,
-            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
+            k_l, k_h, v_l, v_h, num_keys, scale2, cap2, COLUMNS, WIDTH, REST, HEAD, PRECISION, partial, DESCRIBED, CAPPED,
         )  # fmt: skip
-    _add_rows(grad_q_ptr + head * gq_h, start, gq_l, num_queries, grad_q * scale, ROWS, WIDTH, HEAD)
+    add_head(
+        grad_q_ptr + head * gq_h, start, gq_l, num_queries, times_factor(grad_q, scale), ROWS, WIDTH, REST, HEAD
+    )  # fmt: skip

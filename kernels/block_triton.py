@@ -21,7 +21,15 @@ from megarl.kernels.attention_triton import (
     row_sums_kernel,
 )
 from megarl.kernels.block import Positions
-from megarl.kernels.tiles import Tile, Tiles, Work, padded_width, section_of, tiles_of
+from megarl.kernels.tiles import (
+    Tile,
+    Tiles,
+    Work,
+    head_tiles,
+    padded_width,
+    section_of,
+    tiles_of,
+)
 
 ROW_SUM_ROWS = 32
 """Queries that one program of `row_sums_kernel` processes."""
@@ -108,7 +116,7 @@ class TritonBlock:
         lse2, delta = torch.empty(2, query_heads, padded, dtype=torch.float32, device=q.device)
         row_sums_kernel[(padded // ROW_SUM_ROWS, query_heads)](
             grad_out, out, lse, lse2, delta, num_queries, padded, *_strides(grad_out, out), lse.stride(0),
-            ROWS=ROW_SUM_ROWS, WIDTH=common["WIDTH"], HEAD=common["HEAD"], num_warps=4,
+            ROWS=ROW_SUM_ROWS, WIDTH=padded_width(q.shape[2]), HEAD=q.shape[2], num_warps=4,
         )  # fmt: skip
         positions = (work.index_q, work.start_q, work.index_k)
         scales = (scale, scale * LOG2_E.value, _base2(cap))
@@ -169,9 +177,11 @@ class TritonBlock:
                 "the Triton block takes head widths up to 256, scales over 0 and soft caps over 0,"
                 f" got {q.shape[2]}, {scale} and {cap}"
             )
+        width, rest = head_tiles(q.shape[2], q.dtype)
         return {
             "GROUP": q.shape[1] // k.shape[1],
-            "WIDTH": padded_width(q.shape[2]),
+            "WIDTH": width,
+            "REST": rest,
             "HEAD": q.shape[2],
             "PRECISION": "ieee" if q.dtype == torch.float32 else None,
             "CAPPED": cap is not None,

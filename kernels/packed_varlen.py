@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,23 @@ def torch_varlen(
 ) -> torch.Tensor:
     """As `packed_attention`, by torch's kernel: CUDA, 16 bit. `starts` [D + 1] int32 as in
     `Documents`, `longest`: tokens of the longest document.
-    """
-    from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal(scale))
+    A torch whose kernel is not told of shared KV heads is given each as often as it is used.
+    """
+    from torch.nn.attention import varlen
+
+    attend: Varlen = varlen.varlen_attn
+    settings = causal(scale)
+    if not _takes_shared_heads(attend):
+        del settings["enable_gqa"]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return attend(q, k, v, starts, starts, longest, longest, **settings)
+
+
+@functools.cache
+def _takes_shared_heads(function: Varlen) -> bool:
+    """Whether torch's `varlen_attn` has the argument `enable_gqa`, which torch 2.11 lacks."""
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
 def has_module(name: str) -> bool:

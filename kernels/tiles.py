@@ -36,13 +36,24 @@ class Tile:
 Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
 """{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
 
-# By padded head width. tools/compile_table.py compiles them: at widths 64 and 128 no inner loop
-# spills registers, on any GPU, and all fit into shared memory. With two stages a tile's load starts
-# only after the products before it; three stages hide it.
+# By columns of a head's tiles. tools/compile_table.py compiles them: at widths 64 to 128 no inner
+# loop spills registers, on any GPU, and all fit into shared memory. With two stages a tile's load
+# starts only after the products before it; three stages hide it. At widths 80 and 96 there are
+# 16 rows for each warp: with fewer the compiler lets several warps compute the same products.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
     64: {
         "forward": Tile(128, 64, 8, 3),
         "grad_keys": Tile(128, 64, 8, 3),
+        "grad_queries": Tile(128, 64, 8, 3),
+    },
+    80: {
+        "forward": Tile(128, 64, 8, 3),
+        "grad_keys": Tile(128, 32, 8, 3),
+        "grad_queries": Tile(128, 64, 8, 3),
+    },
+    96: {
+        "forward": Tile(128, 64, 8, 3),
+        "grad_keys": Tile(128, 32, 8, 3),
         "grad_queries": Tile(128, 64, 8, 3),
     },
     128: {
@@ -62,6 +73,16 @@ _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
         "grad_keys": Tile(128, 64, 8, 2),
         "grad_queries": Tile(128, 64, 8, 2),
     },
+    80: {
+        "forward": Tile(128, 64, 8, 2),
+        "grad_keys": Tile(128, 32, 8, 2),
+        "grad_queries": Tile(128, 32, 8, 2),
+    },
+    96: {
+        "forward": Tile(128, 64, 8, 2),
+        "grad_keys": Tile(128, 32, 8, 2),
+        "grad_queries": Tile(128, 32, 8, 2),
+    },
     128: {
         "forward": Tile(128, 64, 8, 2),
         "grad_keys": Tile(64, 64, 8, 2),
@@ -75,9 +96,20 @@ _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
 }
 _EXACT: dict[int, Tiles] = {  # float32 without tensor cores: operands live in registers
     64: {name: Tile(32, 32, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
+    80: {name: Tile(32, 32, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
+    96: {
+        "forward": Tile(32, 32, 8, 1),
+        "grad_keys": Tile(32, 16, 8, 1),
+        "grad_queries": Tile(32, 32, 8, 1),
+    },
     128: {name: Tile(32, 16, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
     256: {name: Tile(16, 16, 4, 1) for name in ("forward", "grad_keys", "grad_queries")},
 }
+
+# {is float32: columns of two tiles that compile better than one tile of the next power of 2}.
+# With two tiles for 160 columns a kernel for sm_80 spills 11 KB, and with 192 in float32 one for
+# sm_100 moves spilled registers in its loop.
+_TWO_TILES = {False: (48, 80, 96, 192), True: (48, 80, 96)}
 
 
 def padded_width(width: int) -> int:
@@ -85,9 +117,19 @@ def padded_width(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def head_tiles(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Columns of the two tiles that a head of this width is computed in, the second 0 where one is
+    better: (64, 16) for 80, (64, 32) for 96, (128, 0) for 100.
+    """
+    whole = padded_width(width)
+    first, rest = whole // 2, padded_width(width - whole // 2)
+    return (first, rest) if first + rest in _TWO_TILES[dtype == torch.float32] else (whole, 0)
+
+
 def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
     """Tile sizes for a GPU with `shared_memory` bytes a block, a dtype and a head width."""
-    bracket = max(64, padded_width(width))
+    columns = sum(head_tiles(width, dtype))
+    bracket = min(known for known in _EXACT if known >= columns)
     if dtype == torch.float32:
         return _EXACT[bracket]
     return (_LARGE if shared_memory >= 220 * 1024 else _SMALL)[bracket]

@@ -7,7 +7,7 @@ compiler found: registers, spilled bytes, and shared memory against the GPU's li
 The kernels are compiled through the calls that megarl makes, with the tile sizes that it chooses
 for the GPU, by Triton and the ptxas that Triton carries. The exit status is 1 where a kernel does
 not compile, needs more shared memory than a block can have, or spills registers in an innermost
-loop at a head width of 64 or 128. What is spilled outside of them is moved once for each
+loop at a head width of 64 to 128. What is spilled outside of them is moved once for each
 tile of a program, which a loop over hundreds of tiles does not feel.
 """
 
@@ -36,10 +36,10 @@ sys.path.insert(0, str(ROOT))
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """{compute capability: KiB of shared memory that one block may have} (CUDA C++ Programming Guide,
 table of technical specifications per compute capability)."""
-WIDTHS = (64, 80, 96, 128, 256)
+WIDTHS = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = (80, 90, 100)
-NO_SPILLS = (64, 128)
+NO_SPILLS = (64, 80, 96, 128)
 """Head widths at which inner loops may not spill."""
 TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
 

@@ -202,6 +202,22 @@ STEPS = (
         rehearsal=(*PYTEST, "tests/system/test_shared_gpu.py", "-m", "not gpu", "-k", "turns"),
     ),
     Step(
+        "bench: publishing",
+        "seconds until a colocated reader has 7.6 B parameters: cuda_ipc, shared_memory; bar 1.5 s",
+        (
+            *("{python}", "tools/bench/publish.py", "--device", "cuda", "--shape", "7b"),
+            *("--rounds", "3", "--deadline", "200", "--json"),
+        ),
+        expected_s=35,
+        limit_s=240,
+        needs=ALL,
+        reads="json",
+        rehearsal=(
+            *("{python}", "tools/bench/publish.py", "--shape", "tiny", "--rounds", "1"),
+            *("--layout", "data 1 tensor 1 zero 0", "--json"),
+        ),
+    ),
+    Step(
         "quick start",
         "a policy learns on the GPU: 500 problems before and after",
         ("bash", "launch/quickstart.sh"),
@@ -271,7 +287,7 @@ STEPS = (
         "kernels in every case",
         "Triton attention and log-probs: layouts, odd widths, float32 to bfloat16, equal bits",
         (*PYTEST, "tests/unit/test_triton.py", "-m", "gpu"),
-        expected_s=180,
+        expected_s=145,
         limit_s=420,
         needs=TESTS,
         reads="tests",

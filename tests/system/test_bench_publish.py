@@ -41,7 +41,10 @@ def numel() -> tuple[int, int]:
     return 2 * WORDS * HIDDEN + LAYERS * cut, LAYERS * 2 * HIDDEN + HIDDEN
 
 
+COLOCATED = ("data 1 tensor 1 zero 0", 1, 1)
+"""What --device cuda measures on one GPU."""
 CASES = [
+    COLOCATED,
     ("data 2 tensor 1 zero 3", 1, 1),
     ("data 1 tensor 2 zero 0", 1, 2),
     ("data 1 tensor 1 zero 0", 2, 1),
@@ -130,3 +133,28 @@ def test_what_it_cannot_do() -> None:
             and "Traceback" not in done.stderr
             and not done.stdout
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--transport", "cuda_ipc"], "--transport cuda_ipc needs --device cuda"),
+        (["--device", "cuda", "--engines", "2"], "one trainer rank and one reader"),
+        (["--device", "cuda", "--layout", "data 2"], "one trainer rank and one reader"),
+        (["--device", "cuda", "--digest", "off"], "one trainer rank and one reader, and digests"),
+    ],
+)
+def test_what_one_gpu_cannot_do_is_refused(arguments: list[str], said: str) -> None:
+    done = start("--shape", "tiny", *arguments)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_the_shape_of_7b() -> None:
+    """That which the GPU's step publishes: 7.6 billion parameters, 15.2 GB in bfloat16."""
+    code = (
+        "import math, sys; sys.path[:0] = sys.argv[1:]; from publish import SHAPES;"
+        "from megarl.weight_sync.families import parameter_table;"
+        "print(sum(math.prod(row.shape) for row in parameter_table(SHAPES['7b'])))"
+    )
+    command = [sys.executable, "-c", code, str(TOOL.parent), str(TOOL.parents[2])]
+    assert int(subprocess.check_output(command, text=True)) == 7_615_616_512

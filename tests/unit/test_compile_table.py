@@ -57,7 +57,7 @@ def test_the_table() -> None:
 
 
 def test_the_largest_tiles_need_the_largest_memory() -> None:
-    for width in (64, 80, 96, 128, 256):
+    for width in (64, 80, 96, 128, 192, 256):
         small, large = (tiles_for(kib * 1024, torch.bfloat16, width) for kib in (99, 227))
         assert small == tiles_for(163 * 1024, torch.bfloat16, width) and small != large
         exact = tiles_for(227 * 1024, torch.float32, width)
@@ -65,7 +65,7 @@ def test_the_largest_tiles_need_the_largest_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 80, 96, 128])
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_meet_the_bar(target: int, width: int) -> None:
     rows = list(compile_all([target], [width], ["bfloat16"]))

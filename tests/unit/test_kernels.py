@@ -195,27 +195,7 @@ def test_torch_has_the_switch_to_flash_attention_4() -> None:
     assert "FA4" in list_flash_attention_impls()
 
 
-@pytest.fixture
-def settings_of_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11 has no `enable_gqa`, and shares key heads without being told: what its kernel
-    computes can be tested all the same.
-    """
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    from megarl.kernels import packed_varlen
-
-    known, causal = inspect.signature(varlen_attn).parameters, packed_varlen.causal
-    monkeypatch.setattr(
-        packed_varlen,
-        "causal",
-        lambda scale: {name: value for name, value in causal(scale).items() if name in known},
-    )
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("settings_of_this_torch")
 @pytest.mark.parametrize("backend", ["torch", "flash_attn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [((4, 4), 64), ((8, 2), 128), ((6, 1), 80)])
@@ -256,6 +236,46 @@ def test_the_cuda_path_calls_torch_as_torch_wants_it() -> None:
     from megarl.kernels.packed_varlen import causal
 
     inspect.signature(varlen_attn).bind(*(None,) * 7, **causal(0.1))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_a_torch_that_knows_no_shared_heads_is_given_every_head(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int
+) -> None:
+    """`enable_gqa` is missing in torch 2.11. A stand-in with its arguments refuses to share heads;
+    output and gradients are those of attention that shares them.
+    """
+    from torch.nn.attention import varlen
+
+    def old(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        assert q.shape == k.shape == v.shape and window_size == (-1, 0) and scale is not None
+        return packed_attention(q, k, v, Documents.of(cu_seq_q), scale, "reference")
+
+    monkeypatch.setattr(varlen, "varlen_attn", old)
+    lengths = [5, 1, 30]
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, 8) for heads in (6, kv_heads, kv_heads, 6)]
+    *given, upstream = (torch.randn(one, generator=draw, dtype=torch.float64) for one in shapes)
+    q, k, v = (x.requires_grad_() for x in given)
+    starts = starts_of(lengths)
+    found = torch_varlen(q, k, v, starts, 30, 0.4)
+    wanted = packed_attention(q, k, v, Documents.of(starts), 0.4, "reference")
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, (q, k, v), upstream),
+        torch.autograd.grad(wanted, (q, k, v), upstream),
+    )
 
 
 def test_another_document_never_changes_mine() -> None:

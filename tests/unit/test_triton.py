@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.block_pairs import LAYOUTS, LONG, ROW, STARTS, TOTAL, attention, compare
+from support.sequence_cases import Case, assert_close, dense, split_attention
 
 from megarl.kernels import logprobs_torch, tiles
 from megarl.kernels.block import Positions
@@ -110,7 +111,7 @@ def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
 @pytest.mark.parametrize(
-    ("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 72)]
+    ("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 72), ((1, 1), 136)]
 )
 def test_attention_with_odd_heads_and_widths(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], width: int, dtype: torch.dtype
@@ -124,11 +125,49 @@ def test_attention_with_odd_heads_and_widths(
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cap", [0.8, 50.0])
-def test_attention_with_a_soft_cap(cap: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("cap", "width"), [(0.8, 16), (50.0, 16), (0.8, 80), (0.8, 96)])
+def test_attention_with_a_soft_cap(cap: float, width: int, dtype: torch.dtype) -> None:
     from megarl.kernels.block_triton import TritonBlock
 
-    compare(LAYOUTS["zigzag"], 1, (4, 2), 16, dtype, TritonBlock(SMALL), DEVICE, cap=cap)
+    compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL), DEVICE, cap=cap)
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_another_width_is_two_tiles(dtype: torch.dtype) -> None:
+    known = {64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 100: (128, 0), 160: (256, 0)}
+    known[192] = (256, 0) if dtype == torch.float32 else (128, 64)
+    assert {width: tiles.head_tiles(width, dtype) for width in known} == known
+    for width in range(1, 257):
+        first, rest = tiles.head_tiles(width, dtype)
+        assert width <= first + rest <= tiles.padded_width(width)
+        # Tiles are powers of 2 that a matrix product takes; all columns of the first exist.
+        assert all(size & (size - 1) == 0 and size >= 16 for size in (first, rest) if size)
+        assert rest < first and (not rest or first < width)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the simulated ranks are on the CPU")
+@pytest.mark.parametrize("width", [80, 96])
+@pytest.mark.parametrize(
+    ("parents", "window", "cap", "has_sinks"),
+    [
+        ((), 20, None, False),
+        ((-1, 0, 0), None, None, False),
+        ((), None, 0.8, True),
+        ((-1, 0, 0), 20, 0.8, True),
+    ],
+    ids=["window", "tree", "cap-and-sinks", "all"],
+)
+def test_every_kind_of_mask_over_two_tiles(
+    parents: tuple[int, ...], window: int | None, cap: float | None, has_sinks: bool, width: int
+) -> None:
+    """Two ranks in a ring."""
+    case = Case(
+        (45, 30, 21), 2, 1, "zigzag", (2, 1), width, 0.2, 5, parents, window, cap, has_sinks
+    )
+    tensors = case.tensors(torch.float32)
+    wanted = dense(case, [x.double() for x in tensors])
+    assert_close(split_attention(case, "triton", "ring", tensors)[0], wanted, 1e-5)
 
 
 @on_device
@@ -160,9 +199,9 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kib", [99, 227] if INTERPRETED else [0])
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(64, torch.float16), (128, torch.float16), (128, torch.float32)]
+    [(w, torch.float16) for w in (64, 80, 96, 128)] + [(w, torch.float32) for w in (80, 96, 128)]
     if INTERPRETED
-    else [(w, dtype) for w in (64, 128, 192, 256) for dtype in DTYPES],
+    else [(w, dtype) for w in (64, 80, 96, 128, 192, 256) for dtype in DTYPES],
 )
 def test_attention_with_the_shapes_of_programs_it_would_choose(
     width: int, dtype: torch.dtype, kib: int

@@ -3,6 +3,10 @@ seconds, bytes, memory.
 
     python tools/bench/publish.py [--json] [--rounds 5] [--config FILE] [--bucket-mib 4 16 64 256]
     python tools/bench/publish.py --layout "data 2 tensor 1 zero 3" --engines 1 [--with-engine]
+    python tools/bench/publish.py --device cuda --shape 7b            # colocated, on one GPU
+
+With --device cuda a trainer rank and a reader share one GPU, as a colocated engine does, and
+weights take `cuda_ipc` and `shared_memory`; not yet run on a GPU.
 
 Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each
 engine rank, all with one thread, which publish through `Publisher`, shared memory, digests and
@@ -13,7 +17,7 @@ readers must hold the same whichever way it came; the second makes and touches w
 then on.
 
 memcpy           torch's copy_ of as many bytes as one engine's weights, by one trainer rank, and by
-                 all, each its share
+                 all, each its share; on a GPU between two places of 2 GiB
 publish          until every engine rank has its shard in its image and digested, and digests were
                  compared
 publish + copy   the same, and readers copy each bucket to buffers of their own, as engines do that
@@ -45,6 +49,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import Others, command_line, run_tool, spread, warn_if_not_quiet
 from launch_ranks import launch
 from naive_publish import THROUGH
@@ -71,6 +76,19 @@ MODEL = {  # 533 million parameters
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
+SEVEN = {  # that of Qwen2.5-7B, 7.6 billion
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+TINY = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SHAPES = {"0.5b": MODEL, "7b": MODEL | SEVEN, "tiny": MODEL | TINY}
+ALONE = "data 1 tensor 1 zero 0"
+"""The layout of one trainer rank, which --device cuda has."""
 
 
 # --------------------------------------------------------------------------------------- comparison
@@ -82,13 +100,17 @@ def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> l
         {"way": "memcpy", "processes": count, "digest": "on"} for count in sorted({1, trainers})
     ]
     if with_engine:
-        return [*made, {"way": "engine", "bucket_mib": args.bucket_mib[0], "digest": "on"}]
+        last = {"way": "engine", "transport": args.transport[0], "bucket_mib": args.bucket_mib[0]}
+        return [*made, last | {"digest": "on"}]
     for way in ("publish", "publish + copy"):
         made += [
-            {"way": way, "bucket_mib": mib, "digest": digest}
+            {"way": way, "transport": transport, "bucket_mib": mib, "digest": digest}
+            for transport in args.transport
             for digest in args.digest
             for mib in args.bucket_mib
         ]
+    if args.device == "cuda":  # where nothing but small objects goes through gloo
+        return made
     return made + [{"way": "per parameter", "through": name, "digest": "on"} for name in THROUGH]
 
 
@@ -96,7 +118,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Every case, a launch each."""
     cases, made = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES, []
     with tempfile.TemporaryDirectory(prefix="publish-") as folder, Others() as others:
-        config = json.loads(Path(args.config).read_text()) if args.config else MODEL
+        config = json.loads(Path(args.config).read_text()) if args.config else SHAPES[args.shape]
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for layout, engines, tensor in cases:
             degrees = parse_layout(layout)
@@ -107,11 +129,18 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                     "engine_tensor": tensor,
                     "with_engine": with_engine,
                     "model": folder,
+                    "device": args.device,
                 }
                 task |= {"rounds": args.rounds, "deadline": args.deadline}
                 task["turns"] = turns_of(args, trainers, with_engine=with_engine)
                 num_ranks = trainers + engines * (1 if with_engine else tensor)
-                ranks = launch(__file__, task, num_ranks=num_ranks, deadline_s=args.deadline)
+                ranks = launch(
+                    __file__,
+                    task,
+                    num_ranks=num_ranks,
+                    deadline_s=args.deadline,
+                    environment={"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {},
+                )
                 made.append(
                     {
                         "layout": layout,
@@ -187,7 +216,7 @@ def with_mean(values: list[float]) -> dict[str, Any]:
 def line_of(row: dict[str, Any]) -> str:
     """One way of a case as a line of its table."""
     how = (
-        [f"{row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"]
+        [f"{row['transport']}, {row['bucket_mib']} MiB x {row['buckets']}, digest {row['digest']}"]
         if "bucket_mib" in row
         else []
     )
@@ -265,7 +294,22 @@ def layout(text: str) -> str:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--rounds": {"type": int, "default": 5, "help": "timed rounds"},
-    "--config": {"default": "", "help": "a config.json; default: a Qwen2 of 533 M parameters"},
+    "--shape": {
+        "choices": tuple(SHAPES),
+        "default": "0.5b",
+        "help": "of a Qwen2 with random weights; default: 533 M parameters",
+    },
+    "--config": {"default": "", "help": "a config.json, in the place of --shape"},
+    "--device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "cuda: one trainer rank and one reader on one GPU",
+    },
+    "--transport": {
+        "choices": ("shared_memory", "cuda_ipc"),
+        "nargs": "+",
+        "help": "weight_sync.transport; default: shared_memory, with --device cuda both",
+    },
     "--layout": {
         "type": layout,
         "help": 'the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases',
@@ -279,8 +323,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--bucket-mib": {
         "type": int,
         "nargs": "+",
-        "default": [8],
-        "help": "weight_sync.bucket_mib; several are compared",
+        "help": "weight_sync.bucket_mib; several are compared; default: 8, with --device cuda 64",
     },
     "--digest": {
         "choices": tuple(DIGESTS),
@@ -300,6 +343,24 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, OPTIONS)
     args = parser.parse_args(argv)
+    on_gpu = args.device == "cuda"
+    args.transport = args.transport or ["shared_memory", *(["cuda_ipc"] if on_gpu else [])]
+    args.bucket_mib = args.bucket_mib or [64 if on_gpu else 8]
+    if on_gpu:
+        args.layout = args.layout or ALONE
+        alone = math.prod(
+            parse_layout(args.layout)[name] for name in ("data", "sequence", "tensor")
+        )
+        if (
+            max(alone, args.engines, args.engine_tensor) > 1
+            or args.with_engine
+            or (args.digest != ["on"])
+        ):
+            parser.error("--device cuda has one trainer rank and one reader, and digests")
+        if not torch.cuda.is_available():
+            parser.error("--device cuda needs a GPU, and torch sees none")
+    elif "cuda_ipc" in args.transport:
+        parser.error("--transport cuda_ipc needs --device cuda")
     if min(args.rounds, args.engines, args.engine_tensor, *args.bucket_mib) < 1:
         parser.error("--rounds, --engines, --engine-tensor and --bucket-mib must be 1 or more")
     if not args.layout and (args.engines, args.engine_tensor) != (1, 1):

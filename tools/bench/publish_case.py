@@ -8,18 +8,20 @@ import json
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peak_memory
+import torch
 import torch.distributed as dist
 from naive_publish import ITEMSIZE
 
 from megarl.parallel.collectives import barrier
 from megarl.parallel.launcher import rank
 from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import Axis
+from megarl.parallel.mesh import Axis, initialise
 from megarl.parallel.reshard.owned import training_owned
 from megarl.weight_sync import bucket_receiver as receive
 from megarl.weight_sync import checksums
@@ -33,6 +35,17 @@ DIGESTS = {
 """What trainer ranks and engine ranks do with each region."""
 
 
+def join(task: dict[str, Any]) -> None:
+    """Connect the processes of a case, under gloo."""
+    if task["device"] == "cpu":
+        initialise(timeout_s=task["deadline"])
+        return
+    # As a colocated engine, the reader shares the trainer rank's GPU, and NCCL refuses two ranks on
+    # one. Between the two go small objects alone; weights take the transport.
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=task["deadline"]))
+
+
 class Case:
     """Who is who: trainer ranks first, then readers, one for each engine rank, or for each engine
     where they are real.
@@ -44,6 +57,8 @@ class Case:
             rank(),
             Layout(task["data"], task["sequence"], task["tensor"]),
         )
+        self.device = torch.device(task["device"])
+        """Where weights are, a trainer rank's and a reader's."""
         config = json.loads((Path(task["model"]) / "config.json").read_text())
         refuse_engine_tensor(config, task["engine_tensor"])
         self.table, size = parameter_table(config), self.layout.size
@@ -84,11 +99,14 @@ class Case:
                 peak_memory.return_freed_memory(number == -2)
                 barrier(self.everybody)
                 if number == -2:
-                    peak, kept["first"] = peak_memory.peak_of(partial(do, turn, is_first=True))
+                    body = partial(do, turn, is_first=True)
+                    peak, kept["first"] = peak_memory.peak_of(body, self.device)
                     kept |= {"allocated": peak.allocated, "resident": peak.resident}
                     continue
                 started_at = time.monotonic()
                 told = do(turn, is_first=False)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 if number >= 0:
                     kept["spans"].append((started_at, time.monotonic()))
                     kept["told"].append(told)

@@ -14,12 +14,12 @@ import peak_memory
 import torch
 import torch.distributed as dist
 from naive_publish import DTYPE, ITEMSIZE, THROUGH
-from publish_case import DIGESTS, Case
+from publish_case import DIGESTS, Case, join
 from publish_trainer import Trainer
 
 from megarl.cluster.process_env import engine_environment
 from megarl.parallel.collectives import broadcast_object, gather_objects
-from megarl.parallel.mesh import finalise, initialise
+from megarl.parallel.mesh import finalise
 from megarl.parallel.reshard.boxes import ZEROS, empty_buffers, matrix
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine import Engine
@@ -38,7 +38,10 @@ class Reader:
         self.case, self.ends, self.naive = case, {}, {}
         self.engine, self.part = divmod(case.wire.rank - 1, case.task["engine_tensor"])
         self.owned = case.engine[self.part]
-        self.buffers = empty_buffers(self.owned, DTYPE)
+        self.buffers = {
+            name: buffer.to(case.device)
+            for name, buffer in empty_buffers(self.owned, DTYPE).items()
+        }
         self.padding = (
             sum(piece.box.area for piece in self.owned.pieces if piece.tensor == ZEROS) * ITEMSIZE
         )
@@ -57,14 +60,14 @@ class Reader:
             self.naive.clear()
         if is_first and turn["way"] != "publish":
             told["content"] = [
-                DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape))
+                signed(DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape)))
                 for buffer in self.buffers.values()
             ]
         return told
 
     def _publish(self, turn: dict[str, Any]) -> dict[str, Any]:
-        mib, received = turn["bucket_mib"], -self.padding
-        if mib not in self.ends:
+        way, received = (turn["transport"], turn["bucket_mib"]), -self.padding
+        if way not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
             spec = RouteSpec(**info["spec"])
             place = spec.destination(self.engine, self.part)
@@ -72,8 +75,8 @@ class Reader:
             receiver = RECEIVERS[info["transport"]](
                 route, self.engine, self.part, info["init_info"]
             )
-            self.ends[mib] = receiver, receive.BucketReceiver(route, receiver)
-        _, intake = self.ends[mib]
+            self.ends[way] = receiver, receive.BucketReceiver(route, receiver)
+        _, intake = self.ends[way]
         digests, seconds = (
             [0] * len(intake.route.tensors),
             {"wait": 0.0, "digest": 0.0, "install": 0.0},
@@ -88,7 +91,9 @@ class Reader:
             received += sum(buffer.nbytes for buffer in buffers.values())
             for name, buffer in buffers.items() if turn["way"] == "publish + copy" else ():
                 start = bucket.starts[name]
-                self.buffers[name][start : start + len(buffer)] = buffer
+                # As an engine: the transport waits for copies that were only started.
+                running = self.buffers[name][start : start + len(buffer)]
+                running.copy_(buffer, non_blocking=True)
             seconds["install"] += time.perf_counter() - started_at
         owned = {
             "version": version,
@@ -158,9 +163,10 @@ class RealEngine:
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One process of a case."""
     torch.set_num_threads(1)
-    initialise(timeout_s=task["deadline"])
+    join(task)
     peak_memory.return_freed_memory(True)
-    peak_memory.check()
+    if task["device"] == "cpu":
+        peak_memory.check()
     case = Case(task)
     role = (
         Trainer(case)

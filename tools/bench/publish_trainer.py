@@ -17,6 +17,9 @@ from megarl.weight_sync import checksums
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.config import WeightSyncConfig
 
+GPU_COPY_BYTES = 2**31
+"""Bytes of the two tensors between which a GPU's copy is timed, again and again."""
+
 
 class Readers:
     """Stands in for the inference engines in rank 0's `Publisher`: passes its calls over gloo to
@@ -59,19 +62,28 @@ class Trainer:
         owned = case.owned[case.rank]
         # Room for the longest share of any rank: collectives want equal ones.
         self.weights = {
-            name: torch.zeros(max(each.sizes[name] for each in case.owned), dtype=DTYPE)
+            name: torch.zeros(
+                max(each.sizes[name] for each in case.owned), dtype=DTYPE, device=case.device
+            )
             for name in owned.sizes
         }
         for seed, (name, shape) in enumerate(case.shapes.items()):
-            draw, size = torch.Generator().manual_seed(seed), matrix(shape)
+            draw, size = torch.Generator(case.device).manual_seed(seed), matrix(shape)
             bits = torch.randint(
-                -(2**15), 2**15, (size.rows, size.columns), generator=draw, dtype=torch.int16
+                *(-(2**15), 2**15, (size.rows, size.columns)),
+                generator=draw,
+                dtype=torch.int16,
+                device=case.device,
             )
             for piece in (piece for piece in owned.pieces if piece.tensor == name):
                 top, bottom, left, right = piece.box
                 piece.view(self.weights[name]).copy_(bits[top:bottom, left:right].view(DTYPE))
         share = case.engine_bytes if case.rank == 0 else case.engine_bytes // case.layout.size
-        self.pair = [torch.zeros(share, dtype=torch.uint8) + value for value in (1, 2)]
+        if case.device.type == "cuda":  # which has weights twice, and not room for two copies more
+            share = min(share, GPU_COPY_BYTES)
+        self.pair = [
+            torch.full((share,), value, dtype=torch.uint8, device=case.device) for value in (1, 2)
+        ]
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         if turn["way"] == "memcpy":
@@ -80,7 +92,9 @@ class Trainer:
                 if self.case.rank < turn["processes"]
                 else 0
             )
-            self.pair[1][:share].copy_(self.pair[0][:share])
+            for first in range(0, share, max(1, len(self.pair[0]))):
+                count = min(len(self.pair[0]), share - first)
+                self.pair[1][:count].copy_(self.pair[0][:count])
             return {}
         if turn["way"] != "per parameter":
             return self._publish(turn, is_first)
@@ -90,24 +104,27 @@ class Trainer:
         return {}
 
     def _publish(self, turn: dict[str, Any], is_first: bool) -> dict[str, Any]:
-        mib, self.version, written, carry = turn["bucket_mib"], self.version + 1, 0, checksums.carry
+        way = turn["transport"], turn["bucket_mib"]
+        self.version, written, carry = self.version + 1, 0, checksums.carry
 
-        def counted(source: torch.Tensor, target: torch.Tensor, box: Any) -> int:
+        def counted(source: torch.Tensor, target: torch.Tensor, box: Any) -> checksums.Digest:
             nonlocal written
             written += target.nbytes
             return carry(source, target, box)
 
-        if mib not in self.publishers:
-            self.publishers[mib] = self._publisher(mib)
+        if way not in self.publishers:
+            self.publishers[way] = self._publisher(*way)
         if is_first:
             checksums.carry = counted
-        found = self.publishers[mib].publish(self.version)
-        route = self.publishers[mib].route
+        found = self.publishers[way].publish(self.version)
+        route = self.publishers[way].route
         if is_first:
-            self.publishers.pop(mib).close()
+            self.publishers.pop(way).close()
+        if self.case.device.type == "cuda":  # whose copies to the host are not made by `carry`
+            written = route.written
         return found | {"written": written, "planned": route.written, "buckets": len(route.buckets)}
 
-    def _publisher(self, bucket_mib: int) -> wire.Publisher:
+    def _publisher(self, transport: Any, bucket_mib: int) -> wire.Publisher:
         case, task = self.case, self.case.task
         policy = {
             "zero_stage": task["zero"],
@@ -129,7 +146,11 @@ class Trainer:
             "seed": 0,
         }
         publish = WeightSyncConfig(
-            bucket_mib=bucket_mib, probe_every=0, replacements=0, timeout_s=task["deadline"]
+            transport=transport,
+            bucket_mib=bucket_mib,
+            probe_every=0,
+            replacements=0,
+            timeout_s=task["deadline"],
         )
         return wire.Publisher(publish, **settings)
 
