@@ -142,7 +142,9 @@ class ServiceActor:
         return self._service.progress(engine_steps)
 
     async def silent_s(self) -> float:
-        return self._service.silent_s()
+        """Seconds since rollouts have made progress."""
+        self._service.progress()
+        return self._service.moved.silent_s
 
     async def use_engine(self, number: int, handle: Any) -> None:
         """From now on send the requests of engine `number` to the actor `handle`, a new engine that

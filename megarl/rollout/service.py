@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -30,7 +29,7 @@ from megarl.rollout.finished import FinishedGroups, by_version, refuse_used
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.verdicts import failure_warning
-from megarl.rollout.waits import PublishAgain, Waits
+from megarl.rollout.waits import Progress, PublishAgain, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 GREEDY = -1
@@ -95,9 +94,7 @@ class RolloutService:
             self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
         )
         self._waits = Waits()
-        self._engine_steps = 0
-        self._moved = 0, time.monotonic()
-        """What `progress` has returned last, and when it had grown."""
+        self.moved = Progress()
         self.ledger = ledger or Recorder()
         self._finished = FinishedGroups()
         self._carried = list(carried)
@@ -137,16 +134,7 @@ class RolloutService:
         """A number that grows as long as rollouts make progress: the steps of the engines, and the
         answers of engines and environment. `engine_steps`: steps made since the last call.
         """
-        self._engine_steps += engine_steps
-        progress = self._engine_steps + self._attempts.progress
-        if progress != self._moved[0]:
-            self._moved = progress, time.monotonic()
-        return progress
-
-    def silent_s(self) -> float:
-        """Seconds since `progress` has grown, as far as its calls tell."""
-        self.progress()
-        return time.monotonic() - self._moved[1]
+        return self.moved.add(engine_steps, self._attempts.progress)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         """Start to generate. Call it once weight version `first_step` is on the engines.

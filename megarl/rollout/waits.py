@@ -5,6 +5,7 @@ the run, or a new engine, which gets its weights when the waiting ranks publish 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -66,6 +67,30 @@ class Rejoins:
     def close(self, wait: str) -> None:
         """Ask for no further publication in this wait: its result is there."""
         self._closed.add(wait)
+
+
+class Progress:
+    """Whether rollouts make progress, and since when they make none, as far as calls of `add`
+    tell.
+    """
+
+    def __init__(self) -> None:
+        self._engine_steps = self._found = 0
+        self._at = time.monotonic()
+
+    def add(self, engine_steps: int, answers: int) -> int:
+        """A number that grows with progress. `engine_steps`: steps that engines have made since the
+        last call. `answers`: of engines and environment, in all.
+        """
+        self._engine_steps += engine_steps
+        if (found := self._engine_steps + answers) != self._found:
+            self._found, self._at = found, time.monotonic()
+        return self._found
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._at
 
 
 class Waits:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
-from megarl.rollout.waits import PublishAgain, Rejoins, Waits
+from megarl.rollout.waits import Progress, PublishAgain, Rejoins, Waits
 from megarl.types import Prompt, Segment
 
 PROMPT = Prompt(3, "p", [1, 2], "a")
@@ -393,6 +394,46 @@ def test_a_rank_waits_as_long_as_there_is_progress(
         with pytest.raises(RuntimeError, match=r"no engine has made a step .* rollouts of step 5"):
             client.take(4, lambda: None)
         assert now[0] < 2
+
+
+def test_silence_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the question that has found it."""
+    now = [100.0]
+    monkeypatch.setattr("megarl.rollout.waits.time.monotonic", lambda: now[0])
+    moved = Progress()
+    now[0] = 103.0
+    assert moved.silent_s == 3.0
+    assert moved.add(2, 5) == 7 and moved.silent_s == 0.0
+    now[0] = 110.0
+    assert moved.add(0, 5) == 7 and moved.silent_s == 7.0
+    assert moved.add(0, 6) == 8 and moved.silent_s == 0.0
+
+
+@pytest.mark.parametrize(("data_rank", "questions"), [(0, 24), (1, 4)])
+def test_other_ranks_ask_less_often_for_progress(
+    data_rank: int, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a wait of 120 s, of a run that allows 1,800 s of silence."""
+    now, asked = [0.0], list[float]()
+
+    def silent() -> float:
+        asked.append(now[0])
+        return 1.0
+
+    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        now[0] += timeout
+        return (references, []) if now[0] > 121 else ([], references)
+
+    calls = SimpleNamespace(
+        silent_s=SimpleNamespace(remote=silent), take=SimpleNamespace(remote=lambda *_: "reference")
+    )
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: calls)
+    monkeypatch.setattr(rollout_client.ray, "wait", wait)
+    monkeypatch.setattr(rollout_client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rollout_client, "ask", lambda asked, *rest: [None for _ in asked])
+    monkeypatch.setattr(rollout_client, "ask_service", lambda call, *rest: call())
+    assert rollout_client.RolloutClient(data_rank, silence_s=1800.0).take(4, lambda: None) is None
+    assert abs(len(asked) - questions) <= 1
 
 
 # --------------------------------------------------------------------- which weights have sampled
