@@ -12,6 +12,7 @@ A `Piece` here is a range of queries and keys; `megarl.parallel.reshard.boxes.Pi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,8 +32,11 @@ BATCH_SCORES = 2**20
 """Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
 BAND_TILE = 512
 """Maximum number of queries in a tile of a band; a quarter of the band's width where that is less.
-The tile's triangle at the lower edge of the band is computed as a square. Where masks are cheap, a
-tile has `TILE` queries and is one call instead of three."""
+The tile's triangle at the lower edge of the band is computed as a square."""
+WIDE_TILE = 256
+"""Maximum number of queries in a tile of a band, where masks are cheap and the band is at least
+four times as wide; elsewhere `TILE`. The keys that all queries of a wide tile attend to need no
+mask, and those at both edges of the band are one call for every `TILE` queries."""
 SIDE_RATIO = 1.25
 """Approximate maximum ratio between the lengths of regions in a batch; bounds the padding."""
 
@@ -48,15 +52,25 @@ class Span:
     kind: str
     """Which keys of the region the queries attend to: "full" (all), "causal" (a square region,
     lower triangle), "stairs" or "band start" (given by `Limits`, through an explicit mask). A query
-    is in one region of each kind at most, so that regions of a kind may be one batch."""
+    is in one region of each kind at most, so that regions of a kind may be one batch. "edges": as
+    "stairs", without the keys of `gap`, and never in a batch."""
+    gap: tuple[int, int] = (0, 0)
+    """Keys [g0, g1) of an "edges" region that are in another region; k0 <= g0 < g1 <= k1."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(number of queries, number of keys)."""
-        return self.q1 - self.q0, self.k1 - self.k0
+        return self.q1 - self.q0, self.k1 - self.k0 - (self.gap[1] - self.gap[0])
+
+    def keys(self) -> torch.Tensor:
+        """[m] int64 the keys."""
+        if self.kind != "edges":
+            return torch.arange(self.k0, self.k1)
+        g0, g1 = self.gap
+        return torch.cat([torch.arange(self.k0, g0), torch.arange(g1, self.k1)])
 
 
-MASKED = ("stairs", "band start")
+MASKED = ("stairs", "band start", "edges")
 """Kinds of `Span` that need an explicit mask."""
 
 
@@ -75,9 +89,9 @@ class Piece:
 
     queries: slice | torch.Tensor
     """Rows of q, or [B, n] int64 for a batch, whose short regions are padded by repeating a row."""
-    keys: slice | torch.Tensor
-    """Rows of k and v, or [B, m] int64 for a batch, whose short regions are padded by repeating a
-    row."""
+    keys: slice | tuple[slice, ...] | torch.Tensor
+    """Rows of k and v, several slices one after the other, or [B, m] int64 for a batch, whose short
+    regions are padded by repeating a row."""
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
@@ -161,7 +175,10 @@ def _bands(
     `_stretches` and `spans_of`.
     """
     width = max(u - f for f, u in zip(first, upto, strict=True))
-    most = TILE if masks_are_cheap else max(TILE, min(BAND_TILE, width // 4))
+    if masks_are_cheap:
+        most = WIDE_TILE if width >= 4 * WIDE_TILE else TILE
+    else:
+        most = max(TILE, min(BAND_TILE, width // 4))
     a = 0
     while a < len(rows):
         b, direction = a + 1, 0
@@ -172,7 +189,9 @@ def _bands(
             direction, b = direction or step, b + 1
         low, high = min(first[a:b]), upto[b - 1]
         inner_low, inner_high = max(first[a:b]), upto[a]
-        if inner_low >= inner_high or (masks_are_cheap and (low, high) != (inner_low, inner_high)):
+        if masks_are_cheap and (low, high) != (inner_low, inner_high):
+            yield from _masked(rows, first, upto, a, b)
+        elif inner_low >= inner_high:
             yield Span(rows[a], rows[b - 1] + 1, low, high, "stairs")
         else:
             yield Span(rows[a], rows[b - 1] + 1, inner_low, inner_high, "full")
@@ -185,6 +204,29 @@ def _bands(
                 kind = "causal" if is_triangle else "stairs"
                 yield Span(rows[above], rows[b - 1] + 1, inner_high, high, kind)
         a = b
+
+
+def _masked(rows: list[int], first: list[int], upto: list[int], a: int, b: int) -> Iterator[Span]:
+    """The regions of a tile [a, b) of a band, where masks are cheap: the keys that all queries of
+    the tile attend to, and for every `TILE` queries their others, at both edges of the band. Where
+    the former are few, or the tile is small, all of a query's keys are one region. Arguments: as of
+    `_bands`.
+    """
+    low, high = max(first[a:b]), upto[a]
+    has_others = [first[i] < low or upto[i] > high for i in range(a, b)]
+    # A region has no query without a key: those without others must be at the tile's ends.
+    ends = sum(x != y for x, y in itertools.pairwise([False, *has_others, False]))
+    is_split = b - a > TILE and high - low >= b - a and ends <= 2
+    if is_split:
+        yield Span(rows[a], rows[b - 1] + 1, low, high, "full")
+    for begin in range(a, b, TILE):
+        some = range(begin, min(begin + TILE, b))
+        if not is_split:
+            span = (min(first[i] for i in some), upto[some[-1]], "stairs")
+            yield Span(rows[begin], rows[some[-1]] + 1, *span)
+        elif some := [i for i in some if has_others[i - a]]:
+            k0, k1 = min(low, *(first[i] for i in some)), max(high, upto[some[-1]])
+            yield Span(rows[some[0]], rows[some[-1]] + 1, k0, k1, "edges", (low, high))
 
 
 def spans_of(
@@ -224,12 +266,12 @@ def spans_of(
 
 def _mask(span: Span, limits: Limits) -> torch.Tensor:
     """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0."""
-    keys, rows = torch.arange(span.k0, span.k1)[None], slice(span.q0, span.q1)
+    keys, rows = span.keys()[None], slice(span.q0, span.q1)
     hidden = (keys >= limits.upto[rows, None]) | (keys < limits.first[rows, None])
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
-Masks = dict[tuple[int, bytes, bytes], torch.Tensor]
+Masks = dict[tuple[int | bytes, ...], torch.Tensor]
 """Masks [1, 1, n, m] of regions by what they depend on: the tiles of a band share one."""
 
 
@@ -238,11 +280,15 @@ def _single(span: Span, limits: Limits, masks: Masks) -> Piece:
     mask, rows = None, slice(span.q0, span.q1)
     if span.kind in MASKED:
         first, upto = ((x[rows] - span.k0).numpy().tobytes() for x in limits)
-        key = (span.k1 - span.k0, first, upto)
+        key = (*span.shape, *(edge - span.k0 for edge in span.gap), first, upto)
         if key not in masks:
             masks[key] = _mask(span, limits)[None, None]
         mask = masks[key]
-    return Piece(rows, slice(span.k0, span.k1), span.kind == "causal", mask)
+    if span.kind == "edges":
+        keys = (slice(span.k0, span.gap[0]), slice(span.gap[1], span.k1))
+    else:
+        keys = slice(span.k0, span.k1)
+    return Piece(rows, keys, span.kind == "causal", mask)
 
 
 def _batched(spans: list[Span], limits: Limits) -> Piece:
@@ -280,7 +326,7 @@ def pieces_of(spans: list[Span], limits: Limits) -> list[Piece]:
     pieces, masks = list[Piece](), Masks()
     for span in spans:
         n, m = span.shape
-        if n * m > SMALL_SCORES:
+        if n * m > SMALL_SCORES or span.kind == "edges":
             pieces.append(_single(span, limits, masks))
         else:
             key = (

@@ -9,6 +9,7 @@ import itertools
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import dense as dense_kernels
-from megarl.kernels import pieces
+from megarl.kernels import piece_block, pieces
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
 from megarl.kernels.block_reference import visible
@@ -97,6 +98,36 @@ def test_longer_documents_within_a_window(how: str, window: int, parents: tuple[
     case = Case((301, 300, 70, 450, 9), 4, 2, how, (4, 2), 8, 0.35, 3, parents, window)
     found, _ = split_attention(case, "cpu", "ring", case.tensors())
     assert_close(found, dense(case, case.tensors()), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("how", [*CUTS, "permuted"])
+@pytest.mark.parametrize("transport", ["ring", "all_gather"])
+def test_wide_tiles_within_a_window(
+    monkeypatch: pytest.MonkeyPatch, how: str, transport: str
+) -> None:
+    """Whose middle needs no mask, and whose edges are calls of fewer queries, also over the ends of
+    shared prefixes.
+    """
+    monkeypatch.setattr(pieces, "WIDE_TILE", 24)
+    monkeypatch.setattr(pieces, "TILE", 10)
+    kinds = set[str]()
+
+    def spans_of(*arguments: Any, **named: Any) -> Any:
+        spans, limits = pieces.spans_of(*arguments, **named)
+        for span in spans:
+            kinds.add(span.kind)
+            seen = (limits.upto - limits.first)[span.q0 : span.q1]
+            assert min(span.shape) > 0 and int(seen.min()) > 0
+        return spans, limits
+
+    monkeypatch.setattr(piece_block, "spans_of", spans_of)
+    for parents in ((), (-1, 0, 0, 2, 0)):
+        case = Case((301, 300, 70, 450, 9), 4, 2, how, (4, 2), 8, 0.35, 3, parents, 100)
+        found, _ = split_attention(case, "cpu", transport, case.tensors())
+        assert_close(found, dense(case, case.tensors()), TOLERANCE[torch.float64])
+    # Few keys of a striped rank are within a window: no wide tiles.
+    is_wide = "striped" not in how or transport == "all_gather"
+    assert how == "permuted" or ("edges" in kinds) == is_wide
 
 
 def test_a_ring_within_a_window_stops_at_the_neighbour() -> None:

@@ -1,7 +1,8 @@
 """A training step with every prompt computed once for its group, against one that repeats it.
 
     python tools/bench/prefix.py [--cases 512:8x64,256:8x128,64:8x64] [--groups 8] [--rounds 3]
-        [--steps 3] [--threads 2] [--model FOLDER | --size tiny] [--device cpu] [--json]
+        [--steps 3] [--threads 2] [--model FOLDER | --size tiny] [--device cpu]
+        [--profile] [--json]
 
 A case is `prompt tokens : samples of a group x response tokens`. A step is `--groups` groups of
 random tokens: advantages, packing, forward and backward passes and one AdamW step of the policy
@@ -15,6 +16,9 @@ samples, in turns, in one process; the first step of each is not counted.
     tokens       tokens that pass through the layers
     memory       peak of a step above what is there before it, over the same of repeated prompts
     difference   of the loss of the first step
+
+With `--profile` nothing is compared: the table says where the time of one step with shared prompts
+goes, on the CPU (step_profile.py).
 
 Without `--model` the weights are random. `--size tiny` is the model of e2e.py with 2.4 million
 parameters, whose steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
@@ -85,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--tokens": {"type": int, "default": 8192, "help": "most tokens of a micro-batch"},
     "--model": {"default": "", "help": "folder of a Hugging Face model; weights are random"},
     "--size": {"choices": tuple(SIZES), "default": "tiny", "help": "of the model without --model"},
+    "--profile": {"action": "store_true", "help": "the parts of a step with shared prompts"},
     "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "where to train"},
 }
 
@@ -93,6 +98,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, OPTIONS)
     args = parser.parse_args(argv)
+    if args.profile and args.device != "cpu":
+        parser.error("--profile needs --device cpu")
     require_positive(parser, args, ("groups", "rounds", "steps", "threads", "tokens"))
     return args
 
@@ -219,13 +226,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stack.callback(mesh_module.finalise)
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
         model = args.model or write_qwen2_config(folder, **SIZES[args.size])
-        trainers = {way: Trainer(way, args, mesh, device, model) for way in WAYS}
+        ways = ["shared"] if args.profile else list(WAYS)
+        trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
         vocabulary = trainers["shared"].role.engine.module.model.config.vocab_size
         for shape in args.cases:
             made = [
                 groups_of(shape, args.groups, step, vocabulary) for step in range(args.steps + 1)
             ]
             metrics = {way: one.step(made[0]) for way, one in trainers.items()}
+            if args.profile:
+                parts = _profile(trainers["shared"], made[1])
+                found.append({"case": "{}:{}x{}".format(*shape), "profile": parts})
+                continue
             seconds: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(args.rounds):
                 for way in list(WAYS) if turn % 2 == 0 else reversed(list(WAYS)):
@@ -243,6 +255,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ratio = work_ratio(trainers["shared"].role.engine.module.model, shape)
             found.append(_case(shape, args, metrics, seconds, peaks) | {"bound": ratio})
     return {"cases": found, "others": others.share}
+
+
+def _profile(trainer: Trainer, groups: list[Any]) -> dict[str, Any]:
+    """The parts of a step of `trainer`; see `step_profile`."""
+    import step_profile
+
+    from megarl.rollout import batch
+
+    functions = [
+        (trainer.role.engine, "step", "optimizer, clipping"),
+        (trainer.role, "pack_step", "packing"),
+        (batch, "shares", "packing"),
+        (trainer.learner, "prepare", "loss"),
+        (trainer.learner, "_loss", "loss"),
+    ]
+    model = trainer.role.engine.module
+    return step_profile.profile_of(lambda: trainer.step(groups), model, functions)
 
 
 def _wait(device: Any) -> None:
@@ -277,6 +306,14 @@ def _case(
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of a table."""
+    import step_profile
+
+    if result["task"]["profile"]:
+        for one in result["cases"]:
+            yield f"{one['case']}:"
+            yield from step_profile.show(one["profile"])
+        yield from warn_if_not_quiet(result["others"])
+        return
     names = ("repeated", "shared", "speed-up (lowest-highest)", "bound", "of it", "tokens")
     yield f"{'case':12} {'  '.join(names)}  memory  difference"
     for one in result["cases"]:
