@@ -280,7 +280,8 @@ def _single(span: Span, limits: Limits, masks: Masks) -> Piece:
     mask, rows = None, slice(span.q0, span.q1)
     if span.kind in MASKED:
         first, upto = ((x[rows] - span.k0).numpy().tobytes() for x in limits)
-        key = (*span.shape, *(edge - span.k0 for edge in span.gap), first, upto)
+        gap = [edge - span.k0 for edge in span.gap] if span.kind == "edges" else []
+        key = (*span.shape, *gap, first, upto)
         if key not in masks:
             masks[key] = _mask(span, limits)[None, None]
         mask = masks[key]

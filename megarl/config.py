@@ -254,7 +254,14 @@ def made_with(config: RunConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-NO_MATTER = ("engine", "num_engines", "placement", "request_timeout_s", "max_open_groups")
+NO_MATTER = (
+    "engine",
+    "num_engines",
+    "engines_per_relay",
+    "placement",
+    "request_timeout_s",
+    "max_open_groups",
+)
 """Settings of `rollout` that a finished rollout does not depend on."""
 
 

@@ -206,7 +206,7 @@ def refuse_owned(config: RunConfig | SftConfig) -> None:
 def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
     """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, none if it is set to
     nothing, and all of the node without it, on `num_nodes` nodes alike. A dry run assumes the nodes
-    that the options name, or one node with as many GPUs as are needed.
+    that the options name, or without that variable one node with as many GPUs as are needed.
     """
     if options.on_cpu:
         return deal_cpu(plan, num_nodes)
@@ -221,6 +221,7 @@ def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
         found = f"CUDA_VISIBLE_DEVICES is {visible}"
         if hides_all:
             found = "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it to use them"
+            found += ", or set --gpus-per-node" if options.dry_run else ""
         found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
         names = [] if hides_all else gpu_names(visible)
         return deal(plan, [names] * num_nodes, found)

@@ -235,7 +235,7 @@ class Mailbox:
                     batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
                     await self._submit(batch)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._sender = None
 
@@ -302,11 +302,11 @@ class Mailbox:
                 # answers at once, and with nothing, is not asked without end.
                 await asyncio.sleep(0 if answers else max(self._pace.linger_s, MIN_LINGER_S))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._collector = None
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End every unanswered request with the exception `error`."""
         if isinstance(error, ActorUnavailableError) or _means_loss(error):
             for number in self._pending:  # they are asked again, under other numbers

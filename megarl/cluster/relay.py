@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.activity.busy import Busy
@@ -29,7 +29,7 @@ from megarl.cluster.mailbox import Mailbox, Pace, store
 from megarl.cluster.processes import Process, end
 from megarl.cluster.remote import GenerateRequest, RemoteEngine, die_with_raylet, own_process
 from megarl.console import say
-from megarl.errors import EngineLost
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.types import Segment, TokenArrays
 
@@ -74,9 +74,12 @@ class RelayActor(Inbox):
         number, asked = request
         try:
             answer = await self._mailboxes[number].ask(asked, store(arrays))
-            batch = await answer.arrays.ref
         except Exception as error:
             return error
+        try:
+            batch = await answer.arrays.ref
+        except ObjectLostError as error:  # lost with the engine's node; the request can be repeated
+            return EngineUnreachable(f"its answer was lost ({str(error).splitlines()[0]})")
         return replace(answer, arrays=TokenArrays(*batch[answer.arrays.position]))
 
 
@@ -98,19 +101,16 @@ class Relay:
         self._watcher: asyncio.Task[None] | None = None
 
     async def ask(self, number: int, request: Any, arrays: Sequence[Any], busy: Busy) -> Segment:
-        """The answer of engine `number`. Raises like `Mailbox.ask` of that engine, and `RelayLost`
-        if the relay is dead.
+        """The answer of engine `number`. Raises like `Mailbox.ask` of that engine, and
+        `EngineUnreachable` if the relay is dead: the request is to be sent again, with a deadline
+        of its own.
         """
-        self._watcher = self._watcher or asyncio.create_task(self._watch())
-        self._open += 1
-        try:
-            answer = await self._mailbox.ask((number, request), arrays, busy)
-        except EngineLost as error:
-            self._lose(str(error))
-            raise RelayLost(str(error)) from error
-        finally:
-            self._open -= 1
-        self._answers += 1
+        with self._watched():
+            try:
+                answer = await self._mailbox.ask((number, request), arrays, busy)
+            except EngineLost as error:
+                self._lose(str(error))
+                raise EngineUnreachable(f"its relay was lost ({error})") from error
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -119,9 +119,21 @@ class Relay:
         """From now on engine `number` is the actor `handle`."""
         if not self.is_lost:
             try:
-                await self.handle.connect.remote(number, handle)
+                with self._watched():
+                    await self.handle.connect.remote(number, handle)
             except RayActorError as error:  # its engines would not be those of the service
                 await self._end(str(error).splitlines()[0])
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A block that waits for the relay, which is ended if it hangs."""
+        self._watcher = self._watcher or asyncio.create_task(self._watch())
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            self._answers += 1
 
     async def _watch(self) -> None:
         """End the relay if it hangs. The looks are counted, since a service that was stopped itself
@@ -148,11 +160,19 @@ class Relay:
             await self.handle.process.remote()
 
     async def _end(self, why: str) -> None:
-        """Kill the relay, which ends its requests. Ray cannot kill a process that is stopped."""
+        """Kill the relay and end its requests."""
         self._lose(why)
-        kill = asyncio.to_thread(kill_actor, self.handle)
-        with contextlib.suppress(RayActorError):
-            await asyncio.to_thread(end, [await self._process], patience_s=0.0)
+        await self._kill()
+        self._mailbox.fail(EngineLost(why))
+
+    async def _kill(self) -> None:
+        """Have Ray kill the relay, and kill its process, since Ray cannot if that is stopped. One
+        that has not named its process yet is left to Ray.
+        """
+        kill = asyncio.ensure_future(asyncio.to_thread(kill_actor, self.handle))
+        named = asyncio.ensure_future(self._process)
+        if (await asyncio.wait([named], timeout=BEAT_S))[0] and named.exception() is None:
+            await asyncio.to_thread(end, [named.result()], patience_s=0.0)
         await kill
 
     def _lose(self, why: str) -> None:
@@ -165,11 +185,7 @@ class Relay:
         if self._watcher is not None:
             self._watcher.cancel()
         self.is_lost = True
-        await asyncio.to_thread(kill_actor, self.handle)
-
-
-class RelayLost(RuntimeError):
-    """The process of a relay died."""
+        await self._kill()
 
 
 class RelayedEngine(RemoteEngine):
@@ -182,8 +198,7 @@ class RelayedEngine(RemoteEngine):
 
     async def _ask(self, request: GenerateRequest, arrays: Sequence[Any]) -> Segment:
         if not self.relay.is_lost:
-            with contextlib.suppress(RelayLost):
-                return await self.relay.ask(self.number, request, arrays, self._busy)
+            return await self.relay.ask(self.number, request, arrays, self._busy)
         if not self._has_left:  # nobody waits for what the relay has asked
             self._has_left = True
             self.handle.leave.remote(self.relay.name)

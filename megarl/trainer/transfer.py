@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megarl.activity.spans import activity
-from megarl.parallel.collectives import gather_objects
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains
@@ -244,16 +244,19 @@ class BatchTransfer:
                 samples.ids, samples.lengths, _chosen(samples), samples.prompts, strict=True
             )
         ]
-        told = gather_objects((mine, self._beginnings(parts)), self.everyone)
+        own = self._beginnings(parts)
+        told = gather_objects((mine, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}
         holders: dict[int, list[int]] = {}
         leading: dict[int, np.ndarray] = {}
-        for rank, (samples, beginnings) in enumerate(told):
+        for rank, (samples, has_beginnings) in enumerate(told):
             for one in samples:
                 facts[one.name] = one
                 holders.setdefault(one.name, []).append(rank)
-            for tokens, names in beginnings:
-                leading |= dict.fromkeys(names, tokens)
+            if has_beginnings:
+                # One rank after the other: a gather needs the memory of the longest for each rank.
+                for tokens, names in broadcast_object(own, self.everyone, rank):
+                    leading |= dict.fromkeys(names, tokens)
         ids = sorted(facts)
         chain_of = dict(zip(leading, chains(list(leading.values())), strict=True))
         sizes = [Size(facts[name].length, chain_of.get(name, ())) for name in ids]

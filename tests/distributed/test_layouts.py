@@ -48,7 +48,8 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
         {"layout": layout, "stage": number % 4, "model": model, **SHARED}
         for number, layout in enumerate(layouts(size))
     ]
-    found = run_ranks(size, training_cases.__file__, "run_cases", cases + again, timeout_s=900)
+    file, options = training_cases.__file__, {"timeout_s": 900, "is_last_fresh": size > 1}
+    found = run_ranks(size, file, "run_cases", cases + again, **options)
     assert_equal([alone] * len(cases), cases, [results[: len(cases)] for results in found])
     for results in found:
         for case, repeated in zip(again, results[len(cases) :], strict=True):

@@ -4,6 +4,7 @@ that ends them all.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import multiprocessing
 import os
@@ -11,9 +12,12 @@ import pickle
 import sys
 import tempfile
 import time
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.parallel.ports import free_port
 
@@ -30,15 +34,24 @@ IMPORTS = [
 
 
 def run_ranks(
-    num_ranks: int, file: str, function: str, *arguments: Any, timeout_s: float = 240.0
+    num_ranks: int,
+    file: str,
+    function: str,
+    *arguments: Any,
+    timeout_s: float = 240.0,
+    is_last_fresh: bool = False,
 ) -> list[Any]:
     """What `function(*arguments)` of `file` returns on each of `num_ranks` ranks; raises with their
     output on failure.
+
+    Ranks are forks of one process (`_fork_server`), so all sets of strings have the same order.
+    `is_last_fresh`: the last rank is a process of its own, as all are under torchrun, and a
+    collective whose order follows such a set fails.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
-        ranks = []
+        ranks: list[BaseProcess] = []
         for rank in range(num_ranks):
             environment = {
                 **os.environ,
@@ -55,7 +68,9 @@ def run_ranks(
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
             }
-            process = _fork_server().Process(
+            is_fresh = is_last_fresh and rank == num_ranks - 1
+            context = multiprocessing.get_context("spawn") if is_fresh else _fork_server()
+            process = context.Process(
                 target=_rank, args=(environment, file, function, str(folder), rank)
             )
             process.start()
@@ -72,7 +87,7 @@ def run_ranks(
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
-def _wait(ranks: list[ForkServerProcess], deadline: float) -> None:
+def _wait(ranks: list[BaseProcess], deadline: float) -> None:
     """Until all ranks have ended, which those that are left are made to do if one has failed or
     the deadline has passed.
     """
@@ -109,6 +124,7 @@ def _rank(environment: dict[str, str], file: str, function: str, folder: str, ra
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    np.random.seed()  # else all forks have the same numbers
     spec = importlib.util.spec_from_file_location("under_test", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -117,3 +133,4 @@ def _rank(environment: dict[str, str], file: str, function: str, folder: str, ra
     arguments = pickle.loads(Path(folder, "arguments").read_bytes())
     result = getattr(module, function)(*arguments)
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+    atexit._run_exitfuncs()  # which a process of multiprocessing leaves out

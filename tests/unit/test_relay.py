@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ObjectLostError
 
 from megarl.cluster import relay
 from megarl.cluster.inbox import Inbox
@@ -26,7 +26,7 @@ from megarl.cluster.relay import (
     replaced,
 )
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
-from megarl.errors import EngineLost
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.types import Segment, TokenArrays
 
@@ -109,7 +109,8 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(options=lambda **_: made)
 
     def kill(handle: Actor) -> None:
-        handle.death.get_loop().call_soon_threadsafe(handle.death.set_result, None)
+        if not handle.death.done():
+            handle.death.get_loop().call_soon_threadsafe(handle.death.set_result, None)
 
     context = SimpleNamespace(get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(
@@ -137,6 +138,14 @@ def engines(
 
 async def generate(engine: RemoteEngine, tokens: int, segments: Sequence[Segment] = ()) -> Segment:
     return await engine.generate(PROMPT, segments, seed=0, max_tokens=tokens, temperature=1.0)
+
+
+async def generate_again(engine: RemoteEngine, tokens: int) -> Segment:
+    """The answer, after one more question if the engine could not be reached, as of a pool."""
+    try:
+        return await generate(engine, tokens)
+    except EngineUnreachable:
+        return await generate(engine, tokens)
 
 
 async def tokens_of(answer: Segment) -> list[int]:
@@ -235,7 +244,7 @@ def test_engines_of_a_lost_relay_are_asked_directly(
         handles, made = engines(4, 2)
         for handle in handles:
             handle.made.opened.clear()
-        asked = [asyncio.ensure_future(generate(made[n % 4], n)) for n in range(1, 9)]
+        asked = [asyncio.ensure_future(generate_again(made[n % 4], n)) for n in range(1, 9)]
         while not all(handle.made.served == 2 for handle in handles):
             await asyncio.sleep(0.01)
         actor, started_at = made[0].relay.handle, time.monotonic()
@@ -277,6 +286,52 @@ def test_a_relay_at_work_is_not_asked_whether_it_lives(monkeypatch: pytest.Monke
         assert actor.calls["process"] > 2 and not made[0].relay.is_lost
         handles[1].made.opened.set()
         await asked
+        await close_relays(made)
+
+    run(go)
+
+
+def test_a_relay_that_hangs_is_given_up_wherever_it_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its process has a name, and while it is told of a fresh engine without being asked for
+    answers: neither waits without end.
+    """
+
+    async def go() -> None:
+        monkeypatch.setattr(relay, "BEAT_S", 0.02)
+        _, made = engines(2, 2)
+        made[0].relay.handle.hangs = True
+        made[0].relay._process = asyncio.get_running_loop().create_future()
+        assert (await generate_again(made[0], 3)).num_tokens == 3
+        await close_relays(made)
+        _, made = engines(2, 2)
+        made[0].relay.handle.hangs = True
+        again = await replaced(made[0], Actor(Engine()), Pace())
+        assert made[0].relay.is_lost and (await generate(again, 3)).num_tokens == 3
+        await close_relays(made)
+
+    run(go)
+    assert capsys.readouterr().err.count("was lost") == 2
+
+
+def test_an_answer_that_is_lost_on_its_way_is_asked_for_again() -> None:
+    """The engine's node dies after its answer and before the relay has read the token arrays."""
+
+    async def go() -> None:
+        _, made = engines(1, 1)
+        lost = asyncio.get_running_loop().create_future()
+        lost.set_exception(ObjectLostError("00ff", "", ""))
+        answer = Segment("model", 3, StoredArrays(lost, 0))
+
+        class Answers:
+            async def ask(self, *_: Any) -> Segment:
+                return answer
+
+        made[0].relay.handle.made._mailboxes[0] = Answers()
+        with pytest.raises(EngineUnreachable, match="its answer was lost"):
+            await generate(made[0], 3)
+        assert not made[0].relay.is_lost
         await close_relays(made)
 
     run(go)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import RunConfig, SftConfig, from_tree, with_steps
+from megarl.config import RunConfig, SftConfig, from_tree, made_with, with_steps
 from megarl.loops.held_out import chunks
 
 BASE: dict[str, Any] = {
@@ -31,6 +31,23 @@ def steps(kind: str, epochs: float | None, num_rows: int, per_step: int) -> int:
         "epochs": epochs,
     }
     return with_steps(from_tree(SftConfig, tree, where=""), num_rows).steps
+
+
+@pytest.mark.parametrize(
+    ("changed", "matters"),
+    [
+        ({"num_engines": 4}, False),
+        ({"engines_per_relay": 2}, False),
+        ({"request_timeout_s": 500.0}, False),
+        ({"group_size": 4}, True),
+        ({"max_new_tokens": 77}, True),
+    ],
+)
+def test_finished_rollouts_are_kept_if_they_do_not_depend_on_a_change(
+    changed: dict[str, Any], matters: bool
+) -> None:
+    before, after = made_with(run()), made_with(run(rollout=changed))
+    assert (before != after) is matters
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])

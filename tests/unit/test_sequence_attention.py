@@ -307,6 +307,17 @@ def test_regular_cuts_need_no_masks(how: str) -> None:
     assert max(len(work.pieces) for work in works if work is not None) <= 6
 
 
+def test_tiles_of_a_band_share_their_masks() -> None:
+    """The masks of a long document within a window are as many as those of a short one."""
+    made = []
+    for length in (4096, 16384):
+        keys = Positions.of(torch.arange(length), torch.tensor([0, length]))
+        work = CpuBlock().prepare(keys.views(512)[0], keys, CPU)
+        assert work is not None
+        made.append({id(piece.mask) for piece in work.pieces if piece.mask is not None})
+    assert len(made[0]) == len(made[1]) < 20
+
+
 def test_irregular_cuts_stay_in_small_masks() -> None:
     starts = torch.tensor([0, 8192])
     draw = torch.Generator().manual_seed(0)
