@@ -79,19 +79,8 @@ def _forward_runs(
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
             k = walk_head(
-                k_ptr,
-                head,
-                start,
-                k_h,
-                k_l,
-                num_keys,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             scores = dot_heads(q, k, PRECISION)
             unit = scale2
             if CAPPED:
@@ -112,19 +101,8 @@ def _forward_runs(
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
             v = walk_head(
-                v_ptr,
-                head,
-                start,
-                v_h,
-                v_l,
-                num_keys,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             acc = dot_head(p.to(v[0].dtype), v, times_factor(acc, shrink[:, None]), PRECISION)
             top = higher
     return acc, total, top
@@ -205,19 +183,8 @@ def _grad_keys_runs(
             start = tile * COLUMNS
             offsets = start + tl.arange(0, COLUMNS)
             q = walk_head(
-                q_ptr,
-                head,
-                start,
-                q_h,
-                q_l,
-                num_queries,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                q_ptr, head, start, q_h, q_l, num_queries, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             scores = dot_heads(k, q, PRECISION)
             unit = scale2
             if CAPPED:
@@ -229,19 +196,8 @@ def _grad_keys_runs(
                 start_q = tl.load(start_q_ptr + offsets)[None, :]
                 p = tl.where((start_q <= index_k[:, None]) & (index_k[:, None] <= index_q), p, 0.0)
             grad_out = walk_head(
-                grad_out_ptr,
-                head,
-                start,
-                grad_h,
-                grad_l,
-                num_queries,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                grad_out_ptr, head, start, grad_h, grad_l, num_queries, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             grad_v = dot_head(p.to(grad_out[0].dtype), grad_out, grad_v, PRECISION)
             grad_p = dot_heads(v, grad_out, PRECISION)
             grad_scores = p * (grad_p - tl.load(delta_ptr + offsets)[None, :])
@@ -298,33 +254,11 @@ def _grad_queries_runs(
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
             k = walk_head(
-                k_ptr,
-                head,
-                start,
-                k_h,
-                k_l,
-                num_keys,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                k_ptr, head, start, k_h, k_l, num_keys, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             v = walk_head(
-                v_ptr,
-                head,
-                start,
-                v_h,
-                v_l,
-                num_keys,
-                COLUMNS,
-                WIDTH,
-                REST,
-                HEAD,
-                PARTIAL,
-                DESCRIBED,
-            )
+                v_ptr, head, start, v_h, v_l, num_keys, COLUMNS, WIDTH, REST, HEAD, PARTIAL, DESCRIBED,
+            )  # fmt: skip
             scores = dot_heads(q, k, PRECISION)
             grad_p = dot_heads(grad_out, v, PRECISION)
             unit = scale2

@@ -36,19 +36,22 @@ ROW_SUM_ROWS = 32
 
 
 class TritonBlock:
-    """`Block` for GPUs: float32, float16 or bfloat16, head widths up to 256.
+    """Attention of some queries to some keys (`Block`) by Triton kernels on a GPU, in float32,
+    float16 or bfloat16, with head widths up to 256.
 
     16-bit products are summed in float32; float32 products are exact (no TF32) and slow. Raises
     `ValueError` for other dtypes, larger heads and scales that are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
-        """Choose tile sizes and how inner loops load memory.
+        """A block with these settings of its kernels.
 
         Args:
-            tiles: tile sizes, by default those of the device.
-            descriptors: load through Hopper's tensor memory accelerator where widths and strides
-                allow: fewer registers and instructions. Not yet tried on a GPU.
+            tiles: for each kernel, the rows and columns of its tiles, its warps and its stages;
+                None for those that `tiles_of` has for the device, head width and dtype.
+            descriptors: whether inner loops load keys and values by tensor descriptors, which use
+                the tensor memory accelerator of Hopper GPUs, where the head width and the strides
+                allow it: fewer registers and instructions. Not yet tried on a GPU.
         """
         self.tiles, self.descriptors = tiles, descriptors
 

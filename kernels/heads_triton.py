@@ -57,7 +57,9 @@ def load_head(
 
 @triton.jit
 def _load_where(ptr, stride, chosen, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
-    """[ROWS, WIDTH] of a matrix [ROWS, HEAD], of the `chosen` [ROWS, 1] rows; 0 elsewhere."""
+    """[ROWS, WIDTH] read from a matrix [ROWS, HEAD] in memory: the rows for which `chosen`
+    [ROWS, 1] is true. Other rows, and columns beyond HEAD, are 0.
+    """
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + (tl.arange(0, ROWS)[:, None] * stride + dims[None, :])
     return tl.load(ptrs, mask=chosen & (dims[None, :] < HEAD), other=0.0)
@@ -68,7 +70,9 @@ def load_head_where(
     ptr, stride, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, head] of the `chosen` [ROWS, 1] rows; 0 elsewhere."""
+    """[ROWS, head] read from a matrix [ROWS, HEAD] in memory: the rows for which `chosen` [ROWS, 1]
+    is true. Other rows are 0.
+    """
     if REST:
         values = (
             _load_where(ptr, stride, chosen, ROWS, WIDTH, WIDTH),
@@ -83,7 +87,9 @@ def load_head_where(
 def _store_where(
     ptr, stride, value, chosen, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
 ):
-    """Write the `chosen` [ROWS, 1] rows of `value` [ROWS, WIDTH] to a matrix [ROWS, HEAD]."""
+    """Write rows of `value` [ROWS, WIDTH] to a matrix [ROWS, HEAD] in memory, without the columns
+    beyond HEAD: the rows for which `chosen` [ROWS, 1] is true.
+    """
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + (tl.arange(0, ROWS)[:, None] * stride + dims[None, :])
     tl.store(ptrs, value, mask=chosen & (dims[None, :] < HEAD))
@@ -94,7 +100,9 @@ def store_head_where(
     ptr, stride, values, divisor, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Write the `chosen` [ROWS, 1] rows of `values` [ROWS, head], over `divisor` [ROWS, 1]."""
+    """Write rows of `values` [ROWS, head] / `divisor` [ROWS, 1] to a matrix [ROWS, HEAD] in memory:
+    the rows for which `chosen` [ROWS, 1] is true.
+    """
     if REST:
         _store_where(ptr, stride, values[0] / divisor, chosen, ROWS, WIDTH, WIDTH)
         _store_where(ptr + WIDTH, stride, values[1] / divisor, chosen, ROWS, REST, HEAD - WIDTH)

@@ -171,8 +171,15 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def _bands(
     rows: list[int], first: list[int], upto: list[int], masks_are_cheap: bool
 ) -> Iterator[Span]:
-    """The regions of queries whose first key changes from query to query. Arguments: as of
-    `_stretches` and `spans_of`.
+    """The regions of queries and keys for queries whose first key changes from query to query, as
+    within a sliding window. Queries are taken in tiles. Of the keys that a tile attends to, those
+    that all its queries attend to need no mask; the others lie at both edges of the window.
+
+    Args:
+        rows: indices of the queries, ascending.
+        first: for each query, the first key that it attends to.
+        upto: for each query, the last key that it attends to, plus 1.
+        masks_are_cheap: see `spans_of`.
     """
     width = max(u - f for f, u in zip(first, upto, strict=True))
     if masks_are_cheap:
@@ -207,9 +214,12 @@ def _bands(
 
 
 def _masked(rows: list[int], first: list[int], upto: list[int], a: int, b: int) -> Iterator[Span]:
-    """The regions of a tile [a, b) of a band, where masks are cheap: the keys that all queries of
-    the tile attend to, and for every `TILE` queries their others, at both edges of the band. Where
-    the former are few, or the tile is small, all of a query's keys are one region. Arguments: as of
+    """The regions of the queries `rows[a:b]`, one tile of `_bands`, where masks are cheap.
+
+    The keys that all queries of the tile attend to are one region without a mask. For every `TILE`
+    queries, their other keys are one "edges" region with a mask. If the tile has `TILE` queries or
+    fewer, fewer common keys than queries, or queries in its middle without other keys, every `TILE`
+    queries and all their keys are one "stairs" region instead. `rows`, `first`, `upto`: as in
     `_bands`.
     """
     low, high = max(first[a:b]), upto[a]

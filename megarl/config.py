@@ -191,11 +191,13 @@ class DistillConfig(RunConfig):
         RunConfig.__post_init__(self)  # slots make a new class, which super() misses
 
     def check_learning(self) -> None:
-        """Nothing: a teacher has something to say about every token, whoever sampled it."""
+        """Does nothing. `RunConfig.check_learning` refuses settings under which no sample has an
+        advantage; in distillation every token has a loss, which compares it with the teacher.
+        """
 
     @property
     def compares_groups(self) -> bool:
-        """False: each response is learned from by itself."""
+        """False: the loss of a response does not depend on other responses to its prompt."""
         return False
 
     @property

@@ -112,7 +112,9 @@ class Recorder:
         return next(self._numbers)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line; nothing in a forked child, or once a line could not be written."""
+        """Append `record` to the activity file as a line of JSON. Does nothing in a process forked
+        from this one, and after a line could not be written, which is said once.
+        """
         with self._lock:
             if self._file < 0 or os.getpid() != self._pid:
                 return
@@ -128,21 +130,26 @@ class Recorder:
                 say(f"megarl: what {self.process} does is recorded no more: {error}")
 
     def begin(self, span: Span) -> None:
-        """Write the first line of `span`, unless it has one or is over."""
+        """Write that `span` has begun, unless that is written already or the span is over."""
         with self._lock:
             if span.number in self.open and not span.is_written:
                 span.is_written = True
                 self.write(span.record(self.process))
 
     def end(self, span: Span, at: float, **counts: int) -> None:
-        """Note that `span` ended at `at` on the monotonic clock."""
+        """Write that `span` is over, if its begin was written. `at`: when it ended, in seconds of
+        `time.monotonic()`. `counts`: further fields of the line, such as how many requests were
+        answered.
+        """
         with self._lock:
             self.open.pop(span.number, None)
             if span.is_written:
                 self.write({"end": span.number, "t": round(at, 6), **counts})
 
     def close(self) -> None:
-        """Note that this process ends in order; nothing is recorded afterwards."""
+        """Write that this process ends as planned, and close its activity file. Later calls of
+        `write`, `begin` and `end` write nothing.
+        """
         with self._lock:
             self.write({"closed": True, "t": round(time.monotonic(), 6)})
             if self._file >= 0:

@@ -108,7 +108,9 @@ def fetch(
 
 
 def _is_lost(ref: Any) -> bool:
-    """Whether an object is lost, as far as this process knows by now."""
+    """Whether Ray has told this process that the object `ref` is lost. Does not wait: an object
+    whose loss is not known yet counts as not lost.
+    """
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:

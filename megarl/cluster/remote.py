@@ -31,7 +31,7 @@ from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment, TokenArrays
 
 ENVIRONMENT = "environment"
-"""Name of the environment's process in the record of what a run does."""
+"""Name of the environment's process in the run's activity files."""
 
 
 PAUSED_WITHIN_S = 10.0
@@ -45,12 +45,12 @@ unless the event loop of this process hangs."""
 
 
 def engine_name(number: int) -> str:
-    """Name of an engine's process in the record of what a run does."""
+    """Name of the process of engine `number` in the run's activity files."""
     return f"engine{number}"
 
 
 def own_process() -> Process:
-    """This process, named so that it can be told from others."""
+    """(host, process id, start time) of this process, which no other process has."""
     return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
 

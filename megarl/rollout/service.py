@@ -239,10 +239,10 @@ class RolloutService:
     async def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, name: str, publications: int = 0
     ) -> Evaluated | PublishAgain | None:
-        """Generate and score one response to each of `prompts`: (metrics, transcripts of the first
-        problems); None if the run was interrupted. `PublishAgain` and `publications`: see `take`.
-
-        Every rank may call it; the evaluation runs once for each weight version.
+        """Generate and score one response to each of `prompts`. Returns (metrics, transcripts of
+        the first prompts); None if the run was interrupted. `PublishAgain`, `publications`: see
+        `take`. Every rank may call it, and all get the result of the one evaluation of this `name`
+        and weight version.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
@@ -265,8 +265,8 @@ class RolloutService:
         *,
         takes_failures: bool = False,
     ) -> list[dict[str, Any]]:
-        """Generate and score one response to each of `prompts`: a record of each, with its text.
-        See `megarl.rollout.evaluation.answers`.
+        """Generate and score one response to each of `prompts`. Returns one record for each, in
+        the order of `prompts`. Arguments and records: see `megarl.rollout.evaluation.answers`.
         """
         return await self._waits.result(
             functools.partial(

@@ -78,11 +78,11 @@ class Engines(Protocol):
 
     @property
     def missing(self) -> int:
-        """Number of engines that do not take part."""
+        """Number of the run's engines that are not in `members`."""
         ...
 
     def is_one_host(self) -> bool:
-        """Whether all engines are, and stay, on the caller's host."""
+        """Whether all engines run on the caller's host, and replaced ones will too."""
         ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
@@ -93,14 +93,15 @@ class Engines(Protocol):
         ...
 
     def update(self, version: int, *, timeout_s: float) -> Update:
-        """Have every engine begin to receive the weights of `version`, and return without
-        waiting.
+        """Have every engine begin to receive weights, and return without waiting. `version`: the
+        weight version that tokens generated with them will carry.
         """
         ...
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
-        """Have every engine begin to load LoRA adapters as `version`, and return without waiting.
-        `files`: {file name: content} of the adapters' folder.
+        """Have every engine begin to load LoRA adapters, and return without waiting. `version`: the
+        weight version that tokens generated with them will carry. `files`: {file name: content} of
+        a folder in PEFT's format.
         """
         ...
 

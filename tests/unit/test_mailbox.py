@@ -240,6 +240,19 @@ class Paused(Inbox):
         return self.pauses.within(last_s)
 
 
+async def one_token(pool: EnginePool) -> Segment:
+    """The answer of an engine of the pool to prompt 3."""
+    return await pool.generate(
+        Prompt(3, "p", [1, 2], "a"),
+        np.array([1, 2], np.int32),
+        [],
+        seed=1,
+        max_tokens=1,
+        temperature=1.0,
+        route=Route(),
+    )
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
     is_late: bool, tmp_path: Path
@@ -259,15 +272,7 @@ def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
         handle.inbox, handle.paused_s = inbox, Method(inbox.paused_s)  # pyright: ignore
         config = replace(RolloutConfig(), request_timeout_s=0.6)
         engine = RemoteEngine(handle, Pace(), deadline_s=config.request_timeout_s)
-        asked = EnginePool([engine], config).generate(
-            Prompt(3, "p", [1, 2], "a"),
-            np.array([1, 2], np.int32),
-            [],
-            seed=1,
-            max_tokens=1,
-            temperature=1.0,
-            route=Route(),
-        )
+        asked = one_token(EnginePool([engine], config))
         if not is_late:
             assert (await asked).num_tokens == 1
         else:
@@ -312,17 +317,8 @@ def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(tmp_pa
         handle, inbox, deadline_s = Handle(), Stopped(), 0.5
         handle.inbox, handle.paused_s = inbox, Method(inbox.paused_s)  # pyright: ignore
         engine = RemoteEngine(handle, Pace(), number=3, deadline_s=deadline_s)
-        asked = asyncio.ensure_future(
-            EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s)).generate(
-                Prompt(3, "p", [1, 2], "a"),
-                np.array([1, 2], np.int32),
-                [],
-                seed=1,
-                max_tokens=1,
-                temperature=1.0,
-                route=Route(),
-            )
-        )
+        pool = EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s))
+        asked = asyncio.ensure_future(one_token(pool))
         began = time.monotonic()
         while not list(tmp_path.glob("waits-*.txt")):
             assert not asked.done()

@@ -146,7 +146,7 @@ def test_a_head_of_another_width_is_two_tiles(dtype: torch.dtype) -> None:
         assert rest < first and (not rest or first < width)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the simulated ranks are on the CPU")
+@pytest.mark.skipif(not INTERPRETED, reason="test_these_tests_in_the_interpreter runs it")
 @pytest.mark.parametrize("width", [80, 96])
 @pytest.mark.parametrize(
     ("parents", "window", "cap", "has_sinks"),

@@ -276,7 +276,10 @@ def show(result: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """data 2 tensor 1 zero 3 -> degrees by name; what is not named is 1, zero 0."""
+    """The degrees of a training layout by name: "data 2 zero 3" is {"data": 2, "sequence": 1,
+    "tensor": 1, "zero": 3}. A degree that is not named is 1, and the ZeRO stage 0. Raises
+    `ValueError` if `text` has other words.
+    """
     found = {name: int(value) for name, value in re.findall(r"([a-z]+) (\d+)", text)}
     if (
         re.sub(r"(data|sequence|tensor|zero) \d+", "", text).strip(" x,")
@@ -287,7 +290,9 @@ def parse_layout(text: str) -> dict[str, int]:
 
 
 def layout(text: str) -> str:
-    """A training layout as the command line has it."""
+    """`text`, if it is a training layout such as "data 2 tensor 1 zero 3"; the type of an option of
+    the command line. Raises `ValueError` if it is not.
+    """
     parse_layout(text)
     return text
 
