@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 from torch.distributed.run import main
 
-from megarl.signals import AGENT, SHUTDOWN
+from megarl.parallel.node_watch import NodeWatch
+from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S
 
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
@@ -33,17 +35,43 @@ TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 """Commands that run on several ranks."""
 
 
+class NodeLost(Exception):
+    """Another node of the job is gone; the text names it."""
+
+
 class Agent(LocalElasticAgent):
     """torchrun's agent, for which a mistake that a rank has said is final: another attempt would
-    only say it again.
+    only say it again. On several nodes it ends its ranks once another node is gone.
     """
+
+    _watch: NodeWatch | None = None
+    _is_node_lost = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
         codes = [failure.exitcode for failure in result.failures.values()]
         if result.state == WorkerState.FAILED and SAID in codes:
             self._remaining_restarts = 0
+        if result.state == WorkerState.HEALTHY and (problem := self._lost_nodes(worker_group)):
+            self._is_node_lost = True
+            raise NodeLost(problem)
         return result
+
+    def _lost_nodes(self, group: WorkerGroup) -> str:
+        """Which other nodes are gone; empty if none is."""
+        num_nodes, port = group.group_world_size or 1, group.master_port
+        if num_nodes == 1 or not group.spec.rdzv_handler.use_agent_store:
+            return ""
+        if self._watch is None:
+            assert group.master_addr and port and group.group_rank is not None, "no rendezvous"
+            self._watch = NodeWatch(group.master_addr, port, group.group_rank, num_nodes)
+        return self._watch.problem()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S
+    ) -> None:
+        """End the ranks. Without those of a lost node they can save nothing: they are killed."""
+        super()._shutdown(signal.SIGKILL if self._is_node_lost else death_sig, timeout)
 
 
 @contextmanager
@@ -76,6 +104,9 @@ def run(arguments: list[str]) -> int:
                 how = f"signal {-failure.exitcode}"
             print(f"megarl: rank {rank} ended first, with {how}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except NodeLost as error:
+        print(f"megarl: {error}; the ranks of this node are ended", file=sys.stderr)
+        return 1
     except SignalException as error:
         return 128 + error.sigval
     return 0

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.commands import megarl
 from support.ranks import ROOT
+
+from megarl.parallel.node_watch import LOST_AFTER
+from megarl.parallel.ports import free_port
 
 
 def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
@@ -42,6 +51,68 @@ def test_other_failures_are_tried_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.parallel.torchrun", *options, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert done.stdout.split() == ["attempt", "0", "attempt", "1"] and done.returncode == 3
+
+
+WAITS = """import os, sys, time
+from pathlib import Path
+folder, agent = Path(sys.argv[1]), os.getppid()
+(folder / sys.argv[2]).touch()
+while not (folder / "end").exists() and os.getppid() == agent:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Agents of two nodes, each with a rank that waits for a file and that no collective ends."""
+    program = tmp_path / "waits.py"
+    program.write_text(WAITS)
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    options += ["--master-port", str(free_port())]
+    agents = []
+    for node in range(2):
+        words = [sys.executable, "-m", "megarl.parallel.torchrun", *options, f"--node-rank={node}"]
+        agent = subprocess.Popen(
+            [*words, str(program), str(tmp_path), str(node)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {LOST_AFTER: "3"},
+            start_new_session=True,
+        )
+        agents.append(agent)
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / str(node)).exists() for node in range(2)):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.05)
+    yield agents
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.communicate()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_ends_the_ranks_of_the_others(
+    nodes: list[subprocess.Popen[str]], lost: int
+) -> None:
+    time.sleep(1)  # a sign of life comes every 0.2 s
+    os.killpg(nodes[lost].pid, signal.SIGKILL)
+    said, _ = nodes[1 - lost].communicate(timeout=60)
+    assert nodes[1 - lost].returncode == 1
+    assert said.splitlines()[-1] == (
+        f"megarl: node {lost} has given no sign of life for 3 s ({LOST_AFTER}); the ranks of this"
+        " node are ended"
+    )
+
+
+def test_nodes_that_live_are_not_lost(nodes: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    time.sleep(5)  # longer than a node may be silent
+    (tmp_path / "end").touch()
+    for agent in nodes:
+        said, _ = agent.communicate(timeout=60)
+        assert agent.returncode == 0 and "megarl" not in said, said
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:
