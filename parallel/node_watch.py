@@ -21,6 +21,10 @@ LOST_AFTER_S = 60.0
 """The same where the variable is not set."""
 BEATS = 15
 """Signs of life within that time."""
+ENDED = 2**40
+"""A number as high as this is that of a node whose ranks have all ended in order."""
+LEAVES_WITHIN_S = 5.0
+"""Seconds to tell the others that the ranks of this node have ended in order."""
 
 
 class NodeWatch:
@@ -33,6 +37,7 @@ class NodeWatch:
         watched = range(1, num_nodes) if node == 0 else range(1)
         self._moved_at = dict.fromkeys(watched, time.monotonic())
         """{node: time of its last sign of life that was seen here, by `time.monotonic`}."""
+        self._leaves, self._left = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="watch of the other nodes", daemon=True).start()
 
     def problem(self) -> str:
@@ -47,23 +52,38 @@ class NodeWatch:
         which = f"node {silent[0]} has" if len(silent) == 1 else f"nodes {', '.join(silent)} have"
         return f"{which} given no sign of life for {self._lost_after_s:g} s ({LOST_AFTER})"
 
+    def leave(self) -> None:
+        """The ranks of this node have ended in order: from now on the others do not miss it."""
+        self._leaves.set()
+        self._left.wait(LEAVES_WITHIN_S)
+
     def _run(self) -> None:
         """Count, and look. A call of the store that fails, or never returns because node 0 is gone,
         is one without a sign of life.
         """
         counts = dict.fromkeys(self._moved_at, 0)
-        while True:
-            with contextlib.suppress(dist.DistError):
+        while not self._left.is_set():
+            with contextlib.suppress(RuntimeError):
                 # A connection of its own: a call that hangs blocks all others on a connection.
                 store = dist.TCPStore(self._host, self._port, wait_for_workers=False)
-                while True:
-                    store.add(_key(self._node), 1)
-                    for node, before in counts.items():
-                        counts[node] = store.add(_key(node), 0)
-                        if counts[node] != before:
-                            self._moved_at[node] = time.monotonic()
-                    time.sleep(self._lost_after_s / BEATS)
-            time.sleep(self._lost_after_s / BEATS)
+                while not self._left.is_set():
+                    self._look(store, counts)
+                    self._leaves.wait(self._lost_after_s / BEATS)
+            self._left.wait(self._lost_after_s / BEATS)
+
+    def _look(self, store: dist.Store, counts: dict[int, int]) -> None:
+        """Count up, and take in the numbers of the other nodes."""
+        if self._leaves.is_set():
+            store.add(_key(self._node), ENDED)
+            self._left.set()
+            return
+        store.add(_key(self._node), 1)
+        for node, before in counts.items():
+            counts[node] = store.add(_key(node), 0)
+            if counts[node] >= ENDED:
+                self._moved_at[node] = float("inf")
+            elif counts[node] != before:
+                self._moved_at[node] = time.monotonic()
 
 
 def _key(node: int) -> str:

@@ -55,6 +55,8 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and (problem := self._lost_nodes(worker_group)):
             self._is_node_lost = True
             raise NodeLost(problem)
+        if result.state == WorkerState.SUCCEEDED and self._watch is not None:
+            self._watch.leave()
         return result
 
     def _lost_nodes(self, group: WorkerGroup) -> str:

@@ -57,7 +57,7 @@ WAITS = """import os, sys, time
 from pathlib import Path
 folder, agent = Path(sys.argv[1]), os.getppid()
 (folder / sys.argv[2]).touch()
-while not (folder / "end").exists() and os.getppid() == agent:
+while not (folder / f"end{sys.argv[2]}").exists() and os.getppid() == agent:
     time.sleep(0.05)
 """
 
@@ -107,12 +107,18 @@ def test_a_lost_node_ends_the_ranks_of_the_others(
     )
 
 
-def test_nodes_that_live_are_not_lost(nodes: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    time.sleep(5)  # longer than a node may be silent
-    (tmp_path / "end").touch()
-    for agent in nodes:
-        said, _ = agent.communicate(timeout=60)
-        assert agent.returncode == 0 and "megarl" not in said, said
+def test_nodes_that_live_or_have_ended_in_order_are_not_lost(
+    nodes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    time.sleep(4)  # longer than a node may be silent
+    (tmp_path / "end1").touch()
+    time.sleep(1)
+    os.kill(nodes[1].pid, signal.SIGKILL)  # while it waits for the other, as after five minutes
+    time.sleep(4)
+    assert nodes[0].poll() is None
+    (tmp_path / "end0").touch()
+    said, _ = nodes[0].communicate(timeout=60)
+    assert nodes[0].returncode == 0 and "sign of life" not in said, said
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:
