@@ -10,6 +10,8 @@ what ranks have in common:
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +22,11 @@ from megarl.activity.spans import Span, activity
 from megarl.parallel.mesh import Axis
 
 T = TypeVar("T")
+
+ASK_S = 0.2
+"""Seconds between two looks of a rank that waits for the first one."""
+_waited = itertools.count()
+"""Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
 EARLIER_S = 2.0
 """Seconds before a collective's deadline, but at most a tenth of it, at which the wait is reported:
@@ -103,6 +110,32 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         with waits("barrier", axis):
             dist.barrier(group=axis.group)
+
+
+def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: float) -> T | None:
+    """Do `work` on the axis's first rank; the others wait until it is done, and get None.
+
+    They ask the store of torch.distributed now and then: in a collective of NCCL they would keep
+    their GPUs busy all the while. All ranks of the axis call it together. Raises `RuntimeError` on
+    the others after `timeout_s` seconds; an error of `work` is raised on the first rank alone.
+    """
+    key = f"megarl/{next(_waited)}/{axis.ranks[0] if axis.ranks else 0}"
+    if axis.rank == 0:
+        found = work()
+        if axis.size > 1:
+            _store().set(key, "done")
+        return found
+    deadline = time.monotonic() + timeout_s
+    while not _store().check([key]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank 0 did not end {what} within {timeout_s:g} s")
+        time.sleep(ASK_S)
+    return None
+
+
+def _store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """The store by which the ranks of this job have found each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:

@@ -138,6 +138,8 @@ class ProcessMesh:
         )
         self.ring = self.axis("ring", circles)
         self.ring_back = self.axis("ring_back", circles, own=True)
+        for axis in (self.ring, self.ring_back):
+            _connect(axis)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
         """This rank's axis among `groups`, which are a partition of all ranks.
@@ -182,6 +184,15 @@ class ProcessMesh:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.destroy()
+
+
+def _connect(axis: Axis) -> None:
+    """Have NCCL connect all ranks of an axis on which ranks send to single others. The first such
+    message must not come from some ranks alone (`torch.distributed.batch_isend_irecv`), as it does
+    where a sliding window leaves others nothing to send.
+    """
+    if axis.group is not None and dist.get_backend(axis.group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=local_device()), group=axis.group)
 
 
 def all_ranks(*, timeout_s: float | None = None) -> Axis:

@@ -1,17 +1,23 @@
-"""Tells a torchrun agent within a minute that another node of the job is gone.
+"""Tells a torchrun agent that another node of the job is gone, or that its ranks have failed.
 
-A rank learns of a lost node only in a collective with its ranks. One that waits for rollouts or for
-an engine is in none, and would wait until the deadline of what it waits for. Each node's agent
+A rank learns of it only in a collective with the ranks of that node. One that waits for rollouts or
+for an engine is in none, and would wait until the deadline of what it waits for. Each node's agent
 therefore counts up a number of its own in the store of torchrun's rendezvous, which node 0 serves.
 Node 0 looks at the numbers of all others, and the others look at that of node 0.
+
+Two threads do it, neither of which is the agent's own: a call of the store on a node that does not
+answer may never return, also one that torch makes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -19,71 +25,144 @@ LOST_AFTER = "MEGARL_NODE_LOST_AFTER_S"
 """Name of the environment variable with the seconds of silence after which a node is lost."""
 LOST_AFTER_S = 60.0
 """The same where the variable is not set."""
-BEATS = 15
-"""Signs of life within that time."""
-ENDED = 2**40
-"""A number as high as this is that of a node whose ranks have all ended in order."""
+LEAST_S = 2.0
+BEAT_S, BEATS = 2.0, 15
+"""A sign of life comes every `BEAT_S` seconds, or `BEATS` times in the time after which a node is
+lost, whichever is more often: agents need not have the same setting."""
+JUDGE_S = 0.5
+"""Seconds between two looks at what is known of the other nodes."""
+FAILED_AFTER_S = 15.0
+"""Seconds that the ranks of the other nodes have to fail by themselves once those of one have."""
 LEAVES_WITHIN_S = 5.0
-"""Seconds to tell the others that the ranks of this node have ended in order."""
+"""Seconds to tell the others how the ranks of this node have ended."""
+HEARS_WITHIN_S = 5.0
+"""Seconds that the agent has to hear of a problem, before it is ended without being asked."""
+ENDS_WITHIN_S = 15.0
+"""Seconds, beyond those that its ranks have, that the agent has to end after it has heard."""
+END = 2**40
+"""What the number of a node whose ranks have ended grows by: this, times 1 + their exit code."""
+
+
+def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds of silence after which a node is lost; infinity for never. Raises `ValueError`."""
+    said = environment.get(LOST_AFTER, "") or str(LOST_AFTER_S)
+    with contextlib.suppress(ValueError):
+        seconds = float(said)
+        if seconds == 0:
+            return math.inf
+        if LEAST_S <= seconds < math.inf:
+            return seconds
+    raise ValueError(
+        f"{LOST_AFTER} is {said!r}; set it to {LEAST_S:g} seconds or more, or to 0 for never"
+    )
 
 
 class NodeWatch:
-    """The thread with which an agent gives signs of life, and looks for those of other agents."""
+    """Gives signs of life, looks for those of other agents, and ends this agent where they are
+    missing: `problem` tells it why, and a thread does it where the agent does not ask.
+    """
 
-    def __init__(self, host: str, port: int, node: int, num_nodes: int) -> None:
-        """`host` and `port`: where node 0 serves the store. `node`: number of this node, from 0."""
-        self._host, self._port, self._node = host, port, node
-        self._lost_after_s = float(os.environ.get(LOST_AFTER, LOST_AFTER_S))
+    def __init__(
+        self,
+        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
+        node: int,
+        num_nodes: int,
+        *,
+        shutdown_s: float,
+        end: Callable[[], object],
+    ) -> None:
+        """`store`: that of the rendezvous, by a connection for this object alone. `node`: number of
+        this node, from 0. `shutdown_s`: seconds that ranks have to end after a signal. `end`: ends
+        this node's ranks and this process by force.
+        """
+        self._store, self._node, self._lost_after_s = store, node, lost_after_s()
+        self._shutdown_s, self._end = shutdown_s, end
         watched = range(1, num_nodes) if node == 0 else range(1)
         self._moved_at = dict.fromkeys(watched, time.monotonic())
         """{node: time of its last sign of life that was seen here, by `time.monotonic`}."""
-        self._leaves, self._left = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, name="watch of the other nodes", daemon=True).start()
+        self._failed: dict[int, tuple[int, float]] = {}
+        """{node: exit code of its ranks, and the time when it was seen here}."""
+        self._said = ""
+        """The problem, once it is printed."""
+        self._ended = 0
+        """What is to be added to this node's number, once its ranks have ended."""
+        self._leaves, self._left, self._heard, self._closed = (threading.Event() for _ in range(4))
+        self._beat_s = min(BEAT_S, self._lost_after_s / BEATS)  # also where nodes are never lost
+        for name, target in (("signs of life", self._look), ("watch of nodes", self._judge)):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def problem(self) -> str:
-        """Which nodes are lost; empty if none is. Asks nobody, and so never waits."""
-        silent = [
-            str(node)
-            for node, moved_at in list(self._moved_at.items())
-            if time.monotonic() - moved_at > self._lost_after_s
-        ]
-        if not silent:
-            return ""
-        which = f"node {silent[0]} has" if len(silent) == 1 else f"nodes {', '.join(silent)} have"
-        return f"{which} given no sign of life for {self._lost_after_s:g} s ({LOST_AFTER})"
+        """Why the ranks of this node are to end, which has been printed then; empty if they may go
+        on. Waits for nothing. An agent that gets an answer ends its ranks and itself.
+        """
+        if self._said:
+            self._heard.set()
+        return self._said
 
-    def leave(self) -> None:
-        """The ranks of this node have ended in order: from now on the others do not miss it."""
+    def leave(self, code: int) -> None:
+        """The ranks of this node have ended with an exit code: the others do not miss it any more.
+        Node 0 stays a moment longer where its ranks have failed, since the others ask it.
+        """
+        self._ended = END * (1 + code)
         self._leaves.set()
-        self._left.wait(LEAVES_WITHIN_S)
+        if self._left.wait(LEAVES_WITHIN_S) and code and self._node == 0:
+            time.sleep(2 * BEAT_S)
 
-    def _run(self) -> None:
+    def close(self) -> None:
+        """End the threads: another rendezvous follows."""
+        self._closed.set()
+        self._leaves.set()
+
+    def _look(self) -> None:
         """Count, and look. A call of the store that fails, or never returns because node 0 is gone,
         is one without a sign of life.
         """
         counts = dict.fromkeys(self._moved_at, 0)
-        while not self._left.is_set():
+        while not self._closed.is_set() and not self._left.is_set():
             with contextlib.suppress(RuntimeError):
-                # A connection of its own: a call that hangs blocks all others on a connection.
-                store = dist.TCPStore(self._host, self._port, wait_for_workers=False)
-                while not self._left.is_set():
-                    self._look(store, counts)
-                    self._leaves.wait(self._lost_after_s / BEATS)
-            self._left.wait(self._lost_after_s / BEATS)
+                if self._ended:
+                    self._store.add(_key(self._node), self._ended)
+                    self._left.set()
+                    return
+                self._store.add(_key(self._node), 1)
+                for node, before in counts.items():
+                    counts[node] = self._store.add(_key(node), 0)
+                    self._take_in(node, before, counts[node])
+            self._leaves.wait(self._beat_s)
 
-    def _look(self, store: dist.Store, counts: dict[int, int]) -> None:
-        """Count up, and take in the numbers of the other nodes."""
-        if self._leaves.is_set():
-            store.add(_key(self._node), ENDED)
-            self._left.set()
-            return
-        store.add(_key(self._node), 1)
-        for node, before in counts.items():
-            counts[node] = store.add(_key(node), 0)
-            if counts[node] >= ENDED:
-                self._moved_at[node] = float("inf")
-            elif counts[node] != before:
-                self._moved_at[node] = time.monotonic()
+    def _take_in(self, node: int, before: int, count: int) -> None:
+        """Take in the number of another node."""
+        if count >= END:
+            self._moved_at[node] = math.inf
+            if code := count // END - 1:
+                self._failed.setdefault(node, (code, time.monotonic()))
+        elif count != before:
+            self._moved_at[node] = time.monotonic()
+
+    def _judge(self) -> None:
+        """Print a problem once there is one, and see to it that this agent ends."""
+        while not (found := self._find_problem()):
+            if self._closed.wait(JUDGE_S) or self._left.is_set():
+                return
+        print(f"megarl: {found}; the ranks of this node are ended", file=sys.stderr, flush=True)
+        self._said = found
+        if self._heard.wait(HEARS_WITHIN_S):
+            time.sleep(self._shutdown_s + ENDS_WITHIN_S)
+        self._end()
+
+    def _find_problem(self) -> str:
+        """What is wrong with the other nodes; empty if nothing is."""
+        now, silent = time.monotonic(), list[str]()
+        for node, moved_at in list(self._moved_at.items()):
+            code, failed_at = self._failed.get(node, (0, math.inf))
+            if now - failed_at > FAILED_AFTER_S:
+                return f"the ranks of node {node} have failed with exit code {code}"
+            if now - moved_at > self._lost_after_s:
+                silent.append(str(node))
+        if not silent:
+            return ""
+        which = f"node {silent[0]} has" if len(silent) == 1 else f"nodes {', '.join(silent)} have"
+        return f"{which} given no sign of life for {self._lost_after_s:g} s ({LOST_AFTER})"
 
 
 def _key(node: int) -> str:

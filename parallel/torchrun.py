@@ -10,70 +10,95 @@ With --max-restarts, ranks are not started again after a mistake of the user.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import main
 
-from megarl.parallel.node_watch import NodeWatch
-from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S
+from megarl.parallel.node_watch import NodeWatch, lost_after_s
+from megarl.signals import AGENT, SHUTDOWN
 
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
+
+POLL_S = 0.1
 
 TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 """Commands that run on several ranks."""
 
 
 class NodeLost(Exception):
-    """Another node of the job is gone; the text names it."""
+    """Another node of the job is gone, or its ranks have failed; its name has been printed."""
 
 
 class Agent(LocalElasticAgent):
     """torchrun's agent, for which a mistake that a rank has said is final: another attempt would
-    only say it again. On several nodes it ends its ranks once another node is gone.
+    only say it again. On several nodes it ends its ranks where another node is gone.
     """
 
     _watch: NodeWatch | None = None
-    _is_node_lost = False
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Only the static rendezvous waits for nobody, and deals the same numbers out again.
+        is_static = worker_group.spec.rdzv_handler.get_backend() == "static"
+        if self._watch is not None and not is_static:
+            self._watch.close()
+            self._watch = None
+        super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
+        store, node = worker_group.store, worker_group.group_rank
+        num_nodes = worker_group.group_world_size or 1
+        if num_nodes > 1 and self._watch is None:
+            assert store is not None and node is not None, "no rendezvous"
+            patience_s = float(self._shutdown_timeout)
+            self._watch = NodeWatch(
+                store.clone(), node, num_nodes, shutdown_s=patience_s, end=self._end_by_force
+            )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
         codes = [failure.exitcode for failure in result.failures.values()]
-        if result.state == WorkerState.FAILED and SAID in codes:
-            self._remaining_restarts = 0
-        if result.state == WorkerState.HEALTHY and (problem := self._lost_nodes(worker_group)):
-            self._is_node_lost = True
+        is_over = result.state == WorkerState.SUCCEEDED
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            if SAID in codes:
+                self._remaining_restarts = 0
+            is_over = self._remaining_restarts == 0
+        if self._watch is None:
+            return result
+        if is_over:
+            self._watch.leave(exit_code(codes[0]) if codes else 0)
+        elif problem := self._watch.problem():
             raise NodeLost(problem)
-        if result.state == WorkerState.SUCCEEDED and self._watch is not None:
-            self._watch.leave()
         return result
 
-    def _lost_nodes(self, group: WorkerGroup) -> str:
-        """Which other nodes are gone; empty if none is."""
-        num_nodes, port = group.group_world_size or 1, group.master_port
-        if num_nodes == 1 or not group.spec.rdzv_handler.use_agent_store:
-            return ""
-        if self._watch is None:
-            assert group.master_addr and port and group.group_rank is not None, "no rendezvous"
-            self._watch = NodeWatch(group.master_addr, port, group.group_rank, num_nodes)
-        return self._watch.problem()
-
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S
-    ) -> None:
-        """End the ranks. Without those of a lost node they can save nothing: they are killed."""
-        super()._shutdown(signal.SIGKILL if self._is_node_lost else death_sig, timeout)
+    def _end_by_force(self) -> NoReturn:
+        """End the ranks, and this process, whatever it waits for."""
+        ranks = list(self._pcontext.pids().values()) if self._pcontext is not None else []
+        for number, patience_s in ((signal.SIGTERM, self._shutdown_timeout), (signal.SIGKILL, 0)):
+            deadline = time.monotonic() + patience_s
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, number)
+            while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_S)
+        os._exit(1)
 
 
 @contextmanager
@@ -89,6 +114,11 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
     process, returns 128 + the signal's number.
     """
+    try:
+        lost_after_s()
+    except ValueError as error:
+        print(f"megarl: error: {error}", file=sys.stderr)
+        return SAID
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
@@ -105,13 +135,24 @@ def run(arguments: list[str]) -> int:
             if failure.exitcode < 0:
                 how = f"signal {-failure.exitcode}"
             print(f"megarl: rank {rank} ended first, with {how}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except NodeLost as error:
-        print(f"megarl: {error}; the ranks of this node are ended", file=sys.stderr)
+        return exit_code(failure.exitcode)
+    except NodeLost:
+        return 1
+    except (dist.DistError, RendezvousError) as error:
+        why = str(error).splitlines()[0]
+        print(
+            f"megarl: torchrun cannot reach node 0 ({why}); the ranks of this node are ended",
+            file=sys.stderr,
+        )
         return 1
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def exit_code(found: int) -> int:
+    """The exit code that tells of a process that ended with `found`, negative for a signal."""
+    return found if found >= 0 else 128 - found
 
 
 def shutdown_timeout(arguments: list[str]) -> str:

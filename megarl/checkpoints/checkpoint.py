@@ -19,7 +19,6 @@ runs/x/checkpoints/step_000010/
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
-from megarl.checkpoints.aside import ASIDE, remove_unfinished, set_aside
+from megarl.checkpoints.aside import ASIDE, identity, put_in_place, remove_unfinished, set_aside
 from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
@@ -306,13 +305,14 @@ class Checkpoints:
         `OSError` if another run owns the run folder.
         """
         write_manifest(aside, digests)
+        before = identity(final)
         # The last moment: a new owner has removed `aside`, or is about to.
-        if self.owner is not None and (lost := self.owner.problem()):
-            raise OSError(errno.EPERM, lost)
-        # Under another name first: a kill must not leave half of a checkpoint under its own.
-        removed = [set_aside(final)] if final.exists() else []
-        os.rename(aside, final)
+        if self.owner is not None:
+            self.owner.require()
+        removed = put_in_place(aside, final, before)
         sync(self.folder)
+        if self.owner is not None:
+            self.owner.require()
         known = [path for path in newest_first(self.folder) if step_of(path) <= step_of(final)]
         removed += [set_aside(old) for old in known[self.keep :]]
         for path in removed:

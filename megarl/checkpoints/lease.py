@@ -179,6 +179,11 @@ class Lease:
                 return self.claim.unread(error)
         return self._found
 
+    def require(self) -> None:
+        """Raise `OSError` if this run must not write to the folder."""
+        if problem := self.problem():
+            raise OSError(errno.EPERM, problem)
+
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
             # An error is not the end: `problem` says whether the folder is lost.

@@ -84,9 +84,14 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
             **KEEPS_FREED_MEMORY,
         }
     else:
-        # Left open, vLLM would choose by itself, and say so in a log that is not shown. Runner 1 is
-        # deprecated, and launches a kernel for each request that has a seed.
-        settings["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        settings |= {
+            # Left open, vLLM would choose by itself, and say so in a log that is not shown. Runner
+            # 1 is deprecated, and launches a kernel for each request that has a seed.
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            # vLLM asks for it in a Ray actor, but not in the core below one, where it would fork
+            # the workers of a tensor-parallel engine from a process with threads.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
     return settings
 
 

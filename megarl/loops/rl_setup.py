@@ -14,7 +14,7 @@ from megarl.kernels.divergence import Divergence
 from megarl.loops.deadlines import STEPS_OF, step_deadline_s
 from megarl.observe.observer import Observer
 from megarl.observe.report import LiveReport
-from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.collectives import broadcast_object, wait_for_first
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
 from megarl.parallel.orders import Orders
 from megarl.rollout.batch_files import BatchWriter
@@ -135,7 +135,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         phase("engines, beside the model"),
         activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
     ):
-        generation.wait()
+        wait_for_first(generation.wait, mesh.world, "starting engines", start_s + mesh.timeout_s)
         generation.join(stack)
     publisher = make_publisher(config, inputs, made.policy, generation, mesh)
     stack.callback(publisher.close)

@@ -82,8 +82,56 @@ def talk() -> dict[str, bool]:
             y = function(x, mesh.sequence)
             ((rank + 1) * y).sum().backward()
             found[function.__name__] = y.item() == value and x.grad.item() == gradient
+        found |= await_the_first(mesh)
+    found["first message under NCCL"] = first_messages()
     mesh_module.finalise()
     return found
+
+
+def await_the_first(mesh: Any) -> dict[str, bool]:
+    """Whether ranks wait for the first one's work, and give up."""
+    import time
+
+    from megarl.parallel.collectives import wait_for_first
+
+    def work(seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+    began, first = time.monotonic(), mesh.rank == 0
+    answer = wait_for_first(lambda: work(0.5), mesh.world, "a long work", 30)
+    lasted = time.monotonic() - began > 0.4
+    again = wait_for_first(lambda: work(0), mesh.world, "a short work", 30)
+    said = ""
+    try:
+        wait_for_first(lambda: work(1), mesh.world, "a late work", 0.3)
+    except RuntimeError as error:
+        said = str(error)
+    late = "" if first else "rank 0 did not end a late work within 0.3 s"
+    return {
+        "wait_for_first": lasted and answer == again == ("done" if first else None),
+        "wait_for_first, late": said == late,
+    }
+
+
+def first_messages() -> bool:
+    """Whether a mesh begins with a collective on each of the groups on which ranks send to single
+    others, as NCCL needs it. The group is gloo's, which says that it is NCCL's.
+    """
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called,
+        ProcessMesh(Layout(sequence=3), timeout_s=30) as mesh,
+    ):
+        found = [call.kwargs["group"] for call in called.call_args_list]
+        return found == [mesh.ring.group, mesh.ring_back.group] and found[0] != found[1]
 
 
 def test_every_message_arrives() -> None:

@@ -8,17 +8,21 @@ import io
 import json
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megarl import host_memory
 from megarl.checkpoints import direct_file, rank_files
+from megarl.checkpoints.aside import remove_unfinished
 from megarl.checkpoints.background import Writing, reports_of
+from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import digest
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.state_files import write_state
@@ -286,6 +290,33 @@ def test_a_commit_that_fails_is_told(tmp_path: Path) -> None:
     one = Writing(7, folder=tmp_path, rank=0, num_ranks=1, write=lambda: {"a": "1"}, commit=commit)
     assert one.wait_written(20) in ("", "[Errno 1] another run owns the folder")
     assert "another run" in one.wait_committed([{"a": "1"}], 20)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_commit_that_is_overtaken_leaves_the_new_owners_checkpoint(
+    replaces: bool, tmp_path: Path
+) -> None:
+    """A run stands still after its last look at the lease; meanwhile another one takes the folder
+    over, removes what is unfinished, and saves the same step.
+    """
+    finished, final = tmp_path / ".writing_000010.old", tmp_path / "step_000010"
+    finished.mkdir()
+    if replaces:
+        final.mkdir()
+
+    class Owner:
+        def require(self) -> None:
+            remove_unfinished(tmp_path)
+            shutil.rmtree(final, ignore_errors=True)
+            final.mkdir()
+            (final / "weights").write_text("of the new owner")
+
+    saved = Checkpoints.__new__(Checkpoints)
+    saved.folder, saved.keep, saved.owner = tmp_path, 1, cast(Lease, Owner())
+    with pytest.raises(OSError):
+        saved._commit(finished, final, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
+    assert (final / "weights").read_text() == "of the new owner"
 
 
 def test_a_half_written_report_is_not_read(tmp_path: Path) -> None:

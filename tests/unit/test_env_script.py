@@ -158,6 +158,8 @@ def test_the_locks_pin_what_is_asked_for(version: str) -> None:
             asked = re.fullmatch(r"(?:# (?:torch|vllm): )?([a-z0-9-]+)==([0-9a-z.]+)", line)
             if asked:
                 assert pinned[asked[1]] == asked[2]
+    # Others of cuda-python are no meta-packages, but overwrite files of cuda-bindings.
+    assert pinned["cuda-python"] == pinned["cuda-bindings"]
     # The driver that env.sh asks for is that of this CUDA.
     assert pinned["nvidia-cuda-runtime"].startswith("13.")
     assert "# driver: 580" in (LAUNCH / "requirements-cuda.txt").read_text().splitlines()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.weight_sync.transports import nccl_group
-from megarl.weight_sync.transports.p2p_group import P2PGroup
+from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, PeerGone
 from megarl.weight_sync.transports.rendezvous import Rendezvous
 
 MADE: list[Any] = []
@@ -69,6 +69,29 @@ def test_one_communicator_is_made_and_no_watchdog(
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     group.leave()
+
+
+class FailedWork:
+    """A message of NCCL whose peer is gone: it counts as completed, and waiting raises nothing."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> Exception:
+        return dist.DistBackendError("NCCL error: remote process exited")
+
+    def wait(self) -> bool:
+        return True
+
+
+def test_a_message_that_failed_is_not_taken_for_received() -> None:
+    memory: Any = SimpleNamespace(is_cuda=True)
+    works: Any = {3: FailedWork()}
+    with pytest.raises(
+        PeerGone, match="engine 3 is gone: NCCL error: remote process exited"
+    ) as told:
+        InFlight(works, memory, lambda peer: f"engine {peer}").check()
+    assert told.value.peer == 3
 
 
 def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup) -> None:

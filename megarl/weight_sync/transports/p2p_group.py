@@ -103,6 +103,8 @@ class InFlight(Task):
                     time.sleep(2e-4)
                 if not self._on_gpu:
                     work.wait(timedelta(seconds=NO_TIMEOUT_S))
+                elif (error := work.exception()) is not None:  # NCCL's count as completed too
+                    raise RuntimeError(str(error))
             except RuntimeError as error:
                 raise PeerGone(f"{self._name(peer)} is gone: {short(error)}", peer) from error
 
