@@ -15,7 +15,8 @@ style() {
   python -m pyright --pythonpath "$bin/python"
 }
 # Two at a time, a file's tests in one process because of their fixtures: ranks and engines often wait for each other.
-two_at_a_time="-n 2 --dist loadfile"
+# In the order given: files of long tests first, or one process would be left with them at the end.
+two_at_a_time="-n 2 --dist loadfile --no-loadscope-reorder"
 case ${1:-} in
   '')
     style
