@@ -12,7 +12,7 @@ compute; every rank finds the same:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megarl.parallel.balance import rows_in_step, split, work_within
 from megarl.parallel.prefix_tree import Document, Size, documents, families
@@ -20,6 +20,9 @@ from megarl.parallel.prefix_tree import Document, Size, documents, families
 GAIN = 0.02
 """The samples of a family are divided into more parts, for more ranks, only if that lowers the
 largest work of a rank by this share."""
+PATIENCE = 2
+"""Attempts for each rank to lower the largest work of a rank, before the search for a better
+division of families ends."""
 BISECTIONS = 16
 """Steps in the search for the smallest capacity of equally filled ranges."""
 
@@ -55,21 +58,24 @@ class FamilyBalance:
         """Relative cost of the units `members`, packed together; see `balance.work`."""
         return sum(map(self._work, self._documents(members)))
 
-    def split(self, parts: int) -> list[list[int]]:
-        """Assign the units to `parts` ranks, with about even work. Samples with a common prefix are
-        divided as little as that allows: each division computes it once more.
+    def split(self, parts: int, budget: int) -> list[list[int]]:
+        """Assign the units to `parts` ranks, with about even work in the packed sequences of at
+        most `budget` tokens that they are computed in. Samples with a common prefix are divided as
+        little as that allows: each division computes it once more.
 
         Returns for each rank the ascending numbers of its units.
         """
-        everyone = range(len(self._units))
-        dealt = self._split_by_families(parts)
-        if parts > 1 and self._is_nested(everyone):
-            paths, found = self._paths(everyone)
-            costs = list(map(self._work, found))
-            other = _evenly(paths, costs, parts, sum(costs))
-            other = [sorted(one) for one in other] + [[] for _ in range(parts - len(other))]
-            dealt = min(dealt, other, key=self._largest)
-        return dealt
+        best, least = [[] for _ in range(parts)], float("inf")
+        enough = 0.0
+        for dealt in self._ways_to_split(parts, budget):
+            works = [self._packed_work(one, budget) for one in dealt]
+            if max(works, default=0.0) < least * (1 - GAIN):
+                best, least = dealt, max(works, default=0.0)
+            # The first way divides nothing without need: its total is about the least there can be.
+            enough = enough or (1 + GAIN) * sum(works) / parts
+            if least <= enough:
+                break
+        return [sorted(one) for one in best] + [[] for _ in range(parts - len(best))]
 
     def rows_in_step(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
         """Pack each rank's units into packed sequences of at most `budget` computed tokens, equally
@@ -84,6 +90,8 @@ class FamilyBalance:
         found = []
         for mine, rows in zip(dealt, packed, strict=True):
             place = {number: position for position, number in enumerate(mine)}
+            # Ranks compute their k-th packed sequences at the same time.
+            rows = sorted(rows, key=lambda row: -self.work(row))
             found.append([sorted(place[n] for n in row) for row in rows])
         return found
 
@@ -107,9 +115,20 @@ class FamilyBalance:
         """Work of a document, whose tokens attend to those before it too."""
         return self._cost(document.end) - self._cost(document.begin)
 
-    def _largest(self, dealt: Sequence[Sequence[int]]) -> float:
-        """Work of the rank that has most."""
-        return max(map(self.work, dealt), default=0.0)
+    def _packed_work(self, mine: Sequence[int], budget: int) -> float:
+        """Work of the units `mine` of a rank, about as `rows_in_step` packs them: a prefix is
+        computed in each packed sequence that holds some of its samples.
+        """
+        apart = sum(
+            self.work(chunk)
+            for family in self._families(mine)
+            for chunk in self._fitting(family, budget)
+        )
+        if not self._is_nested(mine):
+            return apart
+        paths, found = self._paths(mine)
+        rows = _filled(paths, [float(one.end - one.begin) for one in found], budget)
+        return min(apart, sum(map(self.work, rows)))
 
     def _computed(self, packed: Sequence[Sequence[Sequence[int]]]) -> tuple[int, int]:
         """(number of packed sequences of a rank, tokens of all ranks): fewer of either are better.
@@ -179,36 +198,59 @@ class FamilyBalance:
             for part in ([family] if self._common(family) else [[n] for n in family])
         ]
 
-    def _split_by_families(self, parts: int) -> list[list[int]]:
-        """As `split`; families are whole, or in as many pieces as it takes."""
-        best, least = [[] for _ in range(parts)], float("inf")
-        largest = max((len(one) for one in self._families(range(len(self._units)))), default=1)
-        if largest == 1:
-            return split([self.work([n]) for n in range(len(self._units))], parts)
-        pieces = 1
-        while True:
-            dealt = self._dealt(pieces, parts)
-            found = self._largest(dealt)
-            if found < least * (1 - GAIN):
-                best, least = dealt, found
-            if pieces >= largest:
-                return best
-            pieces = min(2 * pieces, largest)
+    def _ways_to_split(self, parts: int, budget: int) -> Iterator[list[list[int]]]:
+        """Ways to divide the units over `parts` ranks, the one that computes least first."""
+        everyone = range(len(self._units))
+        whole = self._families(everyone)
+        if all(len(family) == 1 for family in whole):
+            yield split([self.work(family) for family in whole], parts)
+            return
+        if parts > 1 and self._is_nested(everyone):
+            paths, documents = self._paths(everyone)
+            costs = list(map(self._work, documents))
+            yield _evenly(paths, costs, parts, sum(costs))
+        # What does not fit into one packed sequence computes its prefix in each of several, and may
+        # as well be on several ranks.
+        fitting = [chunk for family in whole for chunk in self._fitting(family, budget)]
+        chunks = [(self.work(chunk), chunk) for chunk in fitting]
+        yield _dealt(chunks, parts)[0]
+        if parts > 1:
+            yield self._split_of_largest(chunks, parts)
+            yield self._split_in_line(fitting, parts)
 
-    def _dealt(self, pieces: int, parts: int) -> list[list[int]]:
-        """The units of each of `parts` ranks if every family is divided into `pieces`: the most
-        work first, to the rank with the least.
+    def _split_of_largest(
+        self, chunks: Sequence[tuple[float, list[int]]], parts: int
+    ) -> list[list[int]]:
+        """Chunks of families, as (work, units), over `parts` ranks; again and again the largest one
+        of the rank with the most work is halved, while that lowers the most work.
         """
-        whole = self._families(range(len(self._units)))
-        chunks = [chunk for family in whole for chunk in self._divided(family, pieces)]
-        weighed = sorted((-self.work(chunk), chunk) for chunk in chunks)
-        heap = [(0.0, rank) for rank in range(parts)]
-        dealt: list[list[int]] = [[] for _ in range(parts)]
-        for negative, chunk in weighed:
-            load, rank = heap[0]
-            heapq.heapreplace(heap, (load - negative, rank))
-            dealt[rank] += chunk
-        return [sorted(one) for one in dealt]
+        best, least, left = _dealt(chunks, parts)[0], float("inf"), PATIENCE * parts
+        chunks = list(chunks)
+        while left:
+            dealt, loads, held = _dealt(chunks, parts)
+            fullest = max(range(parts), key=lambda rank: loads[rank])
+            left -= 1
+            if loads[fullest] < least:
+                best, least, left = dealt, loads[fullest], PATIENCE * parts
+            divisible = [one for one in held[fullest] if len(chunks[one][1]) > 1]
+            if not divisible:
+                break
+            _, family = chunks.pop(max(divisible, key=lambda one: chunks[one][0]))
+            chunks += [(self.work(one), one) for one in self._divided(family, 2)]
+        return best
+
+    def _split_in_line(self, chunks: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
+        """The units of one chunk after the other, in `parts` ranges of about even work: at most as
+        many chunks are divided as there are ends between ranges.
+        """
+        paths: dict[int, list[int]] = {}
+        costs = list[float]()
+        for chunk in chunks:
+            of_chunk, documents = self._paths(chunk)
+            for unit, path in of_chunk.items():
+                paths[unit] = [index + len(costs) for index in path]
+            costs += map(self._work, documents)
+        return _evenly(paths, costs, parts, sum(costs))
 
     def _divided(self, family: Sequence[int], parts: int) -> list[list[int]]:
         """Divide the members of one family into parts of about even work."""
@@ -266,6 +308,24 @@ class FamilyBalance:
             for made in parts
             for part in ([made] if self.tokens(made) <= budget else [[n] for n in made])
         ]
+
+
+def _dealt(
+    chunks: Sequence[tuple[float, Sequence[int]]], parts: int
+) -> tuple[list[list[int]], list[float], list[list[int]]]:
+    """Chunks of units, each with its work, over `parts` ranks: the most work first, to the rank
+    with the least. Returns for each rank its units, its work, and the indices of its chunks.
+    """
+    heap = [(0.0, rank) for rank in range(parts)]
+    dealt, held = [list[int]() for _ in range(parts)], [list[int]() for _ in range(parts)]
+    for index in sorted(range(len(chunks)), key=lambda one: (-chunks[one][0], chunks[one][1])):
+        work, units = chunks[index]
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + work, rank))
+        dealt[rank] += units
+        held[rank].append(index)
+    loads = [load for load, _ in sorted(heap, key=lambda one: one[1])]
+    return dealt, loads, held
 
 
 def _filled(

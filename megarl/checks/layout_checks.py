@@ -15,7 +15,7 @@ from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.schema import require
 from megarl.trainer.attention import prove_attention
-from megarl.trainer.autotp import refuse_autotp
+from megarl.trainer.autotp import refuse_autotp, refuse_cut_parameters
 from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import empty_model
@@ -67,6 +67,8 @@ def check_cut(
     refuse(hf, training.layout.tensor)
     empty = empty_model(config)
     prove_attention(empty)
+    if training.tensor_backend == "autotp":
+        refuse_cut_parameters(empty, training.layout.tensor)
     # AutoTP cuts the same layers, and does not look at what else is in them.
     shard_model(
         empty,

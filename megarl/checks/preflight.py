@@ -163,6 +163,14 @@ def _check_shared_prompts(config: RunConfig) -> None:
         " (training.micro_batch_tokens x layout.sequence), which leaves no room for responses;"
         " raise training.micro_batch_tokens, or set training.share_prefix to 'auto'",
     )
+    response = config.rollout.max_new_tokens
+    if config.training.share_prefix == "on" and longest + 2 * response > budget:
+        console.say(
+            f"megarl: warning: training.share_prefix is 'on', but a prompt of {longest} tokens"
+            f" (prompts.max_prompt_tokens) and two responses of {response}"
+            f" (rollout.max_new_tokens) exceed a packed sequence of {budget}"
+            " (training.micro_batch_tokens x layout.sequence): such a group shares nothing"
+        )
 
 
 def read_prompts(

@@ -18,8 +18,8 @@ def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], in
     over all ranks). `samples` are the same on every rank.
     """
     mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix, role.windows)
-    dealt = balance.split(mesh.data.size)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
+    dealt = balance.split(mesh.data.size, budget)
     packed = balance.rows_in_step(dealt, budget)
     # Nothing predicts the first token of a sample.
     num_tokens = int(samples.mask.sum() - samples.mask[samples.offsets[:-1]].sum())

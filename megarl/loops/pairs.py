@@ -142,8 +142,8 @@ def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatc
     """
     mesh, training = role.mesh, role.training
     even = balance_of(samples, training.share_prefix, role.windows, together=together)
-    dealt = even.split(mesh.data.size)
     budget = training.micro_batch_tokens * mesh.sequence.size
+    dealt = even.split(mesh.data.size, budget)
     packed = even.rows_in_step(dealt, budget)
 
     def whole(units: Sequence[int]) -> list[int]:

@@ -159,7 +159,7 @@ def shares(
             if with_greedy or samples[number].is_trained
         ]
         even = FamilyBalance([sizes[n] for n in members], prefix_saves, windows=windows)
-        split = even.split(num_data_ranks)
+        split = even.split(num_data_ranks, micro_batch_tokens)
         of_rank = [[members[position] for position in positions] for positions in split]
         rows = even.rows_in_step(split, micro_batch_tokens)
         for rank, numbers in enumerate(of_rank):

@@ -13,6 +13,7 @@ loads the whole model into its host memory first; `training.tensor_backend: plan
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 
 import transformers
@@ -84,6 +85,23 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
             if by_column and layer.bias is not None:
                 found[f"{name}.bias"] = Shard(0, edges)
     return found
+
+
+def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
+    """Raise `ValueError`, with the setting to change, if the model has parameters that are to be
+    cut over `tensor` ranks but belong to no linear layer, such as attention sinks: AutoTP leaves
+    them whole.
+    """
+    patterns = "|".join(
+        re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())
+    )
+    for name, _ in model.named_parameters() if patterns else ():
+        if re.fullmatch(patterns, name):
+            raise ValueError(
+                f"training.tensor_backend is autotp, which leaves {name} of model type"
+                f" {model.config.model_type} whole, since it is of no linear layer, but its heads"
+                " are cut; set training.tensor_backend to plan"
+            )
 
 
 def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:

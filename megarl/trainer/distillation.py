@@ -93,7 +93,7 @@ class Distillation:
         teacher.forget()
         self.guard.check_weights()
         found = self._report(metrics, num_mini_batches=len(norms))
-        found |= computed_tokens(itertools.chain(*packed), self.policy)
+        found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
         found |= {
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,

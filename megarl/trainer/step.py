@@ -118,10 +118,13 @@ class StepMetrics:
         return found
 
 
-def computed_tokens(micro_batches: Iterable[MicroBatch], role: Role) -> dict[str, float]:
+def computed_tokens(
+    micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
+) -> dict[str, float]:
     """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences,
     padding of ranks without samples too, and `tokens/shared_saved`, by how many more they would be
-    if no prefix were shared. All ranks call it together. `micro_batches`: this rank's.
+    if no prefix were shared. All ranks call it together. `micro_batches`: this rank's, each trained
+    on `epochs` times.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
     for micro in micro_batches:
@@ -130,7 +133,10 @@ def computed_tokens(micro_batches: Iterable[MicroBatch], role: Role) -> dict[str
         if micro.parents and role.mesh.sequence.rank == 0:
             metrics.add(saved=saved_tokens(micro.starts.tolist(), micro.parents))
     value = metrics.reduce(role.mesh.gradient)
-    return {"tokens/computed": value["computed"], "tokens/shared_saved": value["saved"]}
+    return {
+        "tokens/computed": epochs * value["computed"],
+        "tokens/shared_saved": epochs * value["saved"],
+    }
 
 
 def token_weights(

@@ -305,7 +305,9 @@ class BatchTransfer:
             even = FamilyBalance(
                 [sizes[n] for n in numbers], must_save(self.share_prefix), windows=self.windows
             )
-            for data, chosen in enumerate(even.split(layout.data)):
+            for data, chosen in enumerate(
+                even.split(layout.data, self.micro_batch_tokens * self.mesh.sequence.size)
+            ):
                 for place in chosen:
                     workers[numbers[place]] = ranks[data]
         return workers

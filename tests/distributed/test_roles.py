@@ -209,7 +209,7 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
         total = sum(gather_objects(computed, everyone))
     best = balance_of(samples, "on")
     mesh_module.finalise()
-    return total, sum(map(best.tokens, best.split(2)))
+    return total, sum(map(best.tokens, best.split(2, 2**20)))
 
 
 @pytest.mark.parametrize("sequence", [1, 2])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import whole_shapes
+from megarl.trainer.autotp import refuse_cut_parameters
 from megarl.trainer.sharding import shard_model
 from megarl.weight_sync.families import FAMILIES, parameter_table, refuse_engine_tensor
 from megarl.weight_sync.parameters import training_shards
@@ -79,6 +80,21 @@ def written(config: transformers.PreTrainedConfig, folder: Path) -> dict[str, An
     """What transformers makes of a configuration on disk."""
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
+
+
+def test_autotp_is_refused_where_heads_have_parameters_of_their_own() -> None:
+    """Attention sinks: the plan of transformers cuts them with the heads, AutoTP does not."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2}
+    for name in ("qwen2", "granite_swa"):
+        config = transformers.AutoConfig.for_model(name, **sizes, **heads)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        refuse_cut_parameters(model, 1)
+        if name == "qwen2":
+            refuse_cut_parameters(model, 2)
+            continue
+        with pytest.raises(ValueError, match=r"autotp, which leaves .*self_attn.sinks .* to plan"):
+            refuse_cut_parameters(model, 2)
 
 
 def test_every_family_is_among_the_cases() -> None:

@@ -115,7 +115,7 @@ def test_the_balance_counts_what_is_computed(
     """In every packed sequence, of samples or of pairs, which are within their budget."""
     samples = samples_of(drawn[: len(drawn) // together * together])
     even = FamilyBalance(sizes_of(samples, "on"), saves, together=together)
-    dealt = even.split(ranks)
+    dealt = even.split(ranks, budget)
     numbers = [n for one in dealt for n in one]
     assert sorted(numbers) == list(range(len(samples) // together))
     packed = even.rows_in_step(dealt, budget)
@@ -166,7 +166,7 @@ def test_groups_behind_one_system_prompt_fill_few_packed_sequences() -> None:
     """
     samples = nested(1, 64, 8, (2000, 50, 64))
     even = balance_of(samples, "auto")
-    (rows,) = even.rows_in_step(even.split(1), 8192)
+    (rows,) = even.rows_in_step(even.split(1, 8192), 8192)
     assert len(rows) <= 7
     # The system prompt in each, and the rest at most once more for every group that is divided.
     own = 64 * (49 + 8 * 65)
@@ -194,7 +194,7 @@ def test_conversations_stay_on_one_rank() -> None:
     """Eight system prompts of four groups each: on four ranks, each is computed by one or two."""
     samples = nested(8, 4, 4, (1000, 50, 64))
     even = balance_of(samples, "auto")
-    dealt = even.split(4)
+    dealt = even.split(4, 2**20)
     works = list(map(even.work, dealt))
     assert max(works) < 1.05 * sum(works) / 4
     assert sum(map(even.tokens, dealt)) <= even.tokens(range(128)) + 3 * 1050
@@ -248,6 +248,8 @@ def test_metrics_count_what_is_computed_and_what_sharing_saved() -> None:
     role: Any = SimpleNamespace(device=CPU, mesh=SimpleNamespace(sequence=alone, gradient=alone))
     found = computed_tokens(micro_batches, role)
     assert found == {"tokens/computed": 40 + 2 + 1 + 2, "tokens/shared_saved": 40}
+    twice = computed_tokens(micro_batches, role, epochs=2)
+    assert twice == {name: 2 * value for name, value in found.items()}
 
 
 def test_small_savings_are_not_worth_a_call_of_attention() -> None:
@@ -288,7 +290,7 @@ def test_families_are_dealt_out_whole_within_the_budget(
         for length in lengths
     ]
     even = FamilyBalance(sizes, saves)
-    dealt = even.split(ranks)
+    dealt = even.split(ranks, budget)
     assert sorted(n for one in dealt for n in one) == list(range(len(sizes)))
     packed = even.rows_in_step(dealt, budget)
     assert len({len(rows) for rows in packed}) == 1
@@ -327,10 +329,48 @@ def test_work_stays_even_over_ranks() -> None:
     prefixes = [(Prefix(511, group),) for group in range(5)]
     sizes = [Size(512 + int(n), one) for one in prefixes for n in draw.integers(20, 400, 8)]
     even = FamilyBalance(sizes, saves=1 / 16)
-    dealt = even.split(8)
+    dealt = even.split(8, 2**20)
     works = [even.work(one) for one in dealt]
     assert max(works) < 1.15 * sum(works) / 8
     assert sum(map(even.tokens, dealt)) < 0.7 * sum(size.length for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "groups", "ranks", "budget"),
+    [
+        ([300, 1000, 3000, 7000], (100, 1000), 32, 8, 8192),
+        ([500, 1000, 2000, 24000], (500, 4000), 32, 8, 32768),
+        ([1000, 5000, 20000, 40000], (500, 8000), 32, 8, 65536),
+        ([4000], (50, 500), 9, 8, 32768),
+        ([4000], (50, 500), 32, 6, 32768),
+    ],
+)
+def test_packed_sequences_are_even_over_ranks(
+    prompts: list[int], responses: tuple[int, int], groups: int, ranks: int, budget: int
+) -> None:
+    """The work of what is packed: a prefix is computed in every packed sequence that needs it, and
+    a micro-batch lasts as long as that of the rank with the most work.
+    """
+    for seed in range(3):
+        draw = np.random.default_rng(seed)
+        prefixes = [(Prefix(int(draw.choice(prompts)), group),) for group in range(groups)]
+        sizes = [
+            Size(one[0].length + 1 + int(n), one)
+            for one in prefixes
+            for n in draw.integers(*responses, 16)
+        ]
+        even = FamilyBalance(sizes, saves=1 / 16)
+        dealt = even.split(ranks, budget)
+        works = np.array(
+            [
+                [even.work([mine[place] for place in row]) for row in rows]
+                for mine, rows in zip(dealt, even.rows_in_step(dealt, budget), strict=True)
+            ]
+        )
+        of_rank = works.sum(1)
+        print(of_rank.max() / of_rank.mean(), works.max(0).sum() / of_rank.mean())
+        assert of_rank.max() < 1.06 * of_rank.mean()
+        assert works.max(0).sum() < 1.15 * of_rank.mean()
 
 
 def test_samples_with_the_same_prompt_are_a_family() -> None:
