@@ -24,7 +24,7 @@ from megarl.parallel.mesh import Axis
 T = TypeVar("T")
 
 ASK_S = 0.2
-"""Seconds between two looks of a rank that waits for the first one."""
+"""Seconds between two reads of the store by a rank in `wait_for_first`."""
 _waited = itertools.count()
 """Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
@@ -113,11 +113,12 @@ def barrier(axis: Axis) -> None:
 
 
 def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: float) -> T | None:
-    """Do `work` on the axis's first rank; the others wait until it is done, and get None.
+    """Call `work` on the axis's first rank and return its result; the other ranks wait until it has
+    returned, and get None. All ranks of the axis call it together.
 
-    They ask the store of torch.distributed now and then: in a collective of NCCL they would keep
-    their GPUs busy all the while. All ranks of the axis call it together. Raises `RuntimeError` on
-    the others after `timeout_s` seconds; an error of `work` is raised on the first rank alone.
+    The others read the store of torch.distributed every `ASK_S` seconds: in a collective of NCCL
+    they would keep their GPUs busy. `what`: the work, for the error. Raises `RuntimeError` on the
+    others after `timeout_s` seconds; an error of `work` is raised on the first rank alone.
     """
     key = f"megarl/{next(_waited)}/{axis.ranks[0] if axis.ranks else 0}"
     if axis.rank == 0:

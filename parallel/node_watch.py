@@ -26,6 +26,7 @@ LOST_AFTER = "MEGARL_NODE_LOST_AFTER_S"
 LOST_AFTER_S = 60.0
 """The same where the variable is not set."""
 LEAST_S = 2.0
+"""Smallest value of the variable, beside 0 for never."""
 BEAT_S, BEATS = 2.0, 15
 """A sign of life comes every `BEAT_S` seconds, or `BEATS` times in the time after which a node is
 lost, whichever is more often: agents need not have the same setting."""
@@ -109,13 +110,13 @@ class NodeWatch:
             time.sleep(2 * BEAT_S)
 
     def close(self) -> None:
-        """End the threads: another rendezvous follows."""
+        """End the threads, before another rendezvous, which may have other nodes."""
         self._closed.set()
         self._leaves.set()
 
     def _look(self) -> None:
-        """Count, and look. A call of the store that fails, or never returns because node 0 is gone,
-        is one without a sign of life.
+        """The thread that raises this node's number and reads those of the others. A call of the
+        store that fails, or does not return because node 0 is gone, gives no sign of life.
         """
         counts = dict.fromkeys(self._moved_at, 0)
         while not self._closed.is_set() and not self._left.is_set():
@@ -140,7 +141,7 @@ class NodeWatch:
             self._moved_at[node] = time.monotonic()
 
     def _judge(self) -> None:
-        """Print a problem once there is one, and see to it that this agent ends."""
+        """The thread that prints a problem once there is one, and has this agent end."""
         while not (found := self._find_problem()):
             if self._closed.wait(JUDGE_S) or self._left.is_set():
                 return

@@ -1,10 +1,11 @@
 """Distribute samples with common prefixes evenly over ranks and packed sequences.
 
 Like `megarl.parallel.balance`, but a packed sequence counts the tokens of its tree
-(`megarl.parallel.prefix_tree`): every shared prefix once. Two ways are compared, by what they would
-compute; every rank finds the same:
+(`megarl.parallel.prefix_tree`): every shared prefix once. Several ways are compared, by the work of
+the packed sequences that they lead to; every rank finds the same:
 
-    by families   samples that may share the same tokens stay together, else as even as can be
+    by families   samples that may share the same tokens stay together; families are divided where
+                  a packed sequence has no room for them, or where a rank would have too much work
     in order      the samples of the tree from left to right, so that families with a prefix in
                   common are neighbours; only where some have one
 """
@@ -18,11 +19,11 @@ from megarl.parallel.balance import rows_in_step, split, work_within
 from megarl.parallel.prefix_tree import Document, Size, documents, families
 
 GAIN = 0.02
-"""The samples of a family are divided into more parts, for more ranks, only if that lowers the
-largest work of a rank by this share."""
+"""A way that computes more tokens is taken only if it lowers the largest work of a rank by this
+share."""
 PATIENCE = 2
-"""Attempts for each rank to lower the largest work of a rank, before the search for a better
-division of families ends."""
+"""The search for families to divide ends after this many attempts times the number of ranks that
+did not lower the largest work of a rank."""
 BISECTIONS = 16
 """Steps in the search for the smallest capacity of equally filled ranges."""
 
@@ -71,7 +72,7 @@ class FamilyBalance:
             works = [self._packed_work(one, budget) for one in dealt]
             if max(works, default=0.0) < least * (1 - GAIN):
                 best, least = dealt, max(works, default=0.0)
-            # The first way divides nothing without need: its total is about the least there can be.
+            # The first way divides a family only where it has to: no other computes much less.
             enough = enough or (1 + GAIN) * sum(works) / parts
             if least <= enough:
                 break
@@ -199,7 +200,9 @@ class FamilyBalance:
         ]
 
     def _ways_to_split(self, parts: int, budget: int) -> Iterator[list[list[int]]]:
-        """Ways to divide the units over `parts` ranks, the one that computes least first."""
+        """Ways to divide the units over `parts` ranks, the one that computes the fewest tokens
+        first. Each is a list of the ranks' units.
+        """
         everyone = range(len(self._units))
         whole = self._families(everyone)
         if all(len(family) == 1 for family in whole):
@@ -221,8 +224,9 @@ class FamilyBalance:
     def _split_of_largest(
         self, chunks: Sequence[tuple[float, list[int]]], parts: int
     ) -> list[list[int]]:
-        """Chunks of families, as (work, units), over `parts` ranks; again and again the largest one
-        of the rank with the most work is halved, while that lowers the most work.
+        """The units of each of `parts` ranks. `chunks`: (work, units) of families, or of parts of
+        them that fit into a packed sequence. Of the rank with the most work, the chunk with the
+        most work is halved and all are dealt out again, as long as the most work becomes less.
         """
         best, least, left = _dealt(chunks, parts)[0], float("inf"), PATIENCE * parts
         chunks = list(chunks)
@@ -236,12 +240,12 @@ class FamilyBalance:
             if not divisible:
                 break
             _, family = chunks.pop(max(divisible, key=lambda one: chunks[one][0]))
-            chunks += [(self.work(one), one) for one in self._divided(family, 2)]
+            chunks += [(self.work(one), one) for one in self._in_two(family)]
         return best
 
     def _split_in_line(self, chunks: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
-        """The units of one chunk after the other, in `parts` ranges of about even work: at most as
-        many chunks are divided as there are ends between ranges.
+        """The units of each of `parts` ranks: of one chunk after the other, in ranges of about even
+        work, so that no more chunks are divided than there are ranks.
         """
         paths: dict[int, list[int]] = {}
         costs = list[float]()
@@ -252,11 +256,11 @@ class FamilyBalance:
             costs += map(self._work, documents)
         return _evenly(paths, costs, parts, sum(costs))
 
-    def _divided(self, family: Sequence[int], parts: int) -> list[list[int]]:
-        """Divide the members of one family into parts of about even work."""
+    def _in_two(self, family: Sequence[int]) -> list[list[int]]:
+        """Divide two or more members of one family into two parts of about even work."""
         prefix = self._units[family[0]].shareable
         works = [self._cost(self._units[n].length - prefix) for n in family]
-        made = split(works, min(parts, len(family)))
+        made = split(works, 2)
         return [[family[place] for place in part] for part in made]
 
     def _rows_by_families(
@@ -286,8 +290,10 @@ class FamilyBalance:
         return packed(int(budget * (1 - min(self.saves, 1.0))))
 
     def _fitting(self, family: Sequence[int], budget: int) -> list[list[int]]:
-        """A family in parts that fit into `budget` tokens each, about as few as there can be: the
-        longest unit first, each into the first part with room. A unit that is too long is alone.
+        """Divide a family into about as few parts as possible, each of which computes at most
+        `budget` tokens in a packed sequence of its own: its prefix once, and the rest of its units.
+        Each unit, the longest first, goes to the first part with room for it. A unit that exceeds
+        the budget by itself is a part of its own. Returns the units of each part.
         """
         if self.tokens(family) <= budget:
             return [list(family)]
@@ -313,8 +319,9 @@ class FamilyBalance:
 def _dealt(
     chunks: Sequence[tuple[float, Sequence[int]]], parts: int
 ) -> tuple[list[list[int]], list[float], list[list[int]]]:
-    """Chunks of units, each with its work, over `parts` ranks: the most work first, to the rank
-    with the least. Returns for each rank its units, its work, and the indices of its chunks.
+    """Deal `chunks`, each (work, units), out to `parts` ranks: the one with the most work first,
+    each to the rank with the least work so far. Returns for each rank its units, its work, and the
+    indices of its chunks.
     """
     heap = [(0.0, rank) for rank in range(parts)]
     dealt, held = [list[int]() for _ in range(parts)], [list[int]() for _ in range(parts)]

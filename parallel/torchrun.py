@@ -44,7 +44,9 @@ TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 
 
 class NodeLost(Exception):
-    """Another node of the job is gone, or its ranks have failed; its name has been printed."""
+    """Ends the agent because another node is gone or its ranks have failed, which is printed by
+    then.
+    """
 
 
 class Agent(LocalElasticAgent):
@@ -55,7 +57,8 @@ class Agent(LocalElasticAgent):
     _watch: NodeWatch | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Only the static rendezvous waits for nobody, and deals the same numbers out again.
+        # A static rendezvous gives every node the same number again, and its calls may wait for a
+        # node that is gone: the watch goes on. Any other may leave nodes out, and has deadlines.
         is_static = worker_group.spec.rdzv_handler.get_backend() == "static"
         if self._watch is not None and not is_static:
             self._watch.close()

@@ -87,22 +87,22 @@ class EngineActor(Inbox, Engine):
         super().__init__(**arguments)
 
     async def start(self) -> dict[str, Any]:
-        """See `Engine.start`."""
+        """Start vLLM as `Engine.start` does, and record how long it takes."""
         with activity("start of vLLM", kind="load"):
             return await super().start()
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """See `Engine.update`."""
+        """Receive weights as `Engine.update` does, and record how long it takes."""
         with activity(f"weights {version}", kind="publish"):
             return await super().update(version, timeout_s)
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
-        """See `Engine.load_adapter`."""
+        """Load LoRA adapters as `Engine.load_adapter` does, and record how long it takes."""
         with activity(f"adapters {version}", kind="publish"):
             return await super().load_adapter(version, files)
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """Stop vLLM as `Engine.stop` does, and close this process's activity file."""
         await super().stop()
         close_recording()
 

@@ -135,7 +135,8 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         phase("engines, beside the model"),
         activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
     ):
-        wait_for_first(generation.wait, mesh.world, "starting engines", start_s + mesh.timeout_s)
+        what, longest_s = "the start of the engines", start_s + mesh.timeout_s
+        wait_for_first(generation.wait, mesh.world, what, longest_s)
         generation.join(stack)
     publisher = make_publisher(config, inputs, made.policy, generation, mesh)
     stack.callback(publisher.close)

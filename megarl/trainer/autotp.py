@@ -70,8 +70,9 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """{parameter name: shard} of the parameters that AutoTP has sharded, read from AutoTP's
-    layers.
+    """How the ranks split the parameters of a model that DeepSpeed AutoTP has sharded: {parameter
+    name: shard}, read from the layers that AutoTP has put into the model. Parameters that it leaves
+    whole are not in it.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 

@@ -64,8 +64,8 @@ class PolicyGradient:
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighed because the engine's probabilities differ from the
-        trainer's.
+        """Whether each token's loss is weighted for the difference between the probability that the
+        engine gave the token when it sampled it and the trainer's (`algorithm.correction`).
         """
         return self.algorithm.correction.kind != "none"
 

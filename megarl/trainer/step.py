@@ -157,8 +157,9 @@ def token_weights(
 
 
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
-    """The metrics `mismatch/...` of a step from its reduced sums `mismatch/<name>`, of `GAPS`, and
-    its maximum `max_abs`.
+    """The metrics `mismatch/...` of a step: how far the engine's log-probs of the sampled tokens
+    are from the trainer's. `value`: over the tokens of all ranks, the sums `mismatch/<name>` for
+    each name in `GAPS`, and `max_abs`, the largest absolute difference.
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})

@@ -147,8 +147,7 @@ class BatchTransfer:
             return Samples.one(int(plan.ids[n]), tokens, mask=mask, prompt=prompt)
 
         samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
-        data, budget = self.mesh.data, self.micro_batch_tokens * self.mesh.sequence.size
-        share = self.share_prefix
+        data, share = self.mesh.data, self.share_prefix
         rows = []
         for one in samples:
             shares = gather_objects(sizes_of(one, share), data)
@@ -156,7 +155,7 @@ class BatchTransfer:
             even = FamilyBalance(sizes, must_save(share), windows=self.windows)
             edges = np.cumsum([0, *(len(sizes) for sizes in shares)]).tolist()
             dealt = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
-            rows.append(even.rows_in_step(dealt, budget)[data.rank])
+            rows.append(even.rows_in_step(dealt, self._budget)[data.rank])
         mine = StepBatch(
             step=0,
             samples=samples,
@@ -214,8 +213,13 @@ class BatchTransfer:
             torch.cat([nothing, *(found[number_of[name]] for name in ids)]) for ids in plan.order
         ]
 
+    @property
+    def _budget(self) -> int:
+        """Number of tokens of a packed sequence of the role, over its sequence-parallel ranks."""
+        return self.micro_batch_tokens * self.mesh.sequence.size
+
     def _numbers(self) -> dict[int, int]:
-        """{sample id: number}."""
+        """{sample id: number of the sample in the plan}, for all samples of the step."""
         assert self._plan is not None
         return {int(name): number for number, name in enumerate(self._plan.ids)}
 
@@ -223,7 +227,10 @@ class BatchTransfer:
         return torch.cat([torch.zeros(0, device=self.device), *parts])
 
     def _split(self, columns: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """{sample number: its tokens' values} of columns of this rank of the policy."""
+        """The samples' parts of columns: {number of the sample in the plan: [T] or [T, ...] values
+        of its tokens}. `columns`: one for each mini-batch, the values of this policy rank's samples
+        one after the other; empty on ranks that are not of the policy.
+        """
         plan = self._plan
         assert plan is not None
         number_of, found = self._numbers(), {}
@@ -305,9 +312,7 @@ class BatchTransfer:
             even = FamilyBalance(
                 [sizes[n] for n in numbers], must_save(self.share_prefix), windows=self.windows
             )
-            for data, chosen in enumerate(
-                even.split(layout.data, self.micro_batch_tokens * self.mesh.sequence.size)
-            ):
+            for data, chosen in enumerate(even.split(layout.data, self._budget)):
                 for place in chosen:
                     workers[numbers[place]] = ranks[data]
         return workers

@@ -34,7 +34,10 @@ class SendsWeights(Protocol):
         ...
 
     def logprobs(self, samples: Samples) -> torch.Tensor:
-        """Log-prob of each token after the first of one sequence, [T - 1]; collective."""
+        """[T - 1] log-probs, by the model's present weights, of the tokens of one sequence of T
+        tokens, each given those before it; the first token has none. All ranks call it together.
+        `samples`: the sequence, as a single sample.
+        """
         ...
 
 

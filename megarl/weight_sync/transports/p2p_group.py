@@ -230,8 +230,10 @@ class P2PGroup:
 
 
 def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
-    """Make a process group at `store`, which no other has used; blocks until all `size` ranks take
-    part.
+    """Make a process group of `size` ranks, by NCCL where `device` is a GPU and else by gloo; waits
+    until all of them have called this function. `store`: where they find each other, used for this
+    group alone. `host`: address of the host that serves the store, by which gloo chooses its
+    network interface.
     """
     if device.type == "cuda":
         return nccl_group(store, rank, size, device, timeout_s=NO_TIMEOUT_S)
