@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ from megarl.environments.verifier_config import (
 from megarl.schema import MOST_TOKENS, PathText, Range, config, require
 
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Pattern of environment variable names that are removed from a verifier's process."""
+"""Pattern of environment variable names that an isolated verifier's process does not have."""
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
@@ -231,8 +232,13 @@ class EnvironmentConfig:
     a built-in verifier, no limit for a user's file."""
     isolate: bool = True
     """Whether the process of a file of yours, or of tools, is kept from reading the environment
-    variables and memory of other processes, and from signals to them (Linux with Landlock). Set it
-    to false if your code starts programs that change the user, such as sudo or rootless Podman."""
+    variables and memory of other processes, and from signals to them (Linux with Landlock), and has
+    no environment variables with TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS as a word of their
+    names. Set it to false if your code starts programs that change the user, such as sudo or
+    rootless Podman."""
+    pass_variables: tuple[str, ...] = ()
+    """Names of environment variables that isolated processes and MCP servers have all the same,
+    such as `[OPENAI_API_KEY]`. Their values are written nowhere."""
     start_limit_s: Annotated[float, Range(0.01, 86400.0)] = 60.0
     """Time limit of a session's start, in seconds; beyond it the sample counts as a failure."""
     max_failure_share: Annotated[float, Range(0.0, 1.0)] = 0.5
@@ -282,6 +288,16 @@ class EnvironmentConfig:
             " environment.rewards adds up rewards as they are; leave both out",
         )
 
+        require(
+            all(map(VARIABLE.fullmatch, self.pass_variables)),
+            "environment.pass_variables holds what is no name of an environment variable in capital"
+            " letters; set it to names, such as [OPENAI_API_KEY], never to a key itself",
+        )
+        require(
+            not self.remote.token_variable or self.remote.token_variable not in self.pass_variables,
+            f"environment.pass_variables names {self.remote.token_variable}, which is kept from all"
+            " verifiers (environment.remote.token_variable); use two variables, or leave one out",
+        )
         for name in self._remote_names():
             check_address(name, f"environment.{'rewards' if self.rewards else 'verifier'}")
         remote = self._remote_names() or any(
@@ -342,6 +358,22 @@ class EnvironmentConfig:
             except ValueError as error:
                 raise ValueError(f"environment.mixture.{name}: {error}") from None
         return found
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What of the environment variables `environ` a process of verifiers, sessions or tools
+        has. Raises `ValueError` if one of `pass_variables` is not there.
+        """
+        for name in self.pass_variables:
+            require(
+                name in environ,
+                f"environment.pass_variables names {name}, but that environment variable is not"
+                " set; export it before the run, and before Ray if that was started by hand",
+            )
+        return {
+            name: value
+            for name, value in environ.items()
+            if not self.isolate or name in self.pass_variables or not SECRET.search(name)
+        }
 
     @property
     def has_sessions(self) -> bool:

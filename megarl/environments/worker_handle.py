@@ -24,7 +24,7 @@ from typing import Any
 
 from megarl.environments import user_code
 from megarl.environments.codec import Codec
-from megarl.environments.config import SECRET, EnvironmentConfig
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import named, setting_of
 from megarl.environments.worker import LENGTH, receive
@@ -75,7 +75,7 @@ class WorkerHandle:
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
                 stdin=theirs.fileno(),
                 # A verifier is code nobody vouches for, and what it says ends up in transcripts.
-                env={name: value for name, value in os.environ.items() if not SECRET.search(name)},
+                env=config.variables(os.environ),
                 # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
                 start_new_session=True,
             )

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.environments import run
 
-from megarl.environments.config import EnvironmentConfig, OverlongConfig
+from megarl.checks.verifier_start import check_verifier
+from megarl.environments.config import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
 from megarl.environments.mathematics import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
@@ -455,16 +457,54 @@ def test_a_truncated_response_asks_no_verifier(own: str) -> None:
     assert run(lenient, lambda made: score(made, "raise", truncated=True)).failure == "error"
 
 
-def test_a_verifier_does_not_get_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words end up in transcripts, and the cluster's token would let it run anything."""
-    for name in ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "hush")
+SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, ()),
+        ({"pass_variables": ("HF_TOKEN", "WANDB_API_KEY")}, ("HF_TOKEN", "WANDB_API_KEY")),
+        ({"isolate": False}, SECRETS),
+    ],
+)
+def test_which_secrets_a_verifier_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], seen: Sequence[str]
+) -> None:
+    """Its words end up in transcripts, and the cluster's token would let it run anything; a judge
+    behind an interface needs its key.
+    """
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"hush-{name}")
     file = tmp_path / "spy.py"
     file.write_text(
-        "import os\ndef spy(prompt, response):\n    raise RuntimeError(repr(dict(os.environ)))\n"
+        "import os\ndef spy(prompt, response):\n"
+        "    raise RuntimeError(repr({n: v for n, v in os.environ.items() if n in prompt.fields}))\n"
     )
-    (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy"), "anything")
-    assert found.failure == "error" and "PATH" in found.detail and "hush" not in found.detail
+    prompt = replace(PROMPT, fields=dict.fromkeys([*SECRETS, "PATH"]))
+    config = EnvironmentConfig(verifier=f"{file}:spy", **settings)
+    (found,) = verdicts(config, "anything", prompt=prompt)
+    assert found.failure == "error" and "PATH" in found.detail
+    assert {name for name in SECRETS if f"hush-{name}" in found.detail} == set(seen)
+
+
+def test_a_variable_to_pass_that_is_not_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    verifier = f"{tmp_path}/one.py:score"
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"pass_variables names JUDGE_API_KEY, but .* not set"):
+        check_verifier(EnvironmentConfig(verifier=verifier, pass_variables=("JUDGE_API_KEY",)))
+    for key in ("sk-hush", "hf_hush", ""):
+        with pytest.raises(
+            ValueError, match=r"environment.pass_variables holds what is no"
+        ) as told:
+            EnvironmentConfig(verifier=verifier, pass_variables=("HF_TOKEN", key))
+        assert "hush" not in str(told.value)
+    remote = RemoteConfig(token_variable="REWARD_TOKEN")  # noqa: S106
+    with pytest.raises(ValueError, match="names REWARD_TOKEN, which is kept from all verifiers"):
+        EnvironmentConfig(verifier="http://host/", remote=remote, pass_variables=("REWARD_TOKEN",))
 
 
 SPY = """import os, subprocess

@@ -32,6 +32,7 @@ from megarl.environments.tools.markup import TurnMarkup
 from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.session import ToolKit
 from megarl.environments.tools.tool import CallError, ToolUnavailable
+from megarl.environments.worker_handle import WorkerHandle
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -491,3 +492,32 @@ def test_the_tools_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"servers.broken: `false` gave no list of tools"):
         kit(tmp_path, servers={"broken": "false"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [({}, ""), ({"pass_variables": ("A_KEY",)}, "A_KEY"), ({"isolate": False}, "A_KEY B_KEY")],
+)
+def test_tools_get_the_variables_that_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], seen: str
+) -> None:
+    """In a worker process as in a run: what a function and a server see is in their descriptions."""
+    for name in ("A_KEY", "B_KEY"):
+        monkeypatch.setenv(name, "hush")
+    sees = (
+        'import os\nSEES = "sees: " + " ".join(n for n in ("A_KEY", "B_KEY") if n in os.environ)\n'
+    )
+    (tmp_path / "own.py").write_text(f"{sees}def own() -> int:\n    return 1\nown.__doc__ = SEES\n")
+    (tmp_path / "server.py").write_text(
+        f"{sees}from mcp.server import MCPServer\nserver = MCPServer('one')\n"
+        "def its() -> int:\n    return 1\n"
+        "server.add_tool(its, description=SEES)\nserver.run('stdio')\n"
+    )
+    tools = ToolsConfig(
+        functions=(f"{tmp_path}/own.py:own",),
+        servers={"one": f"{sys.executable} {tmp_path}/server.py"},
+    )
+    worker = WorkerHandle(EnvironmentConfig(tools=tools, **settings), None, {})
+    worker.discard()
+    told = [tool["function"]["description"].strip() for tool in worker.tools]
+    assert told == [f"sees: {seen}".strip()] * 2

@@ -11,6 +11,7 @@ import asyncio
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ run(int(sys.argv[2]), sys.argv[3:])"""
 class ToolServer:
     """One MCP server process. All methods belong to one event loop."""
 
-    def __init__(self, name: str, command: str) -> None:
-        self.name, self._command = name, command
+    def __init__(self, name: str, command: str, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: environment variables that the server has beside those that the client
+        passes on (PATH, HOME, USER and the like).
+        """
+        self.name, self._command, self._variables = name, command, dict(variables or {})
         self.tools: list[ServerTool] = []
         self._task: asyncio.Task[None] | None = None
         self._session: Any = None
@@ -66,7 +70,9 @@ class ToolServer:
 
         command = [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())]
         parameters = StdioServerParameters(
-            command=command[0], args=[*command[1:], *shlex.split(self._command)]
+            command=command[0],
+            args=[*command[1:], *shlex.split(self._command)],
+            env=self._variables,
         )
         try:
             async with (

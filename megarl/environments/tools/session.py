@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections import Counter
 from typing import Any
 
@@ -54,7 +55,9 @@ class ToolKit:
             path, name = split(where, FUNCTIONS)
             function = load(path, name, FUNCTIONS, "function", inspect.isfunction, self._sources)
             found.append((where, FunctionTool(function, where, plain)))
-        self._servers = [ToolServer(*one) for one in settings.servers.items()]
+        kept = self._config.pass_variables if self._config.isolate else os.environ
+        variables = {name: os.environ[name] for name in kept}
+        self._servers = [ToolServer(*one, variables) for one in settings.servers.items()]
         await asyncio.gather(*(server.start() for server in self._servers))
         for server in self._servers:
             found += [(f"the server '{server.name}'", tool) for tool in server.tools]
