@@ -29,6 +29,7 @@ from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
+from megarl.checks.programs import check_rows
 from megarl.checks.roles import check_role, refuse_rejection
 from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
@@ -187,9 +188,11 @@ def read_prompts(
     prompts, held_out = read(config.prompts), None
     if config.evaluation.prompts.names_data:
         held_out = read(config.evaluation.prompts, setting="evaluation.prompts")
-    for one in (prompts, held_out):
-        warn(one.warning if one is not None else "")
     check_environments(config, prompts, held_out)
+    for setting, one in (("prompts", prompts), ("evaluation.prompts", held_out)):
+        if one is not None:
+            warn(one.warning)
+            check_rows(config.environment, one, setting)
     return prompts, held_out, tools
 
 

@@ -12,7 +12,6 @@ from megarl.environments.code_tests import COLUMNS, BadTests, read_tests
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import MOVES_SINCE, landlock_version
 from megarl.environments.sandbox import Sandbox
-from megarl.environments.verifiers import named
 from megarl.parallel import launcher
 from megarl.schema import require
 from megarl.types import Prompt
@@ -27,36 +26,38 @@ HOLDS = {
 }
 
 
-def runs_programs(config: EnvironmentConfig) -> bool:
-    """Whether the verifier `code` scores responses."""
-    return "code" in named(config)
-
-
 def say_protection(config: EnvironmentConfig) -> None:
     """Print, once for all ranks, under which protection the verifier `code` runs programs. Raises
     `ValueError` if this machine refuses the one that the recipe asks for.
     """
-    if runs_programs(config) and launcher.rank() == 0:
-        sandbox = Sandbox(config.code)
-        sandbox.close()
-        kind, _, but = sandbox.protection.partition(", ")
-        console.say(f"environment.code: {HOLDS[kind]}{f'; {but}' if but else ''}")
+    for name, settings in config.programs.items():
+        if launcher.rank() == 0:
+            sandbox = Sandbox(settings)
+            sandbox.close()
+            kind, _, but = sandbox.protection.partition(", ")
+            where = f"environment.mixture.{name}.code" if name else "environment.code"
+            console.say(f"{where}: {HOLDS[kind]}{f'; {but}' if but else ''}")
 
 
-def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
-    """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in every row."""
-    if not runs_programs(config):
-        return
-    column, until = config.code.tests_column, time.monotonic() + READ_WITHIN_S
-    names = (column,) if column else COLUMNS
+def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
+    """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in every row that
+    it scores. `setting`: the section of the recipe that the prompts are read from.
+    """
+    programs, until = config.programs, time.monotonic() + READ_WITHIN_S
     for prompt in prompts:
-        has_tests = any(prompt.fields.get(name) for name in names)
+        if prompt.environment not in programs:  # scored by another verifier
+            continue
+        column = programs[prompt.environment].tests_column
+        has_tests = any(prompt.fields.get(name) for name in ((column,) if column else COLUMNS))
         if has_tests and time.monotonic() > until:
             continue
         try:
             read_tests(prompt.fields, column)
         except BadTests as error:
-            raise ValueError(f"environment.verifier 'code': row {prompt.index}: {error}") from None
+            name = prompt.environment
+            where = f"environment.mixture.{name}.code." if name else "environment.code."
+            said = str(error).replace("environment.code.", where)
+            raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {said}") from None
 
 
 def check_isolation() -> list[Finding]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.checks.programs import check_rows
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
@@ -43,7 +42,6 @@ def try_verifier(
     of the calls fail, of any verifier. Which score they give does not matter, except that `math`
     must find every reference answer equal to itself.
     """
-    check_rows(config, prompts)
     codec = Codec.of(tokenizer, whole=config.tools.are_used)
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):

@@ -376,6 +376,12 @@ class EnvironmentConfig:
         }
 
     @property
+    def programs(self) -> dict[str, CodeConfig]:
+        """{name in `mixture`, or "" without one: settings} of the verifiers that run programs."""
+        parts = self.named_parts or {"": self}
+        return {name: part.code for name, part in parts.items() if "code" in part.names_used}
+
+    @property
     def has_sessions(self) -> bool:
         """Whether rollouts have sessions, which may take several turns."""
         return bool(self.session) or self.tools.are_used

@@ -22,7 +22,7 @@ from megarl.environments.memory import MemoryLimit
 from megarl.environments.session_worker import SessionHost
 from megarl.environments.tools.session import ToolKit
 from megarl.environments.user_code import Sources
-from megarl.environments.verifiers import load_session, load_verifier, named, own_files
+from megarl.environments.verifiers import load_session, load_verifier, own_files
 from megarl.environments.worker import LENGTH, VerifierHost, receive
 
 BUILT_IN_MEMORY_MIB = 512
@@ -53,7 +53,7 @@ def main(parent: int) -> None:
         return
     config, codec, sources = pickle.loads(first)  # noqa: S301 - from the parent
     if config.isolate and (config.has_sessions or own_files(config)):
-        enter_own_domain(mounts="code" in named(config))
+        enter_own_domain(mounts=bool(config.programs))
     if config.has_sessions:
         asyncio.run(_run_sessions(channel, config, codec, sources))
         # Not an ordinary exit, which waits for threads that a user's call keeps.

@@ -554,11 +554,11 @@ def test_bad_rows(verify: Verify, said: str) -> None:
 def test_every_row_is_looked_at_before_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     config = EnvironmentConfig(verifier="code")
     rows = [replace(prompt(ROWS["stdin"]), index=index) for index in range(5)]
-    check_rows(config, rows)
+    check_rows(config, rows, "prompts")
     rows[3] = replace(rows[3], fields={"input_output": ""})
     with pytest.raises(ValueError, match=r"row 3: the row has no tests .* set .*tests_column"):
-        check_rows(config, rows)
-    check_rows(EnvironmentConfig(), rows)  # another verifier
+        check_rows(config, rows, "prompts")
+    check_rows(EnvironmentConfig(), rows, "prompts")  # another verifier
     say_protection(config)
     say_protection(EnvironmentConfig())
     assert capfd.readouterr().err.count("programs run in Linux namespaces") == 1

@@ -11,6 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from hypothesis import example, given, settings
@@ -421,14 +423,92 @@ def test_thirds_written_with_six_digits_are_thirds() -> None:
     assert Counter(found.at(n)[0] for n in range(3000)) == {0: 1000, 1: 1000, 2: 1000}
 
 
-@pytest.mark.parametrize("name", ["verifiers", "mixture"])
-def test_recipes_of_the_page(name: str, place: Path) -> None:
-    """The settings that docs/rewards.md shows are read, with a model and a source beside them."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
-    found = re.search(rf"```yaml {name}\n(.*?)```", page, re.S)
-    assert found is not None
-    shown = yaml.safe_load(found[1])
-    whole = {"folder": "f", "model": {"path": "m"}, "prompts": {"source": "a.jsonl"}} | shown
-    whole["rollout"] = {"max_staleness": 0}
-    config = recipes.from_tree(RunConfig, whole, where="recipe")
-    assert config.environment.rewards or set(config.environment.named_parts) == {"math", "choice"}
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SHOWN = [
+    (page, yaml.safe_load(text))
+    for page in ("data.md", "rewards.md")
+    for text in re.findall(r"```yaml[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.S)
+    if not re.search(r"^(reward_model|judge):|my_reward.py:score|\"http", text, re.M)
+    or "mixture" in text
+]
+"""(page, recipe) of every example but those of servers, and a file that is made elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def shown_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that examples name, and a model with a chat template."""
+    folder = tmp_path_factory.mktemp("shown")
+    write_model(folder / "model", max_position_embeddings=4096)
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    )
+    rows = {
+        "gsm8k.jsonl": [{"prompt": "2+2", "answer": "2+2=4 #### 4", "question": "2"}] * 5,
+        "mmlu.jsonl": [{"prompt": "2", "question": "2", "choices": ["3", "4"], "answer": 1}] * 5,
+        "a.jsonl": [{"prompt": "2", "answer": "4", "test_list": ["assert f() == 1"]}] * 5,
+    }
+    for name, part in rows.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    tests = [{"task": "f", "tests": [{"input": "1", "output": "1"}]}] * 5
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tests), folder / "code.parquet")
+    functions = ("style", "brevity", "politeness")
+    text = "".join(f"def {name}(prompt, response):\n    return 1.0\n" for name in functions)
+    for name in ("my_reward.py", "style.py"):
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"), SHOWN, ids=[f"{page} {number}" for number, (page, _) in enumerate(SHOWN)]
+)
+def test_recipes_of_the_pages_pass_the_checks(
+    page: str, shown: dict[str, Any], shown_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shown_files)
+    whole = tiny_run(shown_files, Path("model"), 3) | {"evaluation": {}, "environment": {}}
+    whole["prompts"] = {"source": "a.jsonl"}
+    whole |= shown
+    whole["prompts"]["max_prompt_tokens"] = 64
+    whole["training"]["micro_batch_tokens"] = 128
+    inputs = check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
+    assert inputs.prompts is not None and len(inputs.prompts) in (5, 10)
+
+
+@pytest.mark.parametrize("verifier", ["code", "length"])
+def test_rows_are_read_by_the_settings_of_their_own_verifier(
+    verifier: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rows lack what the other verifiers need; a held-out row without tests is named."""
+    fields = {
+        "code": {"cases": [{"input": "1", "output": "1"}], "answer": 0},
+        "math": {"answer": "\\frac{1}{2}"},
+        "choice": {"answer": "B"},
+        "json_schema": {"shape": {"type": "object"}, "answer": 0},
+        "length": {"words": 3, "cases": [{"input": "1", "output": "1"}], "answer": 0},
+    }
+    entries: dict[str, dict[str, Any]] = {
+        "code": {"code": {"tests_column": "cases", "time_limit_s": 2}},
+        "json_schema": {"json_schema": {"schema_column": "shape"}},
+        "length": {
+            "length": {"kind": "l1_exact", "target_column": "words", "verifier": "code"},
+            "code": {"tests_column": "cases"},
+        },
+    }
+    rows = [{"prompt": "1", "judge": name, **fields[name]} for name in [*fields, *fields]]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {"source": str(tmp_path / "all.jsonl"), "environment_column": "judge"}
+    mixture = {name: {"verifier": name} | entries.get(name, {}) for name in fields}
+    whole = tree(place, prompts=prompts, evaluation={"prompts": {**prompts}}, environment={})
+    whole["environment"]["mixture"] = mixture
+    for section in (whole["prompts"], whole["evaluation"]["prompts"]):
+        section["max_prompt_tokens"] = 8
+    check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
+    assert "environment.mixture.length.code: programs run" in capfd.readouterr().err
+    rows[-1 if verifier == "length" else 5] |= {"cases": []}
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole["evaluation"]["prompts"] |= {"source": str(tmp_path / "held.jsonl")}
+    with pytest.raises(
+        ValueError,
+        match=rf"evaluation.prompts, verifier .code., row \d: .*mixture.{verifier}.code.tests_column",
+    ):
+        check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
