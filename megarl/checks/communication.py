@@ -125,11 +125,14 @@ def check_ray() -> list[Finding]:
     started_at = time.monotonic()
     # In /tmp, not TMPDIR: the paths of Ray's sockets may have 107 characters at most.
     folder = tempfile.mkdtemp(prefix="megarl-doctor-", dir="/tmp")
-    answer = ask_python(RAY, folder, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    # Inside, since Ray lets all users write to the folder that it is given.
+    answer = ask_python(RAY, f"{folder}/ray", RAY_AUTH_TOKEN=secrets.token_hex(32))
     if answer.code == 0:
         shutil.rmtree(folder, ignore_errors=True)
         return [Finding("Ray starts and stops", "ok", f"in {time.monotonic() - started_at:.0f} s")]
-    fix = f"look at the logs in {folder}/session_latest/logs; /tmp must be writable and not full"
+    fix = (
+        f"look at the logs in {folder}/ray/session_latest/logs; /tmp must be writable and not full"
+    )
     return [Finding("Ray starts and stops", "FAIL", answer.last_error, fix)]
 
 

@@ -21,7 +21,7 @@ from typing import IO
 
 from megarl.cluster.launch_processes import Addresses, Process
 from megarl.cluster.node_process import END, KILL, kill_marked
-from megarl.cluster.private_folder import PrivateFolder
+from megarl.cluster.private_folder import PrivateFolder, refuse_open
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.cluster.slurm import srun
 
@@ -125,6 +125,7 @@ class Launcher:
                 self.start(one)
             if some and not self.wait_for_ray(num_nodes):
                 return 1
+        refuse_open(Path(self.launch.addresses.state))
         for one in ranks:
             self.start(one)
         return self.wait_for_ranks()

@@ -1,8 +1,9 @@
 """A Ray of a run's own on this machine, whose files are in a folder that only the run's user can
 read and that is removed at the end: /tmp/megarl-PROCESS-RANDOM.
 
-Ray's own choice, /tmp/ray, is one folder for all users of the machine. The sockets of vLLM's
-processes are in the folder too.
+Ray's own choice, /tmp/ray, is one folder for all users of the machine, and Ray sets mode 777 on any
+that it is given: it is given one inside of the private one. The sockets of vLLM's processes are in
+the private folder too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.private_folder import PrivateFolder
+from megarl.cluster.private_folder import PrivateFolder, refuse_open
 from megarl.console import say
 
 RAY_ATTEMPTS = 3
@@ -58,7 +59,8 @@ def start_ray(**options: Any) -> PrivateFolder:
             try:
                 # Without "local", Ray joins whatever `ray start` last started on this machine.
                 with own_process_groups():
-                    ray.init(address="local", _temp_dir=str(folder.path), **options)
+                    ray.init(address="local", _temp_dir=f"{folder.path}/ray", **options)
+                refuse_open(folder.path)
                 return folder
             except Exception as error:
                 if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
@@ -67,5 +69,6 @@ def start_ray(**options: Any) -> PrivateFolder:
                 ray.shutdown()
         raise AssertionError("unreachable")
     except BaseException:
+        ray.shutdown()
         folder.remove()
         raise

@@ -43,7 +43,8 @@ from megarl.cluster.private_ray import start_ray
 folder = start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
 started = psutil.Process().children(recursive=True)
 outside = {os.getpgid(one.pid) for one in started}.isdisjoint({os.getpgid(0)})
-print(len(ray.nodes()), "node", (folder.path / "session_latest").exists(), outside)
+print(len(ray.nodes()), "node", (folder.path / "ray/session_latest").exists(), outside)
+print(oct(folder.path.stat().st_mode & 0o777))
 ray.shutdown()
 folder.remove()
 print(folder.path.exists())
@@ -58,7 +59,7 @@ def test_a_run_does_not_join_another_ray_of_this_machine(two_nodes: None) -> Non
     done = subprocess.run(
         [sys.executable, "-c", ANOTHER_RAY], capture_output=True, text=True, timeout=180
     )
-    assert done.stdout.split() == ["1", "node", "True", "True", "False"], done.stderr
+    assert done.stdout.split() == ["1", "node", "True", "True", "0o700", "False"], done.stderr
 
 
 def test_each_engine_has_its_gpus_on_one_node(two_nodes: None) -> None:
