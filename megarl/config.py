@@ -360,25 +360,14 @@ def _adapter(kind: type[C]) -> TypeAdapter[C]:
 def load(kind: type[C], file: str | Path, overrides: list[str]) -> C:
     """Read recipe `file` as configuration class `kind` and apply overrides `--section.key value`.
 
-    Raises `ValueError` for mistakes in recipe and overrides; `--help` prints every key, and exits.
+    Raises `ValueError` for mistakes in recipe and overrides.
     """
     for word in overrides:
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
         for old, new in RENAMED.items():
             if word.startswith("--") and (key == old or key.startswith(f"{old}.")):
                 raise ValueError(f"{word}: {old} is now {new}; write the new name")
-    if not {"-h", "--help"} & set(overrides):
-        return read(kind, file, overrides)
-    import tyro
-
-    return tyro.cli(
-        kind,
-        args=["--help"],
-        default=read(kind, file),
-        prog="megarl",
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    return read(kind, file, overrides)
 
 
 def dump(value: object) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from megarl import config as configs
 from megarl.checkpoints.lease import take
 from megarl.cluster.launch_plan import (
-    USAGE,
     Command,
     Gpus,
     Options,
@@ -61,10 +60,6 @@ def main(arguments: list[str]) -> int:
     """`megarl launch`: start Ray and the trainer ranks, or with --dry-run print the commands.
     Returns the exit code.
     """
-    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if {"-h", "--help"} & set(words):
-        print(USAGE, end="")
-        return 0
     try:
         options = parse(arguments)
         require(

@@ -17,32 +17,6 @@ from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S
 from megarl.trainer.places import RolePlace, role_places
 
-USAGE = """\
-usage: megarl launch RECIPE.yaml [OPTIONS] [-- OVERRIDES]
-
-Runs a recipe of megarl train, distill or sft on this machine, or on all nodes of a Slurm
-allocation: starts Ray, if there are engines, and the trainer ranks, and ends them.
-
-  --gpus-train N     GPUs of the trainer ranks, the first ones, one for each rank of every role
-                     (default: ranks of training.layout and of roles on ranks of their own)
-  --gpus-engine N    GPUs of the engines, the next ones (default: the recipe's rollout.num_engines x
-                     rollout.engine.tensor); colocated engines use those of the policy
-  --port N           port of this run's Ray (default: a free one)
-  --cpu              the same processes without GPUs, to rehearse with a small recipe
-  --requeue          in a Slurm job: put it back into the queue after SIGTERM (time limit,
-                     preemption), once its checkpoint is saved, and when a node does not answer;
-                     needs resume: auto
-  --dry-run          check the recipe, print ranks, GPUs and memory of each role and engine, and
-                     every command, and start nothing; needs no GPU, no weights and no network
-  --nodes N          with --dry-run: plan for N nodes, and print what to start on each (default: 1)
-  --gpus-per-node G  with --dry-run: GPUs of each node (default with one node: as many as needed)
-  -- OVERRIDES       settings of the recipe: -- --steps 10 --rollout.max_staleness 1
-
-GPUs are those of CUDA_VISIBLE_DEVICES, none if it is set to nothing, and all of the node without
-it. Exit codes: 0 done, 2 the recipe or this command is at fault, 130 / 143 ended by a signal,
-otherwise that of the rank that failed first.
-"""
-
 NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")
 SWITCHES = ("--cpu", "--dry-run", "--requeue")
 

@@ -23,6 +23,7 @@ LAYERS = (
     {"cluster"},
     {"checks"},
     {"loops"},
+    {"command_line"},
     {"cli", "api"},
     {"__main__"},
 )
