@@ -92,7 +92,7 @@ def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
         if not isinstance(exists, dict) or last not in exists:
             raise ValueError(f"{key.replace('__', '.')}: unknown key of {kind.__name__}")
         place[last] = configs.as_plain(value)
-    return configs.from_tree(kind, tree, where=str(path))
+    return configs.from_tree(kind, tree, where=str(path), beside=Path(path).parent)
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:

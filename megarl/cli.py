@@ -25,6 +25,7 @@ from megarl.command_line import pages
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
 from megarl.quick_imports import quick_imports
+from megarl.recipe_paths import typed
 from megarl.schema import shortened
 
 LONGEST_MESSAGE = 2000
@@ -89,6 +90,7 @@ def dispatch(name: str, rest: list[str]) -> int:
     Raises `UserError` for what the user can correct in recipe, data or machine.
     """
     command = COMMANDS[name]
+    rest = [typed(word) for word in rest]
     pages.refuse_unknown(name, rest)
     if not command.config:
         return load(command.run)(rest)
@@ -113,7 +115,8 @@ def dispatch(name: str, rest: list[str]) -> int:
     try:
         if command.arguments:
             kind, rest = load(command.arguments)(rest)
-        config = configs.load(getattr(configs, kind), rest[0], rest[1:])
+        say = console.say if os.environ.get("RANK", "0") == "0" else str
+        config = configs.load(getattr(configs, kind), rest[0], rest[1:], say)
     except ValueError as error:
         raise mistake(error) from error
     if "--print-config" in flags:

@@ -23,9 +23,9 @@ class EvaluationConfig:
     samples: Annotated[int, Range(1, 10_000)] = 1
     """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
     maj@n; 1 for none, unless `sampled_too` is set."""
-    models: tuple[str, ...] = ()
+    models: tuple[PathText, ...] = ()
     """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
-    sources: tuple[str, ...] = ()
+    sources: tuple[PathText, ...] = ()
     """Of `megarl eval`: further data sets, read as `prompts` is."""
 
 

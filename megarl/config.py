@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from megarl import presets, recipe_file
+from megarl import presets, recipe_file, recipe_paths
 from megarl.command_config import EvaluationConfig, ReplayConfig, SampleConfig
 from megarl.config_checks import (
     check_algorithm,
@@ -43,7 +43,7 @@ from megarl.objectives.config import (
 )
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
-from megarl.schema import MOST_STEPS, PathText, Range, as_plain, config, require, shortened
+from megarl.schema import MOST_STEPS, OutputText, Range, as_plain, config, require, shortened
 from megarl.serve_config import ServeRewardConfig
 from megarl.supervised_config import (
     PreferenceConfig,
@@ -79,7 +79,7 @@ RENAMED = {
 class RunConfig:
     """A reinforcement-learning run: `megarl train`."""
 
-    folder: PathText = ""
+    folder: OutputText = ""
     """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
     steps: Annotated[int, Range(1, MOST_STEPS)] = 100
     """Training steps of the whole run."""
@@ -286,23 +286,30 @@ def silence_s(config: RunConfig) -> float:
     return restart_s + environment.start_limit_s + environment.time_limit_s + 60.0
 
 
-def read(kind: type[C], file: str | Path, overrides: Sequence[str] = ()) -> C:
-    """Read a YAML recipe, and settings of a command line, as configuration class `kind`.
+def read(
+    kind: type[C],
+    file: str | Path,
+    overrides: Sequence[str] = (),
+    say: recipe_paths.Say = str,
+) -> C:
+    """Read a YAML recipe, and settings of a command line, as configuration class `kind`. `say`: see
+    `from_tree`.
 
     Raises `ValueError` with the file, the dotted key and the problem.
     """
-    path = Path(file)
+    path = Path(recipe_paths.expanded(str(file)))
     tree = presets.spelled_out(recipe_file.read_tree(path))
     refuse_renamed(tree, where=f"recipe {path}")
-    if not overrides:
-        return from_tree(kind, tree, where=str(path))
-    tree = recipe_file.override(tree, kind, list(overrides))
-    return from_tree(kind, tree, where=f"{path} with {' '.join(overrides)}")
+    where = str(path)
+    if overrides:
+        tree = recipe_file.override(tree, kind, list(overrides))
+        where = f"{path} with {' '.join(overrides)}"
+    return from_tree(kind, tree, where=where, beside=path.parent, say=say)
 
 
 def written_tree(file: str | Path) -> dict[str, Any]:
     """The settings that a recipe file spells out, as nested dicts, without defaults."""
-    return presets.spelled_out(recipe_file.read_tree(Path(file)))
+    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file)))))
 
 
 def refuse_renamed(tree: object, *, where: str) -> None:
@@ -317,15 +324,25 @@ def refuse_renamed(tree: object, *, where: str) -> None:
     require(not found, f"{where}: {'; '.join(found)}; write the new name")
 
 
-def from_tree(kind: type[C], tree: object, *, where: str) -> C:
+def from_tree(
+    kind: type[C],
+    tree: object,
+    *,
+    where: str,
+    beside: Path | None = None,
+    say: recipe_paths.Say = str,
+) -> C:
     """Convert nested dicts to configuration class `kind`, with all of its checks.
 
-    Raises `ValueError`; `where` names the dicts' origin in the message.
+    Raises `ValueError`; `where` names the dicts' origin in the message. `beside`: folder of the
+    recipe, in which relative paths are looked for that are not in the working folder; `say` is told
+    of those that are there.
     """
     from pydantic import ValidationError
 
     try:
         tree = presets.filled_in(presets.spelled_out(tree) if isinstance(tree, dict) else tree)
+        tree = recipe_paths.with_paths(tree, kind, beside, say)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     try:
@@ -357,8 +374,9 @@ def _adapter(kind: type[C]) -> TypeAdapter[C]:
     return TypeAdapter(kind)
 
 
-def load(kind: type[C], file: str | Path, overrides: list[str]) -> C:
+def load(kind: type[C], file: str | Path, overrides: list[str], say: recipe_paths.Say = str) -> C:
     """Read recipe `file` as configuration class `kind` and apply overrides `--section.key value`.
+    `say`: see `from_tree`.
 
     Raises `ValueError` for mistakes in recipe and overrides.
     """
@@ -367,7 +385,7 @@ def load(kind: type[C], file: str | Path, overrides: list[str]) -> C:
         for old, new in RENAMED.items():
             if word.startswith("--") and (key == old or key.startswith(f"{old}.")):
                 raise ValueError(f"{word}: {old} is now {new}; write the new name")
-    return read(kind, file, overrides)
+    return read(kind, file, overrides, say)
 
 
 def dump(value: object) -> str:

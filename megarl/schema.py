@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 
@@ -49,8 +49,19 @@ class Range:
         return f"is {shortened(str(value))}; {advice}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class IsPath:
-    """Marks a text setting that names a file or folder, whose length systems limit."""
+    """Marks a text setting that names a file or folder, whose length systems limit. `~` and
+    `$VARIABLE` in it are expanded (`megarl.recipe_paths`).
+    """
+
+    use: Literal["read", "write", "code"] = "read"
+    """`read`: looked for beside the recipe too. `write`: always in the working folder. `code`: may
+    be another name than a file's; as `read` where it ends in .py."""
+
+    def is_looked_for(self, file: str) -> bool:
+        """Whether `file` is looked for beside the recipe."""
+        return bool(file) and (self.use == "read" or (self.use == "code" and file.endswith(".py")))
 
     def problem(self, text: str) -> str:
         """What is wrong with the path `text`, and what to set; empty if nothing is."""
@@ -63,7 +74,11 @@ class IsPath:
 
 
 PathText = Annotated[str, IsPath()]
-"""Type of a setting that names a file or folder."""
+"""Type of a setting that names a file or folder that is read; also a hub name."""
+OutputText = Annotated[str, IsPath("write")]
+"""Type of a setting that names a folder that is written."""
+CodeText = Annotated[str, IsPath("code")]
+"""Type of a setting that names code: `file.py:function`, an address, or a name of the house."""
 LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Limits of Linux in bytes: of a path, and of one name in it."""
 

@@ -11,6 +11,7 @@ from megarl.rollout.config import EngineConfig
 from megarl.schema import (
     LONGEST_WAIT_S,
     MOST_TOKENS,
+    OutputText,
     PathText,
     Range,
     config,
@@ -194,7 +195,7 @@ belong to the client's recipe.
 class ServeRewardConfig:
     """A reward server: `megarl serve-reward`."""
 
-    folder: PathText = ""
+    folder: OutputText = ""
     """Folder of the log (`run.log`): what verifiers and libraries print."""
     num_threads: Annotated[int, Range(1, 4096)] = 1
     """CPU threads of a reward model that torch runs; of a vLLM engine see `engine.num_threads`."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
 from megarl.observe.config import ObserveConfig
-from megarl.schema import MOST_STEPS, PathText, Range, config, require
+from megarl.schema import MOST_STEPS, OutputText, Range, config, require
 from megarl.trainer.config import ModelConfig, TrainingConfig
 
 
@@ -25,7 +25,7 @@ class HeldOutConfig:
 class SupervisedConfig:
     """What all runs on a fixed data set have in common."""
 
-    folder: PathText = ""
+    folder: OutputText = ""
     """Run folder for the resolved recipe, metrics and checkpoints."""
     steps: Annotated[int, Range(1, MOST_STEPS)] = 100
     """Training steps of the whole run."""
@@ -101,7 +101,7 @@ class ReferenceConfig:
 
     model: ModelConfig = ModelConfig()
     """The model; with an empty path `model`, as it is before training."""
-    cache: PathText = ""
+    cache: OutputText = ""
     """Folder in which its log-probs are kept, in a file whose name is the digest of the data and of
     the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
     share one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from megarl.schema import PathText, Range, config, require
+from megarl.schema import CodeText, PathText, Range, config, require
 
 Protection = Literal["auto", "namespaces", "rlimits", "none"]
 
@@ -19,7 +19,7 @@ class CodeConfig:
     needs, without capabilities, under a seccomp filter and limits. `rlimits`: only the limits;
     programs can read files and use the network. `none`: only the limits on wall time and output.
     `auto`: `namespaces`, or an error where the kernel refuses those."""
-    interpreter: tuple[str, ...] = ()
+    interpreter: tuple[CodeText, ...] = ()
     """Command that runs a program; the path of the program is added as its last word. Empty: the
     running Python without site packages. For another language, for example
     `[python, tiny_language.py]`. Words that name files are made visible to programs."""

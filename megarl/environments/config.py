@@ -24,7 +24,7 @@ from megarl.environments.verifier_config import (
     compares_answers,
     names_used,
 )
-from megarl.schema import MOST_TOKENS, PathText, Range, config, require
+from megarl.schema import MOST_TOKENS, CodeText, Range, config, require
 
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 """Pattern of environment variable names that an isolated verifier's process does not have."""
@@ -169,13 +169,13 @@ NO_SESSIONS: dict[str, Any] = {"session": "", "tools": ToolsConfig(), "max_turns
 class EnvironmentConfig:
     """The verifier or multi-turn session, its rewards, worker processes and time limits."""
 
-    verifier: PathText = "exact_match"
+    verifier: CodeText = "exact_match"
     """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
     `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/rewards.md),
     `path/to/file.py:function` for a user's function (docs/rewards.md),
     `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
     reward."""
-    rewards: Annotated[dict[str, float], WEIGHT] = dataclasses.field(default_factory=dict)
+    rewards: Annotated[dict[CodeText, float], WEIGHT] = dataclasses.field(default_factory=dict)
     """Several reward functions with their weights, used instead of `verifier`; for example
     `{math: 1.0, "style.py:brevity": 0.2}`, also addresses of reward servers. The reward is the
     weighted sum; the first function says what counts as correct."""
@@ -184,7 +184,7 @@ class EnvironmentConfig:
     that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
     remote: RemoteConfig = RemoteConfig()
     """How responses travel to reward servers."""
-    session: PathText = ""
+    session: CodeText = ""
     """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`);
     it scores its rollouts itself, or leaves that to `verifier` or `rewards`."""
     max_turns: Annotated[int, Range(0, 100_000)] = 0

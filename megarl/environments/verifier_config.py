@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megarl.environments.code_config import CodeConfig
-from megarl.schema import MOST_TOKENS, PathText, Range, config, require
+from megarl.schema import MOST_TOKENS, CodeText, Range, config, require
 
 if TYPE_CHECKING:
     from megarl.environments.config import EnvironmentConfig
@@ -178,9 +178,9 @@ class LengthConfig:
 class NamedVerifierConfig:
     """A verifier, or several reward functions, for those prompts of a mixture that name it."""
 
-    verifier: PathText = "exact_match"
+    verifier: CodeText = "exact_match"
     """As `environment.verifier`."""
-    rewards: Annotated[dict[str, float], WEIGHT] = dataclasses.field(default_factory=dict)
+    rewards: Annotated[dict[CodeText, float], WEIGHT] = dataclasses.field(default_factory=dict)
     """As `environment.rewards`."""
     answer_after: str = ""
     """As `environment.answer_after`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from megarl.schema import LONGEST_WAIT_S, MOST_STEPS, PathText, Range, config
+from megarl.schema import LONGEST_WAIT_S, MOST_STEPS, OutputText, Range, config
 
 
 @config
@@ -14,7 +14,7 @@ class WeightSyncConfig:
     transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
     """A name in `megarl.weight_sync.transports.registry`: host memory shared on one host, messages
     between hosts, memory of shared GPUs (CUDA IPC), or files in a shared folder."""
-    folder: PathText = ""
+    folder: OutputText = ""
     """Transport `disk` only: folder for the weights, under the same path for trainer and
     engines."""
     bucket_mib: Annotated[int, Range(0, 2**16)] = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl import recipe_file
+from megarl import recipe_file, recipe_paths
 from megarl.config import RunConfig, SftConfig, dump, load, read
 from megarl.schema import Range, ranges_of
 
@@ -201,3 +201,98 @@ def test_the_resolved_recipe_reads_back(tmp_path: Path) -> None:
     config = read(RunConfig, write(tmp_path, evaluation={"prompts": {"answer_after": "1e5"}}))
     (tmp_path / "resolved.yaml").write_text(dump(config))
     assert read(RunConfig, tmp_path / "resolved.yaml") == config
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `home`, `work` (where the command runs) and `recipes`."""
+    for name in ("home", "work", "recipes"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.delenv("UNSET_HERE", raising=False)
+    return tmp_path
+
+
+def test_paths_are_expanded_in_every_section(at_home: Path) -> None:
+    tree = {
+        "folder": "~/runs/x",
+        "model": {"path": "Qwen/Qwen2.5", "tokenizer": "${DATA}/t"},
+        "prompts": {"sources": [{"source": "$DATA/a*.jsonl", "weight": 1.0}]},
+        "environment": {
+            "rewards": {"~/r.py:f": 1.0, "math": 1.0, "http://h:1/$DATA": 1.0},
+            "code": {"interpreter": ["python", "$DATA/i.py"], "visible": ["~"]},
+        },
+        "evaluation": {"models": ["~/m", "org/name"]},
+    }
+    tree["environment"]["rewards"]["code"] = 1.0
+    home = at_home / "home"
+    config = read(RunConfig, write_tree(at_home / "recipes", tree), ["--weight_sync.folder=~/w"])
+    assert (config.folder, config.weight_sync.folder) == (f"{home}/runs/x", f"{home}/w")
+    assert (config.model.path, config.model.tokenizer) == ("Qwen/Qwen2.5", "/data/t")
+    assert config.prompts.sources[0].source == "/data/a*.jsonl"
+    names = [f"{home}/r.py:f", "math", "http://h:1/$DATA", "code"]
+    assert list(config.environment.rewards) == names
+    assert config.environment.code.interpreter == ("python", "/data/i.py")
+    assert config.environment.code.visible == (str(home),)
+    assert config.evaluation.models == (f"{home}/m", "org/name")
+    assert f"folder: {home}/runs/x" in dump(config)
+
+
+def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
+    (folder / "recipe.yaml").write_text(recipe_file.dump(tree))
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "$UNSET_HERE/x",
+            r"prompts.source is '\$UNSET_HERE/x', but the variable UNSET_HERE is not",
+        ),
+        ("x/${UNSET_HERE}", r"prompts.source .*variable UNSET_HERE is not set"),
+        ("~nobody-of-that-name/x", r"prompts.source .*no user's name; write \./~nobody"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_refused(text: str, says: str, at_home: Path) -> None:
+    path = write(at_home, prompts={"source": text})
+    with pytest.raises(ValueError, match=says):
+        read(RunConfig, path)
+    assert read(RunConfig, path, ["--prompts.source=a.jsonl"]).prompts.source == "a.jsonl"
+
+
+def test_inputs_are_looked_for_beside_the_recipe(at_home: Path) -> None:
+    recipes, work = at_home / "recipes", at_home / "work"
+    for path in ("m", "math", "f", "data"):
+        (recipes / path).mkdir()
+    for path in ("a.jsonl", "r.py", "both.jsonl", "data/1.jsonl"):
+        (recipes / path).touch()
+    (work / "both.jsonl").touch()
+    tree: dict[str, Any] = {
+        "folder": "f",
+        "model": {"path": "m"},
+        "prompts": {"source": "a.jsonl"},
+        "environment": {"verifier": "r.py:score"},
+        "evaluation": {"prompts": {"source": "both.jsonl"}, "sources": ["data/*.jsonl", "none"]},
+    }
+    said: list[str] = []
+    config = read(RunConfig, write_tree(recipes, tree), say=said.append)
+    assert config.folder == "f"  # what is written is never beside the recipe
+    assert config.model.path == str(recipes / "m")
+    assert config.prompts.source == str(recipes / "a.jsonl")
+    assert config.environment.verifier == f"{recipes}/r.py:score"
+    assert config.evaluation.prompts.source == "both.jsonl"
+    assert config.evaluation.sources == (f"{recipes}/data/*.jsonl", "none")
+    assert len(said) == 4
+    assert f"model.path: m is not in the working folder; {recipes}/m is taken" in said
+    tree["environment"]["verifier"] = "math"
+    assert read(RunConfig, write_tree(recipes, tree)).environment.verifier == "math"
+
+
+def test_words_of_a_command_line_have_the_home_folder(at_home: Path) -> None:
+    words = ["~/a.yaml", "--out=~/x", "~", "--prompts.system=a~/b", "x~/y", "-x", "--a.b", "~z"]
+    home = at_home / "home"
+    found = [f"{home}/a.yaml", f"--out={home}/x", str(home), *words[3:]]
+    assert [recipe_paths.typed(word) for word in words] == found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from megarl.schema import Range, config, require
+from megarl.schema import CodeText, Range, config, require
 
 
 @config
@@ -14,7 +14,7 @@ class ToolsConfig:
     tokenizer's chat template.
     """
 
-    functions: tuple[str, ...] = ()
+    functions: tuple[CodeText, ...] = ()
     """Typed Python functions, each as `path/to/file.py:function`. Their names, signatures and
     docstrings are what the model is shown."""
     servers: dict[str, str] = dataclasses.field(default_factory=dict)
