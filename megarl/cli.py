@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         page = told(arguments)
     except UserError as error:
         fail(str(error))
-    if page:
+    if page is not None:
         console.result(page)
         leave(0 if arguments else 2)
     command, rest = arguments[0], arguments[1:]
@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     leave(code)
 
 
-def told(arguments: list[str]) -> str:
-    """What words ask for that start nothing: pages of help, versions; empty for a command to run.
-    Raises `UserError` for a command that is not known.
+def told(arguments: list[str]) -> str | None:
+    """What words ask for that start nothing: pages of help, versions, completion; None for a
+    command to run. Raises `UserError` for a command that is not known.
     """
     words = list(arguments) or ["--help"]
     if words[0] == "help" or pages.asks(words[0]):
@@ -76,12 +76,14 @@ def told(arguments: list[str]) -> str:
         return pages.usage()
     if name == "--version":
         return load("megarl.command_line.versions:versions")()
+    if name == "completion":
+        return load("megarl.command_line.completion:answer")(rest)
     if name not in COMMANDS:
-        close = pages.closest(name, list(COMMANDS)) or f"; use {', '.join(COMMANDS)}"
+        close = pages.closest(name, [*COMMANDS, "completion"]) or f"; use {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{close}")
     if any(map(pages.asks, rest)):
         return pages.page(name, rest)
-    return ""
+    return None
 
 
 def dispatch(name: str, rest: list[str]) -> int:

@@ -155,7 +155,7 @@ def _overview(name: str, known: Sequence[Setting]) -> Iterator[str]:
 
 def _chosen(topic: str, known: Sequence[Setting]) -> list[Setting]:
     """The settings of a topic: those of a section of this name, or those whose name holds it."""
-    topic = topic.removeprefix("--").replace("-", "_").lower()
+    topic = topic.removeprefix("--").rstrip(".").replace("-", "_").lower()
     keys = [one for one in known if not one.is_section]
     if topic == "all":
         return list(known)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import select
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megarl import cli, config
 from megarl.command_line import pages
+from megarl.command_line.completion import SCRIPTS, candidates
 from megarl.command_line.settings import settings
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
@@ -166,3 +172,101 @@ def test_versions() -> None:
     assert ("commit" in first) == (ROOT / ".git").exists()
     packages = [line.split()[0] for line in others]
     assert packages[0] == "Python" and {"torch", "ray", "deepspeed"} <= set(packages)
+
+
+CANDIDATES = {
+    ("",): ["train", "--version", "doctor"],
+    ("re",): ["reward-model", "replay", "report"],
+    ("train", "r.yaml", "--roll"): ["--rollout."],
+    ("train", "r.yaml", "--rollout.e"): ["--rollout.engine.", "--rollout.engines_per_relay"],
+    ("train", "r.yaml", "--pr"): ["--print-config", "--prompts."],
+    ("train", "r.yaml", "--resume", ""): ["true", "false", "auto"],
+    ("train", "r.yaml", "--resume", "=", "a"): ["auto"],
+    ("eval", "r.yaml", "--algorithm.loss", "ppo"): ["ppo_clip"],
+    ("distill", "r.yaml", "--teacher.mo"): ["--teacher.model."],
+    ("torchrun", "--nproc-per-node", "2", "sf"): ["sft"],
+    ("torchrun", "--nproc-per-node", "2", "sft", "r.yaml", "--demo"): ["--demonstrations."],
+    ("launch", "r.yaml", "--dry"): ["--dry-run"],
+    ("launch", "r.yaml", "--", "--step"): ["--steps"],
+    ("train", "--help", "weight"): ["weight_sync."],
+    ("status", "run", "--"): ["--json", "--stacks", "--help"],
+    ("completion", "b"): ["bash"],
+    ("train", "lau"): [],
+    ("train", "r.yaml", "--folder", ""): [],
+    ("trian", ""): [],
+}
+
+
+@pytest.mark.parametrize("typed", CANDIDATES)
+def test_the_tab_key_knows_commands_settings_and_values(typed: tuple[str, ...]) -> None:
+    found, wanted = candidates(typed), CANDIDATES[typed]
+    assert set(wanted) <= set(found) and (typed[-1] == "" or found == wanted), found
+
+
+TYPED = {
+    "megarl ev\t--algorithm.los\tgsp\t": "[eval][--algorithm.loss][gspo]",
+    "megarl repl\tno": "[replay][no]",
+    "megarl train my\t--rollout.engine.ten\t2": "[train][my recipe.yaml][--rollout.engine.tensor][2]",
+}
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_the_tab_key_in_a_real_shell(shell: str, tmp_path: Path) -> None:
+    """Words typed into a terminal, whose command prints what it was given."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    own = tmp_path / "bin" / "megarl"
+    own.parent.mkdir()
+    own.write_text(
+        f'#!/bin/sh\n[ "$1" = completion ] && exec {sys.executable} -m megarl "$@"\n'
+        'printf "GOT"; printf "[%s]" "$@"; echo .\n'
+    )
+    own.chmod(0o755)
+    (tmp_path / "my recipe.yaml").touch()
+    (tmp_path / "my notes.txt").touch()
+    words = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}[shell]
+    environment = os.environ | {
+        "PATH": f"{own.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TERM": "dumb",
+        "HOME": str(tmp_path),
+    }
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [shell, *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said = ""
+
+    def until(what: str) -> None:
+        nonlocal said
+        deadline = time.monotonic() + 60
+        while what not in said:
+            assert select.select([terminal], [], [], deadline - time.monotonic())[0], said
+            said += os.read(terminal, 4096).decode(errors="replace")
+
+    def type_in(text: str) -> None:
+        os.write(terminal, text.encode())
+
+    try:
+        start = "autoload -U compinit && compinit -u; " if shell == "zsh" else ""
+        type_in(f'{start}eval "$(megarl completion {shell})" && echo rea""dy\n')
+        until("ready")
+        for line, wanted in TYPED.items():
+            type_in(f"{line}\n")
+            until(f"GOT{wanted}.")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_completion_names_its_shells() -> None:
+    done = shell("completion", "fish")
+    assert done.returncode == 2 and "megarl completion bash|zsh" in done.stderr
