@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megarl.checks.preflight import check_run, ranks_to_check, warn
 from megarl.checks.programs import check_rows
+from megarl.checks.roles import check_positions
 from megarl.config import RunConfig
 from megarl.data.source import load_prompts
 from megarl.parallel.mesh import local_device
@@ -82,6 +83,7 @@ def check_model(config: RunConfig, path: str) -> EvalCase:
             tools=inputs.tools,
         )
         warn(rows.warning)
+        check_positions(own, inputs.hf, (), rows.longest)
         check_rows(config.environment, rows, f"evaluation.sources {source}")
         sets[source] = list(rows)
     return EvalCase(own, inputs, sets)

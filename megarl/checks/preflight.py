@@ -30,11 +30,11 @@ from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
 from megarl.checks.programs import check_rows
-from megarl.checks.roles import check_role, refuse_rejection
+from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
-from megarl.config import AnyConfig, RunConfig, longest_request, with_steps
+from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.data.source import PromptList, load_prompts
 from megarl.ledger.journal import FILE
 from megarl.ledger.position import difference
@@ -47,6 +47,7 @@ from megarl.schema import require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.places import RolePlace, policy_ranks
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
@@ -113,16 +114,11 @@ def check_run(
     names = config.other_roles if new else ()
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
     warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
-    _check_shared_prompts(config)
     prompts, held_out, tools = read_prompts(config, tokenizer)
-    longest = longest_request(config)
-    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
-    require(
-        limit is None or longest <= limit,
-        "the longest prompt (max_prompt_tokens of prompts and of evaluation.prompts) +"
-        f" rollout.max_new_tokens is {longest}, but the model's max_position_embeddings is {limit};"
-        " lower one of them",
-    )
+    # Ranks without the data leave its lengths to rank 0.
+    longest = max((one.longest for one in (prompts, held_out) if one is not None), default=0)
+    _check_shared_prompts(config, prompts.longest if prompts is not None else 0)
+    check_positions(config, hf, roles, longest)
     if new:
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
@@ -130,7 +126,7 @@ def check_run(
     check_weights(config.model)
     warn(check_published_adapters(config))
     if on_cpu:
-        check_cache_memory(config, hf, longest)
+        check_cache_memory(config, hf, longest_sequence(config, hf))
     if prompts is not None:
         with_steps(config, len(prompts))
         try_verifier(config.environment, prompts, tokenizer)
@@ -151,16 +147,16 @@ def check_run(
     )
 
 
-def _check_shared_prompts(config: RunConfig) -> None:
+def _check_shared_prompts(config: RunConfig, longest: int) -> None:
     """Raise `ValueError` if prompts are always to be shared, but one fills a packed sequence: its
-    responses would be computed one by one, each with the whole prompt.
+    responses would be computed one by one, each with the whole prompt. `longest`: tokens of the
+    longest prompt.
     """
     budget = config.training.micro_batch_tokens * config.training.layout.sequence
-    longest = config.prompts.max_prompt_tokens
     require(
         config.training.share_prefix != "on" or longest < budget,
-        f"training.share_prefix is 'on', but a prompt may have {longest} tokens"
-        f" (prompts.max_prompt_tokens) and a packed sequence has {budget}"
+        f"training.share_prefix is 'on', but a prompt has {longest} tokens"
+        f" and a packed sequence has {budget}"
         " (training.micro_batch_tokens x layout.sequence), which leaves no room for responses;"
         " raise training.micro_batch_tokens, or set training.share_prefix to 'auto'",
     )
@@ -168,7 +164,7 @@ def _check_shared_prompts(config: RunConfig) -> None:
     if config.training.share_prefix == "on" and longest + 2 * response > budget:
         console.say(
             f"megarl: warning: training.share_prefix is 'on', but a prompt of {longest} tokens"
-            f" (prompts.max_prompt_tokens) and two responses of {response}"
+            f" and two responses of {response}"
             f" (rollout.max_new_tokens) exceed a packed sequence of {budget}"
             " (training.micro_batch_tokens x layout.sequence): such a group shares nothing"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from megarl.checks.layout_checks import check_cut, refuse_kernels
-from megarl.config import DistillConfig, RunConfig, longest_request
+from megarl.config import DistillConfig, RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.objectives.config import COMPARING
 from megarl.parallel.mesh import local_device
@@ -23,7 +24,7 @@ from megarl.trainer.config import (
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import refuse_transform
-from megarl.trainer.model_config import load_model_config
+from megarl.trainer.model_config import load_model_config, positions
 from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.places import RolePlace, place_role, role_training
 from megarl.trainer.sharding import refuse_tensor
@@ -66,13 +67,6 @@ def check_role(
             f"{name}.model.from_scratch is true, but random weights judge nothing; leave it out",
         )
         check_weights(role.model, head_of(role), needs_score=judges)
-        longest = longest_request(config)
-        limit = getattr(theirs.get_text_config(), "max_position_embeddings", None)
-        require(
-            limit is None or longest <= limit,
-            f"the longest prompt + rollout.max_new_tokens is {longest}, but {name}.model.path has"
-            f" max_position_embeddings {limit}; lower one of the first two, or set another model",
-        )
         if judges or teaches:
             refuse_other_tokenizer(name, config.model, role.model)
         if teaches:
@@ -141,3 +135,24 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files by which a folder is known to have a tokenizer."""
+
+
+def check_positions(
+    config: RunConfig, hf: PretrainedConfig, roles: Iterable[str], longest: int
+) -> None:
+    """Raise `ValueError` if a model cannot read the longest prompt with the longest response.
+    `roles`: sections of the models beside the policy. `longest`: tokens of the longest prompt.
+    """
+    models = {"model.path": hf}
+    for name in roles:
+        if (model := config.other_roles[name].model).path:
+            models[f"{name}.model.path"] = load_model_config(model, setting=f"{name}.model")
+    new = config.rollout.max_new_tokens
+    for name, model in models.items():
+        limit = positions(model)
+        require(
+            limit is None or longest + new <= limit,
+            f"the longest prompt of the data has {longest} tokens, with rollout.max_new_tokens ="
+            f" {new} {longest + new}, but the max_position_embeddings of {name} is {limit}; lower"
+            " rollout.max_new_tokens, or max_prompt_tokens with prompts.too_long 'drop'",
+        )

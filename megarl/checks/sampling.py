@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megarl.checks.folder_checks import check_writable
 from megarl.checks.preflight import check_run, ranks_to_check
-from megarl.checks.roles import check_role
+from megarl.checks.roles import check_positions, check_role
 from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -64,4 +64,7 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
         own = replace(config, reward_models=here)
         check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+    if inputs.prompts is not None:
+        names = [f"reward_models.{name}" for name in config.reward_models]
+        check_positions(config, inputs.hf, names, inputs.prompts.longest)
     return SampleInputs(inputs)

@@ -27,7 +27,7 @@ from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
 from megarl.cluster.service_process import build_service
-from megarl.config import RunConfig, longest_request, made_with
+from megarl.config import RunConfig, made_with
 from megarl.config_checks import TELL_S
 from megarl.console import say
 from megarl.environments.codec import Codec
@@ -37,6 +37,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
+from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.types import START, Cursor, Group
 
 BYTES_PER_TOKEN = 8
@@ -212,7 +213,7 @@ def start_engines(
         sleeps=shares and not on_cpu,
         model=config.model.path,
         config=engine,
-        max_tokens=longest_request(config),
+        max_tokens=longest_sequence(config, load_model_config(config.model)),
         stop_token_ids=stop_token_ids,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,

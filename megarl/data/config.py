@@ -13,6 +13,9 @@ TemplateName = Literal["none", "chat", "rendered"]
 first special tokens; `chat`, by the tokenizer's chat template; `rendered`, as they are, because a
 chat template has written them already, special tokens included."""
 
+TooLong = Literal["refuse", "drop", "truncate_left"]
+"""What becomes of rows that are too long: an error, left out, or prompts that begin later."""
+
 
 WEIGHT_TOLERANCE = Fraction(1, 10**6)
 """How far the sum of a mixture's weights may be from 1; within it the weights are scaled to 1."""
@@ -100,8 +103,11 @@ class PromptsConfig:
     instruction: str = ""
     """A text appended to the prompt (or to its last user message), after a newline."""
     max_prompt_tokens: Annotated[int, Range(1, MOST_TOKENS)] = 1024
-    """Maximum prompt length. A longer prompt is an error before the run starts, which names the
-    row."""
+    """Maximum prompt length; see `too_long`."""
+    too_long: TooLong = "refuse"
+    """What becomes of prompts with more tokens than `max_prompt_tokens`: `refuse`, an error before
+    the run starts; `drop`, the row is left out; `truncate_left`, the prompt keeps its last tokens
+    only, without the beginning that the chat template has written. How many there are is said."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: Annotated[int | None, Range(1, 10**9)] = None
@@ -207,8 +213,12 @@ class DemonstrationsConfig:
     """`chat` renders the prompt with the tokenizer's chat template. `rendered` reads texts that a
     template has written, as `megarl sample` stores them."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
-    """Maximum length of prompt and response together. A longer row is an error before the run
-    starts, which names the row."""
+    """Maximum length of prompt and response together; see `too_long`."""
+    too_long: TooLong = "refuse"
+    """What becomes of longer rows: `refuse`, an error before the run starts; `drop`, the row is
+    left out; `truncate_left`, the prompt keeps its last tokens only, the response all of its own.
+    Of a conversation the prompt is what stands before the first reply. How many there are is
+    said."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: Annotated[int | None, Range(1, 10**9)] = None
@@ -256,8 +266,11 @@ class PreferencesConfig:
     """`chat` renders prompt and responses with the tokenizer's chat template. `rendered` reads
     prompts that a template has written, as `megarl sample` stores them."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
-    """Maximum length of a prompt and one response together. A longer row is an error before the run
-    starts, which names the row."""
+    """Maximum length of a prompt and one response together; see `too_long`."""
+    too_long: TooLong = "refuse"
+    """What becomes of longer rows: `refuse`, an error before the run starts; `drop`, the row is
+    left out; `truncate_left`, the prompt keeps its last tokens only, the responses all of their
+    own. How many there are is said."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: Annotated[int | None, Range(1, 10**9)] = None

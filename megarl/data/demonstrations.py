@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.chats import conversation, conversation_tokens, turns_of
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.fingerprint import fingerprint
+from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
 from megarl.data.round_trip import lost_text
@@ -98,27 +99,29 @@ def load_demonstrations(
     warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
         tokenizer, replies, responses, what=f"responses of {setting}"
     )
-    totals = (prompts.lengths + responses.lengths).tolist()
-    for index, (asked, total) in enumerate(zip(prompts.lengths.tolist(), totals, strict=True)):
-        place = table.place(index)
-        require(
-            asked > 0, f"{place}: the prompt has no tokens; fill column '{config.prompt_column}'"
-        )
-        require(
-            total <= config.max_tokens,
-            f"{place}: prompt and response have {total} tokens, but {setting}.max_tokens"
-            f" is {config.max_tokens}; set it to at least {total}, or drop the row",
-        )
+    kept, prompts, note = fit(
+        table,
+        prompts,
+        responses.lengths,
+        limit=config.max_tokens,
+        key="max_tokens",
+        too_long=config.too_long,
+        setting=setting,
+    )
+    prompts, responses = prompts.only(kept), responses.only(kept)
+    values, marks = picked(values, kept), picked(marks, kept)
     settings = [config.template, config.shuffle]
     if config.template == "chat":
         settings.append(tokenizer.chat_template)
+    if note and config.too_long == "truncate_left":
+        settings.append(f"truncated to {config.max_tokens}")
     return DemonstrationList(
         prompts,
         responses,
         Order(len(prompts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, marks, strict=True)),
-        masks,
-        warning,
+        masks.only(kept) if masks is not None else None,
+        "; ".join(filter(None, (warning, note))),
     )
 
 

@@ -18,6 +18,7 @@ import xxhash
 from megarl.data.chats import Turn, check_question, parsed_chat, rendered, turns_of
 from megarl.data.config import PreferencesConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
 from megarl.data.round_trip import lost_text
@@ -42,6 +43,12 @@ class Columns(NamedTuple):
     """(chosen, rejected) or (response,)."""
     margins: list[float]
     labels: list[bool]
+
+    def only(self, rows: list[int]) -> Columns:
+        """The texts of `rows`."""
+        replies = tuple(picked(texts, rows) for texts in self.responses)
+        margins, labels = picked(self.margins, rows), picked(self.labels, rows)
+        return Columns(picked(self.prompts, rows), replies, margins, labels)
 
 
 class PreferenceList:
@@ -132,17 +139,29 @@ def load_preferences(
     columns = _columns(config, table, tokenizer, setting)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
     responses = [_reply_tokens(tokenizer, texts, config.template) for texts in columns.responses]
-    _check_lengths(config, table, prompts, responses, setting)
+    warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
+    for texts, ids in zip(columns.responses, responses, strict=True):
+        warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
+    kept, prompts, note = fit(
+        table,
+        prompts,
+        np.max([lists.lengths for lists in responses], axis=0),
+        limit=config.max_tokens,
+        key="max_tokens",
+        too_long=config.too_long,
+        setting=setting,
+    )
+    prompts, responses = prompts.only(kept), [lists.only(kept) for lists in responses]
+    columns = columns.only(kept)
     settings: list[Any] = [config.template, config.shuffle, single]
     if config.template == "chat":
         settings.append(tokenizer.chat_template)
+    if note and config.too_long == "truncate_left":
+        settings.append(f"truncated to {config.max_tokens}")
     marks = zip(*columns.responses, columns.margins, columns.labels, strict=True)
     digest = fingerprint(
         settings, zip(columns.prompts, (canonical_json(mark) for mark in marks), strict=True)
     )
-    warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
-    for texts, ids in zip(columns.responses, responses, strict=True):
-        warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
     labels, margins = None, columns.margins
     if single:
         prompts, responses, labels = _singles(prompts, responses, columns, setting)
@@ -161,7 +180,7 @@ def load_preferences(
         digest,
         margins=margins,
         labels=labels,
-        warning=warning,
+        warning="; ".join(filter(None, (warning, note))),
     )
 
 
@@ -311,29 +330,6 @@ def _reply_tokens(
         return ids[: len(ids) - ids[::-1].index(end)] if end in ids else [*ids, end]
 
     return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
-
-
-def _check_lengths(
-    config: PreferencesConfig,
-    table: Table,
-    prompts: TokenLists,
-    responses: list[TokenLists],
-    setting: str,
-) -> None:
-    longest = np.max([lists.lengths for lists in responses], axis=0)
-    for index, (asked, reply) in enumerate(
-        zip(prompts.lengths.tolist(), longest.tolist(), strict=True)
-    ):
-        require(
-            asked > 0,
-            f"{table.place(index)}: the prompt has no tokens; fill column '{config.prompt_column}'",
-        )
-        require(
-            asked + reply <= config.max_tokens,
-            f"{table.place(index)}: prompt and response have {asked + reply} tokens, but"
-            f" {setting}.max_tokens is {config.max_tokens}; set it to at least {asked + reply}, or"
-            " drop the row",
-        )
 
 
 def _singles(

@@ -38,6 +38,8 @@ class Table:
 
     def only(self, indices: list[int]) -> Table:
         """A table of the rows at `indices`, which keep their line numbers."""
+        if len(indices) == len(self.rows):
+            return self
         lines = [self.lines[index] for index in indices] if self.lines else None
         return Table(self.source, [self.rows[index] for index in indices], lines)
 

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import check_template, column, render, text_of
 from megarl.data.round_trip import lost_text
@@ -54,6 +57,11 @@ class PromptList:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self._token_ids.lengths.max())
 
     def __iter__(self) -> Iterator[Prompt]:
         """Iterate over all prompts once, in file order: for evaluation."""
@@ -150,39 +158,42 @@ def _load_source(
         subset=config.subset,
     )
     if config.unique:
-        table = _unique(table, config.prompt_column, setting)
+        table = _unique(config, table, setting)
     check_template(tokenizer, config.template, setting)
     answers = [_answer(config, table, index, setting) for index in range(len(table.rows))]
-    values = [
-        column(
-            row, config.prompt_column, place=table.place(index), setting=f"{setting}.prompt_column"
-        )
-        for index, row in enumerate(table.rows)
-    ]
+    values = _prompts(config, table, setting)
     texts = [
         render(
             value,
             tokenizer,
             template=config.template,
             system=config.system,
-            instruction=_instruction(config, table, index),
+            instruction=_instruction(config, table, index, setting),
             place=table.place(index),
             setting=setting,
             tools=tools,
         )
         for index, value in enumerate(values)
     ]
-    environments = _environments(config, table, setting)
     token_ids = prompt_tokens(tokenizer, texts, config.template)
-    for index, length in enumerate(token_ids.lengths.tolist()):
-        _check_length(config, table, index, length, setting)
-    settings = [config.template, config.system, config.instruction, config.shuffle]
-    if config.choices_column:
-        settings += [_choices(config, table, index).lines() for index in range(len(table.rows))]
-    if config.template == "chat":
-        settings.append(tokenizer.chat_template)
-    if tools:
-        settings.append(canonical_json(list(tools)))
+    lost = lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}")
+    kept, cut, note = fit(
+        table,
+        token_ids,
+        0,
+        limit=config.max_prompt_tokens,
+        key="max_prompt_tokens",
+        too_long=config.too_long,
+        setting=setting,
+    )
+    for row in np.flatnonzero(cut.lengths != token_ids.lengths):
+        texts[row] = str(tokenizer.decode(cut[row]))
+    table, token_ids = table.only(kept), cut.only(kept)
+    answers, values, texts = picked(answers, kept), picked(values, kept), picked(texts, kept)
+    environments = _environments(config, table, setting)
+    settings = _settings(config, table, tokenizer, setting, tools)
+    if note and config.too_long == "truncate_left":
+        settings.append(f"truncated to {config.max_prompt_tokens}")
     if environments is not None:
         settings += ["environments", *environments]
     return PromptList(
@@ -192,18 +203,43 @@ def _load_source(
         answers,
         Order(len(texts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, answers, strict=True)),
-        lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}"),
+        "; ".join(filter(None, (lost, note))),
         environments,
     )
 
 
-def _unique(table: Table, prompt_column: str, setting: str) -> Table:
+def _prompts(config: PromptsConfig, table: Table, setting: str) -> list[Any]:
+    """The prompt of each row, as the data set has it."""
+    named = f"{setting}.prompt_column"
+    return [
+        column(row, config.prompt_column, place=table.place(index), setting=named)
+        for index, row in enumerate(table.rows)
+    ]
+
+
+def _settings(
+    config: PromptsConfig,
+    table: Table,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str,
+    tools: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """What the tokens of the prompts, and their order, depend on beside the rows."""
+    settings: list[Any] = [config.template, config.system, config.instruction, config.shuffle]
+    if config.choices_column:
+        rows = range(len(table.rows))
+        settings += [_choices(config, table, index, setting).lines() for index in rows]
+    if config.template == "chat":
+        settings.append(tokenizer.chat_template)
+    if tools:
+        settings.append(canonical_json(list(tools)))
+    return settings
+
+
+def _unique(config: PromptsConfig, table: Table, setting: str) -> Table:
     """Remove repeated prompts: keeps the first row of each."""
     first: dict[str, int] = {}
-    for index, row in enumerate(table.rows):
-        prompt = column(
-            row, prompt_column, place=table.place(index), setting=f"{setting}.prompt_column"
-        )
+    for index, prompt in enumerate(_prompts(config, table, setting)):
         first.setdefault(canonical_json(prompt), index)
     return table.only(list(first.values()))
 
@@ -218,7 +254,7 @@ def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> st
     )
     answer = text_of(value, what=f"the answer (column '{config.answer_column}')", place=place)
     if config.choices_column and isinstance(value, int) and not config.answer_after:
-        return _choices(config, table, index).label(value)
+        return _choices(config, table, index, setting).label(value)
     if config.answer_after:
         _, marker, answer = answer.rpartition(config.answer_after)
         require(
@@ -232,7 +268,7 @@ def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> st
         f" {setting}.answer_column",
     )
     if config.choices_column:
-        return _choices(config, table, index).label(answer)
+        return _choices(config, table, index, setting).label(answer)
     return answer.strip()
 
 
@@ -253,28 +289,14 @@ def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str
     return found
 
 
-def _choices(config: PromptsConfig, table: Table, index: int) -> Choices:
+def _choices(config: PromptsConfig, table: Table, index: int, setting: str) -> Choices:
     """The choices of a row."""
-    place, setting = table.place(index), "prompts.choices_column"
-    value = column(table.rows[index], config.choices_column, place=place, setting=setting)
-    return Choices.of(value, place=place, setting=setting)
+    place, named = table.place(index), f"{setting}.choices_column"
+    value = column(table.rows[index], config.choices_column, place=place, setting=named)
+    return Choices.of(value, place=place, setting=named)
 
 
-def _instruction(config: PromptsConfig, table: Table, index: int) -> str:
+def _instruction(config: PromptsConfig, table: Table, index: int, setting: str) -> str:
     """What is appended to the prompt of a row: its choices, then the instruction."""
-    choices = [_choices(config, table, index).lines()] if config.choices_column else []
+    choices = [_choices(config, table, index, setting).lines()] if config.choices_column else []
     return "\n".join([*choices, *([config.instruction] if config.instruction else [])])
-
-
-def _check_length(
-    config: PromptsConfig, table: Table, index: int, length: int, setting: str
-) -> None:
-    require(
-        length > 0,
-        f"{table.place(index)}: the prompt has no tokens; fill column '{config.prompt_column}'",
-    )
-    require(
-        length <= config.max_prompt_tokens,
-        f"{table.place(index)}: the prompt has {length} tokens, but {setting}.max_prompt_tokens is "
-        f"{config.max_prompt_tokens}; set it to at least {length}, or drop the row",
-    )

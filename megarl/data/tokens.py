@@ -40,6 +40,12 @@ class TokenLists:
     def __getitem__(self, index: int) -> list[int]:
         return self.ids[self.offsets[index] : self.offsets[index + 1]].tolist()
 
+    def only(self, indices: Sequence[int]) -> TokenLists:
+        """The lists at `indices`."""
+        if len(indices) == len(self):
+            return self
+        return TokenLists(self.ids[self.offsets[i] : self.offsets[i + 1]] for i in indices)
+
     @property
     def lengths(self) -> np.ndarray:
         """[N] int64: number of tokens of each list."""

@@ -8,7 +8,7 @@ from megarl.activity.spans import activity
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
-from megarl.config import DistillConfig, RunConfig, longest_request, silence_s
+from megarl.config import DistillConfig, RunConfig, silence_s
 from megarl.console import phase
 from megarl.kernels.divergence import Divergence
 from megarl.loops.deadlines import STEPS_OF, step_deadline_s
@@ -22,6 +22,7 @@ from megarl.trainer.context import RunContext, RunInputs, trained_roles
 from megarl.trainer.critic import Critic
 from megarl.trainer.distillation import Distillation
 from megarl.trainer.heads import HeadName
+from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.model_rewards import RewardModels
 from megarl.trainer.places import base_as_reference, role_training
 from megarl.trainer.policy import PolicyGradient
@@ -227,7 +228,7 @@ def make_publisher(
         probe = Probe.random(
             dtypes=(engine.dtype, config.training.precision),
             vocab_size=len(inputs.tokenizer),
-            max_tokens=longest_request(config),
+            max_tokens=longest_sequence(config, inputs.hf),
             seed=config.seed,
             tolerance=config.weight_sync.probe_tolerance,
         )
@@ -250,7 +251,7 @@ def make_publisher(
         dtype=engine.dtype,
         precision=config.training.precision,
         vocabulary=len(inputs.tokenizer),
-        max_tokens=longest_request(config),
+        max_tokens=longest_sequence(config, inputs.hf),
         seed=config.seed,
     )
 

@@ -11,8 +11,9 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from megarl.config import RunConfig, longest_request
 from megarl.data.hub import hub_state, why_absent
-from megarl.schema import require, shortened
+from megarl.schema import MOST_TOKENS, require, shortened
 from megarl.third_party import opening, refuse_broken_links
 from megarl.trainer.config import ModelConfig
 
@@ -31,6 +32,18 @@ POSITIVE = (
 """Settings of config.json that are above 0 where a model has them."""
 
 FIX = "fetch the model again, or correct its config.json"
+
+
+def positions(hf: transformers.PretrainedConfig) -> int | None:
+    """Number of tokens that a model can read; None for a model without a limit."""
+    return getattr(hf.get_text_config(), "max_position_embeddings", None)
+
+
+def longest_sequence(config: RunConfig, hf: transformers.PretrainedConfig) -> int:
+    """Most tokens of a sequence in an engine: of the longest prompt that the recipe allows and the
+    longest response, at most as many as the model (configuration `hf`) can read.
+    """
+    return min(longest_request(config), positions(hf) or MOST_TOKENS)
 
 
 def load_model_config(

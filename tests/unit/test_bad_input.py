@@ -288,6 +288,7 @@ CASES = {
             "training.micro_batch_tokens": 64,
             "prompts.max_prompt_tokens": 64,
         },
+        prepare=lines(json.dumps({"prompt": f"{'1+' * 31}1=", "answer": "32"})),
     ),
     "Liger without a GPU": Case(
         ["'liger'", "needs a GPU", "set it to 'chunked'"], {"training.logprobs": "liger"}
@@ -432,7 +433,8 @@ CASES = {
         {"training.optimizer.kind": "apex"},
     ),
     "longer than the model": Case(
-        ["max_position_embeddings is 256"], {"rollout.max_new_tokens": 400}
+        ["longest prompt of the data has 5 tokens", "max_position_embeddings of model.path is 256"],
+        {"rollout.max_new_tokens": 400},
     ),
     "run folder holds a run": Case(["already holds a run", "resume"], prepare=a_run_is_there),
     "folder is a file": Case(["is a file"], prepare=lambda folder: (folder / "run").write_text("")),

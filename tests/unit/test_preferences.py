@@ -162,6 +162,24 @@ def test_a_batch(tokenizer: Any, tmp_path: Path) -> None:
     assert batch.samples.mask.tolist()[:7] == [False] * 4 + [True] * 3
 
 
+def test_rows_that_are_too_long(tokenizer: Any, tmp_path: Path) -> None:
+    """The prompt is cut, as far as the longer of the two responses needs it; KTO's too."""
+    long = {"prompt": "1+2+3=", "chosen": "345", "rejected": "4"}
+    with pytest.raises(
+        ValueError, match=r"^2 of 3 rows .*= 7 \(the longest 10\).*row 0.* with 10;"
+    ):
+        load(tokenizer, tmp_path, [long, long, PAIR], max_tokens=7)
+    found = load(tokenizer, tmp_path, [long, PAIR], max_tokens=7, too_long="truncate_left")
+    assert texts(tokenizer, found, 0) == ("+3=", "345<eos>", "4<eos>")
+    assert "prompts lose the first tokens" in found.warning
+    found = load(tokenizer, tmp_path, [long, PAIR], max_tokens=7, too_long="drop")
+    assert len(found) == 1 and "1 of 2 rows" in found.warning
+    assert found.fingerprint == load(tokenizer, tmp_path, [PAIR]).fingerprint
+    single = {"max_tokens": 8, "too_long": "truncate_left", "single": True}
+    found = load(tokenizer, tmp_path, [long, PAIR], **single)
+    assert texts(tokenizer, found, 1) == ("2+3=", "4<eos>", "4<eos>")
+
+
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no rejected side": ([{"prompt": "1", "chosen": "2"}], {}, r"no column 'rejected'.*rejected_c"),
     "null": ([PAIR | {"chosen": None}], {}, "column 'chosen' is null"),
@@ -171,7 +189,11 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "empty prompt": ([PAIR | {"prompt": ""}], {}, "the prompt"),
     "a list": ([PAIR | {"chosen": [TURN]}], {}, "template to 'chat'"),
     "a number of turns": ([PAIR | {"chosen": {"a": 1}}], {}, "response"),
-    "too long": ([PAIR], {"max_tokens": 5}, r"6 tokens, but preferences\.max_tokens is 5"),
+    "too long": (
+        [PAIR],
+        {"max_tokens": 5},
+        r"1 of 1 rows .*preferences\.max_tokens = 5 \(the longest 6",
+    ),
     "margin": ([PAIR | {"by": "much"}], {"margin_column": "by"}, "the margin .* is 'much'"),
     "infinite margin": ([PAIR | {"by": 1e999}], {"margin_column": "by"}, "not a finite number"),
     "label": (

@@ -302,7 +302,8 @@ LINES = {
     ),
     "too long": (
         '{"prompt": "a", "answer": "1"}\n{"prompt": "123456789", "answer": "1"}',
-        r"line 2 \(row 1.*has 9 tokens, but prompts\.max_prompt_tokens is 8; set it to at least 9",
+        r"^1 of 2 prompts have more tokens than prompts\.max_prompt_tokens = 8 \(the longest 9\), the"
+        r" first is .*line 2 \(row 1.* with 9; set max_prompt_tokens to at least 9, or",
     ),
 }
 
@@ -401,7 +402,7 @@ def test_demonstrations_say_what_is_wrong(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"line 2 .*have 6 tokens, but demonstrations\.max_tokens is 5; set it to at least 6",
+        match=r"^1 of 2 rows .*demonstrations\.max_tokens = 5 \(the longest 6\).*line 2 .*at least 6",
     ):
         demonstrations(file, max_tokens=5)
     with pytest.raises(
@@ -419,6 +420,62 @@ def test_demonstrations_say_what_is_wrong(tmp_path: Path) -> None:
         TOKENIZER.decode(demonstrations(chat, template="chat").at(0).prompt_ids)
         == "<|user|>q<eos><|assistant|>"
     )
+
+
+LENGTHS = [{"prompt": "x" * length, "answer": str(length)} for length in (3, 12, 8, 20, 9)]
+
+
+def test_prompts_that_are_too_long(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"^3 of 5 .*the longest 20\), the first is .*line 2 .*12;"
+    ):
+        prompts(file, max_prompt_tokens=8)
+    found = prompts(file, max_prompt_tokens=8, too_long="drop")
+    assert [one.answer for one in found] == ["3", "8"] and found.longest == 8
+    assert found.warning == (
+        "3 of 5 prompts have more tokens than prompts.max_prompt_tokens = 8 (the longest 20);"
+        " they are left out"
+    )
+    short = write(tmp_path / "short.jsonl", [LENGTHS[0], LENGTHS[2]])
+    assert found.fingerprint == prompts(short).fingerprint
+    with pytest.raises(ValueError, match=r"5 of 5 .*no row is left; raise max_prompt_tokens"):
+        prompts(file, max_prompt_tokens=2, too_long="drop")
+    rows = [row | {"prompt": f"begin {row['prompt']} end"} for row in LENGTHS]
+    file = write(tmp_path / "marked.jsonl", rows)
+    found = prompts(file, max_prompt_tokens=8, too_long="truncate_left", template="rendered")
+    assert [one.text for one in found] == [" xxx end"] + ["xxxx end"] * 4
+    assert all(TOKENIZER.decode(one.token_ids) == one.text for one in found)
+    other = prompts(file, max_prompt_tokens=9, too_long="truncate_left", template="rendered")
+    assert other.fingerprint != found.fingerprint
+    assert prompts(file, too_long="truncate_left").warning == ""
+
+
+def test_demonstrations_that_are_too_long(tmp_path: Path) -> None:
+    rows = [{"prompt": "abcdef", "response": "xyz"}, {"prompt": "ab", "response": "x"}]
+    file = write(tmp_path / "rows.jsonl", rows)
+    found = demonstrations(file, max_tokens=7, too_long="truncate_left", template="rendered")
+    assert TOKENIZER.decode(found.at(0).prompt_ids + found.at(0).response_ids) == "defxyz<eos>"
+    assert "1 of 2 rows" in found.warning and "lose the first tokens" in found.warning
+    assert len(demonstrations(file, max_tokens=7, too_long="drop")) == 1
+    with pytest.raises(ValueError, match=r"1 of 2 responses leave no room .*line 1 .*'drop'"):
+        demonstrations(file, max_tokens=4, too_long="truncate_left")
+    chat = [
+        {"role": "user", "content": "0123456789"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "b"},
+    ]
+    file = write(tmp_path / "chats.jsonl", [{"messages": chat}] * 2 + [{"messages": chat[2:]}])
+    options: dict[str, Any] = {"messages_column": "messages", "template": "chat"}
+    whole = demonstrations(file, **options)
+    found = demonstrations(file, **options, max_tokens=whole.longest - 5, too_long="truncate_left")
+    assert len(found) == 3 and found.longest == whole.longest - 5
+    assert TOKENIZER.decode(found.at(0).prompt_ids).startswith("r|>0123456789<eos>")
+    assert found.at(0).response_ids == whole.at(0).response_ids
+    assert found.at(0).response_mask == whole.at(0).response_mask
+    dropped = demonstrations(file, **options, max_tokens=whole.longest - 1, too_long="drop")
+    assert len(dropped) == 1 and dropped.at(0).response_mask == whole.at(2).response_mask
 
 
 def test_twenty_thousand_rows_take_seconds(tmp_path: Path) -> None:
