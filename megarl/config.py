@@ -302,7 +302,7 @@ def read(
     refuse_renamed(tree, where=f"recipe {path}")
     where = str(path)
     if overrides:
-        tree = recipe_file.override(tree, kind, list(overrides))
+        tree = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
         where = f"{path} with {' '.join(overrides)}"
     return from_tree(kind, tree, where=where, beside=path.parent, say=say)
 

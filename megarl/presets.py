@@ -93,6 +93,12 @@ def spelled_out(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"algorithm": {"preset": name}} if isinstance(name, str) else tree
 
 
+def long_word(word: str) -> str:
+    """A word of a command line with `--algorithm NAME` written as `--algorithm.preset NAME`."""
+    name, equals, value = word.partition("=")
+    return f"--algorithm.preset{equals}{value}" if name == "--algorithm" else word
+
+
 def filled_in(tree: Any) -> Any:
     """A recipe's tree with the settings of its `algorithm.preset` filled in. Trees without a known
     preset come back unchanged. Raises `ValueError` for settings that contradict the preset.

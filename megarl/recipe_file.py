@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megarl.peer_names import NAMES
 from megarl.schema import text_problem
 
 LARGEST_BYTES = 2**20
@@ -189,10 +190,30 @@ def _refuse_huge(tree: Any) -> None:
         )
 
 
-def suggestion(kind: Any, keys: typing.Sequence[int | str]) -> str:
-    """Hint for the unknown key at path `keys` of configuration class `kind`: the closest known key,
-    or all known keys.
+def has_key(kind: Any, key: str) -> bool:
+    """Whether configuration class `kind` has a setting or section with the dotted name `key`."""
+    for part in key.split("."):
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        if part not in hints:
+            return False
+        kind = hints[part]
+    return True
+
+
+def peers_mean(kind: Any, name: str) -> str:
+    """What other trainers mean by the setting `name`, in words of configuration class `kind`; empty
+    if nothing is known.
     """
+    ours = [one for one in NAMES.get(name.lower(), ()) if has_key(kind, one.split()[0])]
+    return f"here it is {' or '.join(ours)}" if ours else ""
+
+
+def suggestion(kind: Any, keys: typing.Sequence[int | str]) -> str:
+    """Hint for the unknown key at path `keys` of configuration class `kind`: what other trainers
+    mean by it, the closest known key, or all known keys.
+    """
+    if ours := peers_mean(kind, str(keys[-1])):
+        return f"; {ours}"
     for part in keys[:-1]:
         if typing.get_origin(kind) is dict:  # a key of the user's
             kind = typing.get_args(kind)[1]
@@ -233,9 +254,12 @@ def override(tree: dict[str, Any], kind: Any, words: list[str]) -> dict[str, Any
 
 def _type(kind: Any, keys: list[str], word: str) -> Any:
     """The type of the setting at path `keys` of configuration class `kind`."""
+    root = kind
     for depth, key in enumerate(keys):
         hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
         if key not in hints:
+            if ours := peers_mean(root, keys[-1]):
+                raise ValueError(f"{word}: unknown key; {ours}")
             close = difflib.get_close_matches(key, hints, n=1)
             meant = ".".join([*keys[:depth], *close, *keys[depth + 1 :]])
             hint = f"did you mean '--{meant}'?" if close else f"known keys: {', '.join(hints)}"

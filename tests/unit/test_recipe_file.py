@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 from megarl import recipe_file, recipe_paths
-from megarl.config import RunConfig, SftConfig, dump, load, read
+from megarl.config import (
+    DistillConfig,
+    PreferenceConfig,
+    RunConfig,
+    SftConfig,
+    dump,
+    from_tree,
+    load,
+    read,
+)
+from megarl.peer_names import NAMES
+from megarl.recipe_file import has_key
 from megarl.schema import Range, ranges_of
 
 GOOD = "folder: runs/x\nmodel: {path: m}\nprompts: {source: a.jsonl}\n"
@@ -296,3 +307,52 @@ def test_words_of_a_command_line_have_the_home_folder(at_home: Path) -> None:
     home = at_home / "home"
     found = [f"{home}/a.yaml", f"--out={home}/x", str(home), *words[3:]]
     assert [recipe_paths.typed(word) for word in words] == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "says"),
+    [
+        (RunConfig, "rollout.num_generations", "here it is rollout.group_size or sample.samples"),
+        (RunConfig, "rollout.n", "here it is rollout.group_size"),
+        (RunConfig, "training.learning_rate", "here it is training.optimizer.learning_rate"),
+        (RunConfig, "beta", "here it is algorithm.kl.coefficient"),
+        (SftConfig, "num_train_epochs", "here it is epochs"),
+        (
+            SftConfig,
+            "training.gradient_accumulation_steps",
+            "here it is training.micro_batch_tokens .* samples_per_step",
+        ),
+        (SftConfig, "max_length", "here it is demonstrations.max_tokens$"),
+        (SftConfig, "clip_eps", "known keys: folder"),  # nothing that this command has
+    ],
+)
+def test_names_of_other_trainers_lead_to_ours(
+    kind: Any, key: str, says: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path)
+    if kind is SftConfig:
+        path.write_text("folder: f\nmodel: {path: m}\ndemonstrations: {source: a.jsonl}\n")
+    with pytest.raises(ValueError, match=f"--{key}: .*unknown key; {says}"):
+        read(kind, path, [f"--{key}", "1"])
+    *sections, name = key.split(".")
+    written: Any = {name: 1}
+    for section in sections:
+        written = {section: written}
+    tree = recipe_file.read_tree(path) | written
+    with pytest.raises(ValueError, match=rf"{key}: unknown key; {says}"):
+        from_tree(kind, tree, where="recipe")
+
+
+def test_names_that_hints_give_are_there() -> None:
+    kinds = (RunConfig, SftConfig, PreferenceConfig, DistillConfig)
+    ours = {one.split()[0] for pair in NAMES.values() for one in pair}
+    assert [key for key in ours if not any(has_key(kind, key) for kind in kinds)] == []
+
+
+@pytest.mark.parametrize("words", [["--algorithm", "gspo"], ["--algorithm=gspo"]])
+def test_a_preset_is_named_on_the_command_line(words: list[str], tmp_path: Path) -> None:
+    for more in ({}, {"algorithm": "dapo"}):
+        config = read(RunConfig, write(tmp_path, **more), words)
+        assert config.algorithm.preset == "gspo" and config.algorithm.clip_low == 3e-4
+    with pytest.raises(ValueError, match=r"algorithm\.preset is 'gspo'.*clip_high"):
+        read(RunConfig, write(tmp_path, algorithm={"clip_high": 0.1}), words)
