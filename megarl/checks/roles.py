@@ -126,8 +126,11 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
     mine = load_tokenizer(
         policy.tokenizer or policy.path, trust_remote_code=policy.trust_remote_code
     )
+    known = mine.get_vocab()
+    # A reward model may have got a padding token of its own, which no policy writes.
+    own = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
     require(
-        theirs.get_vocab() == mine.get_vocab(),
+        known in (own, theirs.get_vocab()),
         f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
         f" policy's tokens; set a {name} of the same family",
     )

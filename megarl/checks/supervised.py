@@ -22,6 +22,7 @@ from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
 from megarl.config import with_steps
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
+from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
 from megarl.schema import require
 from megarl.supervised_config import (
@@ -76,13 +77,17 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
 
 
 def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl reward-model`, as `check_sft` does."""
+    """Run all checks of `megarl reward-model`, as `check_sft` does. The tokenizer pads as
+    transformers' classifiers need it.
+    """
     found = check_supervised(config, "preferences", load_preferences, ranks, head="scalar")
     require(
         type(found.hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         f"model type {found.hf.model_type} of model.path {config.model.path!r} has no sequence"
         " classifier in transformers, as which a reward model is saved; choose another model",
     )
+    source = config.model.tokenizer or config.model.path
+    pad_apart(found.tokenizer, found.hf.get_text_config().vocab_size, source=source)
     return found
 
 

@@ -11,6 +11,7 @@ tokenizers, vLLM included.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,40 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
         f"tokenizer {source} has {size} tokens, but the model embeds {vocab_size}; set the"
         " tokenizer that belongs to the model, or resize the model's embeddings to at least"
         f" {size}",
+    )
+
+
+def pad_apart(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
+    """Set a padding token with which no scored text ends, of an id below `vocab_size`: Hugging
+    Face's sequence classifiers take the score at a text's last token that is no padding. Its own
+    stays if it serves for nothing else; otherwise a token that is meant for padding or for nothing
+    is taken, a new one where the model embeds more tokens than there are, or any other special
+    token.
+
+    Raises `ValueError` if there is none. `source` names the tokenizer in the error.
+    """
+    special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+    known, bos, new = tokenizer.get_vocab(), tokenizer.bos_token, "<|pad|>"
+    size = max(known.values()) + 1
+    free = re.compile("pad|reserved|unused|placeholder", re.IGNORECASE)
+    spare = [one for one in (tokenizer.pad_token, *filter(free.search, special)) if one != bos]
+    # The new token before others, since programs that take every padding token for padding, in
+    # spite of the attention mask, would leave out those of a text.
+    for token in [*spare, new, bos, *special]:
+        if token in (None, tokenizer.eos_token, tokenizer.unk_token):
+            continue
+        if str(token) in str(tokenizer.chat_template or ""):  # may end a turn
+            continue
+        if known.get(str(token), size) >= vocab_size:
+            continue
+        if token != tokenizer.pad_token:
+            tokenizer.add_special_tokens({"pad_token": token})
+        return
+    raise ValueError(
+        f"tokenizer {source} has no token to pad with that cannot end a text: its padding token"
+        f" {tokenizer.pad_token!r} can, by which transformers would find a wrong last token, and"
+        f" its other special tokens end texts too; add a special token as pad_token, and resize the"
+        f" model's embeddings to at least {size + 1}"
     )
 
 

@@ -35,10 +35,9 @@ class RewardModelTask(PairTask):
         role = context.role(
             "reward model", config.model, head="scalar", optimizer_steps=config.steps
         )
-        tokenizer, settings = inputs.tokenizer, role.engine.module.model.config
         # Hugging Face's classifiers look for the last token that is no padding.
-        padding = tokenizer.pad_token_id
-        settings.pad_token_id = padding if padding != tokenizer.eos_token_id else None
+        settings = role.engine.module.model.config.get_text_config()
+        settings.pad_token_id = inputs.tokenizer.pad_token_id
         super().__init__(context, inputs, role)
         self._loss = config.loss
 

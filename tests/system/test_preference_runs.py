@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.commands import Done, megarl, records, tiny_run, write_recipe
+from support.ranks import run_ranks
 from support.tiny import write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
@@ -88,23 +89,56 @@ def test_preferences_are_learnt_under_any_layout(place: Path) -> None:
     assert set(files) < set((place / "cache").iterdir()), "other pairs, other scores"
 
 
+def scored(folder: str, texts: list[list[int]]) -> list[float]:
+    """On a rank: the scores of texts, given as token ids, by the reward model in `folder`."""
+    from megarl.loops.text_scores import TextScorer
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+
+    scorer = TextScorer(
+        ModelConfig(path=folder),
+        TrainingConfig(precision="float32", zero_stage=0),
+        tokenizer=load_tokenizer(folder),
+        template="none",
+        seed=0,
+    )
+    found = scorer.token_scores(texts)
+    scorer.close()
+    return found
+
+
 def test_a_reward_model_is_one_of_transformers(place: Path) -> None:
+    """Its tokenizer pads with the end of sequence, as those of many base models do."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    run("reward-model", place, "judge", 3, ranks=2)
-    _, found = run("reward-model", place, "judge", 5)
+    base = write_model(place / "ends", biases=True, pad_token_id=1)
+    tokenizer = load_tokenizer(str(base))
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(base)
+    ends = {"model": {"path": str(base)}}
+    run("reward-model", place, "judge", 3, ranks=2, **ends)
+    _, found = run("reward-model", place, "judge", 5, **ends)
     folder = place / "judge" / "checkpoints" / "step_000005" / "model"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.num_labels == 1 and not (folder / "generation_config.json").exists()
     rows = [json.loads(line) for line in (place / "held_out.jsonl").read_text().splitlines()]
     texts = [row["prompt"] + row[side] for row in rows for side in ("chosen", "rejected")]
-    lists = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
-    longest = max(map(len, lists))
-    ids = torch.tensor([one + [model.config.pad_token_id] * (longest - len(one)) for one in lists])
+    ended = [f"{text}<eos>" for text in [*texts, "1<eos>2<eos>", "?<eos>+<eos><eos>"]]
+    [expected] = run_ranks(
+        1, __file__, "scored", str(folder), [tokenizer(one).input_ids for one in ended]
+    )
+    options: Any = {"padding": True, "return_tensors": "pt"}
     with torch.no_grad():
-        scores = model(input_ids=ids, attention_mask=(ids != 0).long()).logits.view(-1, 2)
+        left, right = (
+            model(**tokenizer(ended, padding_side=side, **options)).logits[:, 0]
+            for side in ("left", "right")
+        )
+        alone = model(**tokenizer(ended[:1], **options)).logits[:, 0]
+    assert left.tolist() == pytest.approx(expected, abs=1e-5)
+    assert right.tolist() == pytest.approx(expected, abs=1e-5)
+    assert alone.tolist() == pytest.approx(expected[:1], abs=1e-5)
+    scores = right[: len(texts)].view(-1, 2)
     assert scores[:, 0].mean().item() == pytest.approx(found["eval/reward/chosen"], abs=1e-5)
     assert scores[:, 1].mean().item() == pytest.approx(found["eval/reward/rejected"], abs=1e-5)
     changes = {"model": {"path": str(folder)}}
