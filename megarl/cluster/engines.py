@@ -217,11 +217,15 @@ class EngineGroup:
         """
         self._each("wake", timeout_s)
 
-    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
-        """For each member, the log-probs of `token_ids[1:]`, at temperature 1. Raises `EngineLost`
-        if an engine is dead or late.
+    def score(
+        self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
+    ) -> list[list[float]]:
+        """For each member, the log-probs of `token_ids[1:]`, at temperature 1; with `adapted` False
+        without LoRA adapters. Raises `EngineLost` if an engine is dead or late.
         """
-        answers = Answers([handle.score.remote(token_ids) for _, handle in self._numbered()])
+        answers = Answers(
+            [handle.score.remote(token_ids, adapted) for _, handle in self._numbered()]
+        )
         return answers.result(timeout_s=timeout_s)
 
     def processes(self) -> list[Process]:

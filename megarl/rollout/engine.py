@@ -209,13 +209,15 @@ class Engine:
             return ""
         return self._receipts.get(version, "")
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
+    async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
+        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1. With
+        `adapted` False those of the weights without LoRA adapters.
+        """
         sampling = self._sampling(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
         )
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
-        final = await self._run(prompt, sampling, "score")
+        final = await self._run(prompt, sampling, "score", adapted=adapted)
         assert final.prompt_logprobs is not None
         given: Any = final.prompt_logprobs[1:]
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
@@ -353,8 +355,12 @@ class Engine:
         self._requests += 1
         return f"{kind}-{self._requests}"
 
-    async def _run(self, prompt: dict[str, Any], sampling: Any, kind: str) -> Any:
-        """The last output of vLLM for a request."""
+    async def _run(
+        self, prompt: dict[str, Any], sampling: Any, kind: str, *, adapted: bool = True
+    ) -> Any:
+        """The last output of vLLM for a request, with the adapters if there are some and it is
+        `adapted`.
+        """
         final = None
         self._open += 1
         try:
@@ -362,7 +368,7 @@ class Engine:
                 prompt,  # pyright: ignore[reportArgumentType]
                 sampling,
                 self._name(kind),
-                lora_request=self._lora,
+                lora_request=self._lora if adapted else None,
             ):
                 pass
         finally:

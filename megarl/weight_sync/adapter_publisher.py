@@ -2,11 +2,16 @@
 the adapters as it computes.
 
     trainer ranks: A and B --gathered on rank 0--> files in PEFT's format --as bytes--> every engine
+
+The probe is scored with and without adapters on both sides, since new adapters change less than
+its tolerance.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from megarl.errors import EngineLost
@@ -14,8 +19,8 @@ from megarl.parallel.collectives import gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights
-from megarl.weight_sync.probe import Probe
-from megarl.weight_sync.publication import Publication
+from megarl.weight_sync.probe import Effect, Probe
+from megarl.weight_sync.publication import FurtherCheck, Publication
 from megarl.weight_sync.receipts import receipt_of_adapter
 from megarl.weight_sync.transports.base import Aborted
 
@@ -25,6 +30,10 @@ class SendsAdapters(SendsWeights, Protocol):
 
     def adapter_files(self) -> dict[str, bytes]:
         """{file name: content} of all A and B in PEFT's format, on every rank; collective."""
+        ...
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """A context manager in which `logprobs` are those of the base model."""
         ...
 
 
@@ -63,6 +72,20 @@ class AdapterPublisher(Publication):
             if message:
                 return message, engines, {}
         return "", [], metrics
+
+    def _further_check(self, version: int, own: list[float]) -> FurtherCheck:
+        with self._sender.adapters_off():
+            trainer = Effect(own, self.policy.logprobs(self._probe.samples).float().tolist())
+
+        def check(engines: Engines, scores: Sequence[Sequence[float]]) -> dict[str, float]:
+            base = engines.score(
+                self._probe.token_ids, timeout_s=self.config.timeout_s, adapted=False
+            )
+            found = [Effect(*pair) for pair in zip(scores, base, strict=True)]
+            gap = self._probe.compare_effects(trainer, found, version=version, numbers=self.members)
+            return {"probe/adapter_gap": gap}
+
+        return check
 
     def _send(self, version: int, files: dict[str, bytes]) -> dict[str, float]:
         """On rank 0, send the adapters to every engine and wait until each has loaded them."""

@@ -108,10 +108,12 @@ class Engines(Protocol):
         """
         ...
 
-    def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
+    def score(
+        self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
+    ) -> list[list[float]]:
         """Have every engine compute log-probs of one sequence. Returns for each engine, in the
         order of `members`, len(token_ids) - 1 values: the log-prob of every token but the first,
-        given the tokens before it.
+        given the tokens before it. With `adapted` False without the loaded LoRA adapters.
         """
         ...
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,27 @@ PROBE_TOKENS = 48
 """Number of tokens of the probe text."""
 
 
+BASE_GAPS = 4.0
+"""How far the effect of adapters may differ between trainer and engine, in mean gaps of the base
+model, which computes the same text with the same kernels. The expected value for equal adapters is
+at most the square root of 2: both gaps are rounding."""
+SHARES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+"""By dtype: by which share of the effect it may differ besides, since a model that adapters have
+changed rounds otherwise than its base."""
+
+
+class Effect(NamedTuple):
+    """Log-probs of the probe text with adapters and without."""
+
+    adapted: Sequence[float]
+    base: Sequence[float]
+
+    @property
+    def change(self) -> list[float]:
+        """What the adapters add to the log-prob of each token."""
+        return [a - b for a, b in zip(self.adapted, self.base, strict=True)]
+
+
 @dataclass(frozen=True)
 class Probe:
     """A text to score, and the log-prob differences that are accepted."""
@@ -57,6 +79,8 @@ class Probe:
     tolerance: float
     """Largest accepted log-prob difference of a token; 0 judges by `rounding` instead."""
     rounding: Rounding | None = None
+    dtypes: Sequence[str] = ("float32",)
+    """Those of trainer and engines."""
     warned: list[int] = dataclasses.field(default_factory=list)
     """Engines of which a warning was said."""
 
@@ -73,7 +97,8 @@ class Probe:
         tokens = torch.randint(0, vocab_size, (length,), generator=draw).tolist()
         known = [ROUNDINGS[name] for name in dtypes if name in ROUNDINGS]
         rounding = max(known, key=lambda one: one.mean) if known and not tolerance else None
-        return Probe(Samples.one(0, tokens), 0.0 if rounding else tolerance or TOLERANCE, rounding)
+        tolerance = 0.0 if rounding else tolerance or TOLERANCE
+        return Probe(Samples.one(0, tokens), tolerance, rounding, tuple(dtypes))
 
     @property
     def token_ids(self) -> list[int]:
@@ -115,6 +140,37 @@ class Probe:
             self._judge(number, gaps, version, layouts)
         return worst
 
+    def compare_effects(
+        self, trainer: Effect, engines: Sequence[Effect], *, version: int, numbers: Sequence[int]
+    ) -> float:
+        """Largest mean difference between what adapters change in the trainer's log-probs and in
+        those of any engine. New adapters change less than `compare` accepts as rounding, but
+        rounding is nearly the same with and without them, and is measured without them.
+
+        Raises `RuntimeError`, naming engine and version, where an engine computes without adapters,
+        or with others.
+        """
+        own, worst = trainer.change, 0.0
+        size, eps = _mean(own), max(torch.finfo(getattr(torch, one)).eps for one in self.dtypes)
+        share = max(SHARES[name] for name in self.dtypes)
+        for number, engine in zip(numbers, engines, strict=True):
+            change = engine.change
+            gap = _mean([a - b for a, b in zip(change, own, strict=True)])
+            base = _mean([a - b for a, b in zip(trainer.base, engine.base, strict=True)])
+            worst = max(worst, gap)
+            found = (
+                f"engine {number} does not compute with the adapters of version {version}: they"
+                f" change the trainer's log-probs of the probe text by {size:.2e} in the mean"
+            )
+            if size > eps and not any(change):
+                raise RuntimeError(f"{found}, and the engine's not at all")
+            if gap > max(BASE_GAPS * base + share * size, 4 * eps):
+                raise RuntimeError(
+                    f"{found}, and the engine's by {_mean(change):.2e}; the changes differ by"
+                    f" {gap:.2e} in the mean, those of the base model alone by {base:.2e}"
+                )
+        return worst
+
     def _judge(self, engine: int, gaps: Sequence[float], version: int, layouts: str) -> None:
         """Raise `RuntimeError` or warn, as `compare` does, for the differences of one engine."""
         mean, largest = sum(gaps) / len(gaps), max(gaps)
@@ -142,3 +198,8 @@ class Probe:
                 " are equal. Compare mismatch/mean_abs, or set rollout.engine.dtype and"
                 " training.precision alike"
             )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Mean of absolute values."""
+    return sum(map(abs, values)) / len(values)

@@ -17,6 +17,8 @@ from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights
 from megarl.weight_sync.probe import Probe
 
+FurtherCheck = Callable[[Engines, Sequence[Sequence[float]]], dict[str, float]]
+
 
 class Publication(ABC):
     """Publishes weight versions; every trainer rank has one, only rank 0's calls the engines.
@@ -161,10 +163,18 @@ class Publication(ABC):
             metrics["probe/max_abs"] = self._probe.compare(
                 own, scores, version=version, layouts=self._layouts, numbers=self.members
             )
+            metrics.update(check_further(engines, scores))
 
+        check_further = self._further_check(version, own)
         with activity(f"probe of weights {version}", kind="publish", of="engines"):
             failure = self._on_main(f"the probe of version {version}", score)
         return failure, broadcast_object(lost, self.mesh.world) if failure else []
+
+    def _further_check(self, version: int, own: list[float]) -> FurtherCheck:
+        """What rank 0 checks when the probe's log-probs agree: called with the engines and their
+        log-probs, returns metrics. `own`: the trainer's. All ranks call this method together.
+        """
+        return lambda engines, scores: {}
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to close
         """Release what the publication has opened."""

@@ -67,11 +67,19 @@ def exported(folder: Path, family: str, padding: str) -> Path:
     tokenizer = tokenizer_of(folder / "policy", **named)
     size = len(tokenizer) + room
     pad_apart(tokenizer, size, source="here")
-    sizes = dict(vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_labels=1)
-    ids = {"pad_token_id": 3, "bos_token_id": None, "eos_token_id": 0}  # another than its tokenizer
+    sizes: dict[str, Any] = dict(
+        vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2
+    )
+    heads: dict[str, Any] = dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_labels=1
+    )
+    ids: dict[str, Any] = {
+        "pad_token_id": 3,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }  # another than its tokenizer
     kind = transformers.CONFIG_MAPPING[family]
-    config = kind(**sizes | heads | ids | FAMILIES[family] | {"initializer_range": 0.3})
+    config: Any = kind(**sizes | heads | ids | FAMILIES[family] | {"initializer_range": 0.3})
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model.score.weight.data.normal_()
