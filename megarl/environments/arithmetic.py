@@ -34,6 +34,33 @@ OPERANDS = (
 )
 CHAIN = re.compile(r"\^\s*\d+\s*\^")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
+_WORDS = (
+    ("+", r"plus|added\s+to"),
+    ("-", r"minus|\u2212"),
+    ("*", r"times|multiplied\s+by|\\times|\\cdot|\\ast|[\u00d7\u00b7\u22c5]|(?<=\s)[xX](?=\s)"),
+    ("/", r"divided\s+by|over|\\div|[\u00f7\u2215]"),
+    ("^", r"(?:raised\s+)?to\s+the\s+power(?:\s+of)?|raised\s+to"),
+)
+_GROUPS = "|".join(f"({words})" for _, words in _WORDS)
+IN_WORDS = re.compile(
+    r"(?<=[\d)}\]!])\**(\$?),?\s*(?:\\text\s*\{\s*)?(?:" + _GROUPS + r")(?:\s*\})?\s*\1\**"
+    r"(?=[-\d(.{\\])"
+)
+"""Operators between numbers, in words and as characters of their own."""
+OF_TWO = re.compile(
+    r"\b(sum|difference|product|quotient)\s+of\s+(-?[\d.,]*\d)\s+(?:and|by)\s+(-?[\d.,]*\d)"
+)
+SIGNS = {"sum": "+", "difference": "-", "product": "*", "quotient": "/"}
+AS_POWER = re.compile(r"(?<=[\d)}])\s+(squared|cubed)\b")
+
+
+def in_signs(text: str) -> str:
+    """`text` with operators between numbers as signs: `67 + 63` for `67 plus 63` and `the sum of 67
+    and 63`, `67 * 63` for `67 \\times 63`.
+    """
+    text = IN_WORDS.sub(lambda found: f" {_WORDS[(found.lastindex or 2) - 2][0]} ", text)
+    text = OF_TWO.sub(lambda found: f"{found[2]} {SIGNS[found[1]]} {found[3]}", text)
+    return AS_POWER.sub(lambda found: "^2" if found[1] == "squared" else "^3", text)
 
 
 def evaluate(text: str) -> Fraction | None:

@@ -17,6 +17,7 @@ from megarl.environments.verifier_config import (
     FormatConfig,
     JsonSchemaConfig,
     LengthConfig,
+    MathConfig,
     NamedVerifierConfig,
     NumericConfig,
     RegexConfig,
@@ -203,6 +204,7 @@ class EnvironmentConfig:
     marker in the response; if empty, the whole response."""
     regex: RegexConfig = RegexConfig()
     json_schema: JsonSchemaConfig = JsonSchemaConfig()
+    math: MathConfig = MathConfig()
     numeric: NumericConfig = NumericConfig()
     choice: ChoiceConfig = ChoiceConfig()
     format: FormatConfig = FormatConfig()

@@ -17,8 +17,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megarl.environments.arithmetic import evaluate, is_huge
+from megarl.environments.arithmetic import evaluate, in_signs, is_huge
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.finished import is_unfinished, to_simplify
 from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
@@ -32,6 +33,8 @@ MAX_DEPTH = 6
 with each level (13 levels of braces take 5 s)."""
 TOWERS = re.compile(r"(?:[\^_]\s*[A-Za-z0-9]\s*){5}|!{3}|(?:\|[^|]*){13}|(?:=[^=]*){9}")
 """Nesting without brackets, which is not parsed either: x^x^x^x^x^x, x!!!, bars, chains of `=`."""
+PLAIN_FORMULA = re.compile(r"\d[\d.\s*^()!+/-]*[*^!][\d.\s*^()!+/-]*")
+"""Powers and factorials of numbers outside of formulas."""
 FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 
 NUMBER = re.compile(
@@ -55,8 +58,14 @@ VULGAR = (
 )  # one quarter, a half, ..., seven eighths
 MIXED = re.compile(rf"(?:((?<!\d)\d{{1,100}})\s?)?([{VULGAR}])")
 SUPERSCRIPTS = re.compile(r"(?<=[\w)}\]])\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+BARE_POWER = re.compile(r"(?<=\d)\s*\^\s*\{(-?[\d.]+)\}")
+BEFORE_OPERATOR = re.compile(r"[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*-?\d")
+BEHIND_OPERATOR = re.compile(r"\d[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*\Z")
+FRACTION = re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+STARS = re.compile(r"(?<=[\w)}])\s*\*\*\s*(?=[-\w({])")
 EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][-+]?\d{1,2})(?![\w.]\w)")
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+WRAPPING = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{")
 WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
 PRODUCTS = re.compile(r"[abcxyz]{2,3}|[b-df-hj-np-tv-z]{2,3}")
 """Letters that are read as a product of variables, such as xy or mn."""
@@ -89,6 +98,14 @@ BRACKETS = {"{": "}", "(": ")"}
 CALCULUS = re.compile(r"\\(?:o?i{0,3}nt|lim)(?![A-Za-z])")
 """Integrals and limits, which are not computed: sympy may search for their value without end."""
 TAGS = ("<answer>", "</answer>")
+EQUALS = re.compile(r"(?<![<>!\\=])=(?!=)")
+RELATION = re.compile(
+    r"[<>\u2264\u2265\u2260]|\\(?:[lg]e|[lg]eq|[lg]eqslant|[lg]t|neq?)(?![A-Za-z])"
+)
+LARGEST_ERROR = Fraction(5, 10**6)
+"""Largest relative difference between a decimal number and the exact one that it stands for."""
+SMALL = 1e-6
+"""Exact values below are not equal because both are small."""
 SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
 """Words of a sentence, which is searched for its answer; without them a line is the answer."""
 
@@ -103,12 +120,78 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     sentence is the final expression. Plain numbers are compared
     exactly, everything else by math-verify. A final percent sign is dropped on both sides. An
     expression longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as
-    wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. The
+    wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. An
+    expression that has still to be evaluated (`megarl.environments.finished`) counts as wrong,
+    unless the reference answer is one, or with `math.allow_unevaluated`. The
     verifier raises if the reference answer is not a mathematical expression.
+    """
+    parse_marked, parse_response, equal = _math_verify()
+
+    def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
+        """(whether the response equals the reference answer, its final expression)."""
+        response, line = in_tags(response)
+        found = final_expression(response)
+        found = line if found is None else found
+        if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
+            return False, ""
+        expected, number = plain_number(reference), plain_number(found or "")
+        if expected is not None and number is not None:
+            return expected == number, found or ""
+        expression = without_equals(cleaned(found or ""))
+        number = plain_number(expression)
+        if expected is not None and number is not None:
+            return expected == number, expression
+        exact = evaluate(reference) if expected is None else expected
+        value = evaluate(expression) if number is None else number
+        if exact is not None:
+            if value is not None and not near(exact, value, reference + expression):
+                return False, expression
+            if exact == value:
+                return True, expression
+            if RELATION.search(expression):
+                return False, expression
+        by_text = None if found is None else compared_as_text(reference, expression)
+        if by_text is not None:
+            return by_text, reference
+        if number is None and expected is not None:
+            number = number_with_unit(expression)
+        elif number is not None and expected is None:
+            expected = number_with_unit(reference)
+        if expected is not None and number is not None:
+            return expected == number, expression
+        gold = parse_marked(reference if expected is None else _latex(expected))
+        if not gold:
+            raise ValueError(
+                f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
+                " mathematics; set environment.verifier to 'exact_match' or to a function of your"
+                " own"
+            )
+        if found is not None:
+            return equal(gold, parse_marked(expression)), expression
+        given = parse_response(response)
+        said = given[-1] if given and isinstance(given[-1], str) else ""
+        right = equal(gold, given) and not is_operand(said, response)
+        if "frac" not in response:  # math-verify writes a/b so
+            said = FRACTION.sub(r"\1/\2", said)
+        return right, without_equals(cleaned(said))
+
+    async def verify(prompt: Prompt, response: str) -> float:
+        reference = without_equals(cleaned(final_expression(prompt.answer) or prompt.answer))
+        right, expression = verdict(prompt, reference, response)
+        return float(
+            right
+            and (config.math.allow_unevaluated or is_answer(expression, reference, prompt.text))
+        )
+
+    return verify
+
+
+def _math_verify() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Any]:
+    """math-verify as (parser of a final expression, parser of a response without a marked answer,
+    comparison of what two parsers returned).
     """
     import math_verify
 
-    del config
     # It says once per process that its time limits are off; ours hold, and its own need signals.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -123,51 +206,96 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         return parse(f"\\boxed{{{text}}}") or parse(text)
 
     def parse_response(text: str) -> list[Any]:
+        def unless_endless(found: re.Match[str]) -> str:
+            endless = is_deep(found[0]) or is_huge(found[0]) or CALCULUS.search(found[0])
+            return "" if endless else found[0]
+
         text = in_prose(text[-MAX_RESPONSE_CHARACTERS:])
-        text = FORMULA.sub(
-            lambda found: (
-                ""
-                if is_deep(found[0]) or is_huge(found[0]) or CALCULUS.search(found[0])
-                else found[0]
-            ),
-            text,
-        )
+        text = PLAIN_FORMULA.sub(unless_endless, FORMULA.sub(unless_endless, text))
         return parse(text) if depth(text) <= MAX_DEPTH else []
 
-    async def verify(prompt: Prompt, response: str) -> float:
-        reference = cleaned(final_expression(prompt.answer) or prompt.answer)
-        response, line = in_tags(response)
-        found = final_expression(response)
-        found = line if found is None else found
-        if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
-            return 0.0
-        expression = cleaned(found or "")
-        expected, number = plain_number(reference), plain_number(expression)
-        if expected is not None and number is not None:
-            return float(expected == number)
-        exact = evaluate(reference) if expected is None else expected
-        if exact is not None and exact == evaluate(expression):
-            return 1.0
-        by_text = None if found is None else compared_as_text(reference, expression)
-        if by_text is not None:
-            return float(by_text)
-        if number is None and expected is not None:
-            number = number_with_unit(expression)
-        elif number is not None and expected is None:
-            expected = number_with_unit(reference)
-        if expected is not None and number is not None:
-            return float(expected == number)
-        gold = parse_marked(reference if expected is None else _latex(expected))
-        if not gold:
-            raise ValueError(
-                f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
-                " mathematics; set environment.verifier to 'exact_match' or to a function of your"
-                " own"
-            )
-        given = parse_response(response) if found is None else parse_marked(expression)
-        return float(bool(given) and math_verify.verify(gold, given, timeout_seconds=None))
+    def equal(gold: list[Any], given: list[Any]) -> bool:
+        return (
+            bool(given)
+            and bool(math_verify.verify(gold, given, timeout_seconds=None))
+            and (are_near(gold[0], given[0]))
+        )
 
-    return verify
+    return parse_marked, parse_response, equal
+
+
+def are_near(first: Any, second: Any) -> bool:
+    """Whether two values that math-verify takes for equal are: it compares digits behind the point,
+    of which small values have few.
+    """
+    if not all(getattr(one, "is_number", False) for one in (first, second)):
+        return True
+    size = abs(complex(first.evalf()))
+    return size >= SMALL or abs(complex((first - second).evalf())) <= LARGEST_ERROR * size
+
+
+def near(exact: Fraction, value: Fraction, text: str) -> bool:
+    """Whether two numbers, written in `text`, may stand for each other: both exact ones must be
+    equal, a decimal number may be rounded.
+    """
+    if "." not in text:
+        return exact == value
+    return abs(exact - value) <= LARGEST_ERROR * max(abs(exact), abs(value))
+
+
+def is_answer(expression: str, reference: str, question: str) -> bool:
+    """Whether an expression that equals the reference answer is a finished value, or the reference
+    answer is none either. A fraction to be simplified or a power of ten that stands in the question
+    was not computed.
+    """
+    number = plain_number(expression)
+    if number is not None or expression == reference:
+        return True
+    rational = plain_number(reference) is not None or evaluate(reference) is not None
+    if is_unfinished(expression, rational=rational):
+        return is_unfinished(reference, rational=rational)
+    left = to_simplify(expression)
+    if not left or to_simplify(reference):
+        return True
+    said = _squeezed(question)
+    return not any(re.search(rf"(?<![\d.]){re.escape(one)}(?![\d.])", said) for one in left)
+
+
+def is_operand(number: str, response: str) -> bool:
+    """Whether a number stands in a response only beside operators, as 8 does in `8^{1}`."""
+    number = number.strip("()[]{} ")
+    if plain_number(number) is None:
+        return False
+    text = in_prose(re.sub(r"\\left|\\right", "", response[-MAX_RESPONSE_CHARACTERS:]))
+    one = re.escape(number)
+    places = list(re.finditer(rf"(?<![\d.]){one}(?!\d|\.\d)", text))
+    return bool(places) and all(
+        BEFORE_OPERATOR.match(text, place.end()) or BEHIND_OPERATOR.search(text, 0, place.start())
+        for place in places
+    )
+
+
+def _squeezed(text: str) -> str:
+    """A question with operators as signs, without brackets and spaces."""
+    text = FRACTION.sub(r"\1/\2", in_signs(text)).replace("**", "^")
+    return re.sub(r"[\s{}()$,\\]", "", text)
+
+
+def without_equals(text: str) -> str:
+    """An expression in which one side stands for all that are numbers and equal: `130` for
+    `67 + 63 = 130`, and `x = 130` for `x = 67 + 63 = 130`. Empty if two exact numbers differ.
+    """
+    sides = [side.strip() for side in EQUALS.split(text)]
+    if len(sides) == 1:
+        return text
+    values = {side: plain_number(side) or evaluate(side) for side in sides}
+    numbers = [side for side in sides if values[side] is not None]
+    if len(numbers) < 2:
+        return text
+    if len({values[side] for side in numbers}) > 1:
+        return text if "." in text else ""
+    last = next((side for side in reversed(numbers) if not is_unfinished(side)), numbers[-1])
+    return " = ".join([*(side for side in sides if side not in numbers), last])
 
 
 def final_expression(text: str) -> str | None:
@@ -220,11 +348,14 @@ def cleaned(text: str) -> str:
         inner = text[len(before) : -len(after)]
         if text.startswith(before) and text.endswith(after) and inner and before not in inner:
             text = inner.strip()
+    if (wrapped := WRAPPING.match(text)) and (wrapped.end() - 1, len(text) - 1) in pairs(text):
+        text = text[wrapped.end() : -1].strip()
     text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
+    text = STARS.sub("^", text)
     text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = MIXED.sub(lambda found: _latex(_mixed(found)), DASH.sub("-", text))
     text = text.replace("\u2212", "-").replace("\u00b0", "^\\circ")
-    text = OPERATORS.sub(r"\\\1 ", text)
+    text = OPERATORS.sub(r"\\\1 ", in_signs(text))
     text = PLAIN_ROOT.sub(r"\\sqrt{\1}", PLAIN_NAMES.sub(r"\\\1 ", text)).rstrip()
     if degrees := DEGREES.fullmatch(text):
         return degrees[1]
@@ -276,8 +407,8 @@ def number_with_unit(text: str) -> Fraction | None:
 
 def in_prose(text: str) -> str:
     """A response without a marked answer, with its numbers written as math-verify reads them."""
-    text = THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", text))
-    text = MIXED.sub(lambda found: str(_mixed(found)), text)
+    text = in_signs(THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", text)))
+    text = MIXED.sub(lambda found: str(_mixed(found)), BARE_POWER.sub(r"^(\1)", text))
     return without_doubled(EXPONENT.sub(lambda found: _latex(Fraction(found[0])), text))
 
 

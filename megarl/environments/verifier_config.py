@@ -60,6 +60,15 @@ class JsonSchemaConfig:
 
 
 @config
+class MathConfig:
+    """The verifier `math`: the final expression equals the reference answer."""
+
+    allow_unevaluated: bool = False
+    """Take an expression that has still to be evaluated, such as `67 + 63` for 130, as an answer.
+    Otherwise it is one only if the reference answer is such an expression itself."""
+
+
+@config
 class NumericConfig:
     """The verifier `numeric`: a number of the response is near the reference answer."""
 
@@ -186,6 +195,7 @@ class NamedVerifierConfig:
     """As `environment.answer_after`."""
     regex: RegexConfig = RegexConfig()
     json_schema: JsonSchemaConfig = JsonSchemaConfig()
+    math: MathConfig = MathConfig()
     numeric: NumericConfig = NumericConfig()
     choice: ChoiceConfig = ChoiceConfig()
     format: FormatConfig = FormatConfig()
@@ -193,7 +203,7 @@ class NamedVerifierConfig:
     code: CodeConfig = CodeConfig()
 
 
-SECTIONS = ("regex", "json_schema", "numeric", "choice", "format", "length", "code")
+SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
 """Names of verifiers whose settings are a section of the same name."""
 MARKED = ("exact_match", "numeric", "choice")
 """Verifiers that read `answer_after`."""

@@ -21,6 +21,8 @@ from megarl.types import Prompt
 
 LEAST = 0.99
 """Smallest agreement with the labels that is allowed."""
+UNFINISHED = "boxed sum"
+"""The form whose value has still to be computed: it is no answer, whatever the number is."""
 FORMS = {
     "hash": "{work}\n#### {n}",
     "hash, comma": "{work}\n#### {comma}",
@@ -43,7 +45,7 @@ FORMS = {
     "boxed, bold": "{work} **\\boxed{{{n}}}**",
     "boxed percent": "{work} \\boxed{{{n}\\%}}",
     "boxed fraction": "{work} \\boxed{{\\frac{{{double}}}{{2}}}}",
-    "boxed sum": "{work} \\boxed{{{less} + 1}}",
+    UNFINISHED: "{work} \\boxed{{{less} + 1}}",
     "boxed degrees": "{work} \\boxed{{{n}^\\circ}}",
     "A:": "{work}\nA: {n}",
     "A: with a unit": "{work}\nA: {n} dollars a day",
@@ -125,6 +127,7 @@ def test_math_agrees_with_the_labels() -> None:
                     if number.denominator != 1 and (".00" in template or "e0" in template):
                         continue  # 5.5.00 is no number
                     text = template.format(**written(number, work))
+                    label = label and form != UNFINISHED
                     score = await math(Prompt(index, "", [], answer), text)
                     total[label] += 1
                     if score != float(label):

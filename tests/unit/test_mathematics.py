@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from fractions import Fraction
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megarl.environments.arithmetic import evaluate
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import depth, plain_number, without_doubled
+from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
 from megarl.types import Prompt
 
@@ -115,8 +117,8 @@ def test_numbers_are_computed_at_any_depth(math: Verifier) -> None:
     for _ in range(40):
         value = 1 + 1 / value
     answer = f"{value.numerator}/{value.denominator}"
-    assert ask(math, answer, f"\\boxed{{{text}}}") == 1.0
-    assert ask(math, "5", f"\\boxed{{{text}}}") == 0.0
+    assert ask(math, text, f"\\boxed{{{answer}}}") == ask(math, text, f"#### {text}") == 1.0
+    assert ask(math, "5", f"\\boxed{{{text}}}") == ask(math, text, "\\boxed{5}") == 0.0
 
 
 REWRITTEN = {
@@ -136,7 +138,7 @@ REWRITTEN = {
     "-3": (["\u20133", "\u22123"], ["3", "1\u20134"]),
     "D": (["D", "D. 5", "(D) 5"], ["E. 5", "E"]),
     "1011_2": (["1011_{2}"], ["1011_3", "1011", "1010_2"]),
-    "120": (["5!", "\\binom{10}{3}"], ["6!"]),
+    "5!": (["120", "5!", "\\binom{10}{3}"], ["6!", "121"]),
     "2^{10}x": (["1024x"], ["1023x"]),
     "2\\pi": (["2pi", "2 pi", "2\\text{ pi}"], ["pi", "3.14", "2p", "pi^2"]),
     "\\frac{\\pi}{2}": (["pi/2", "\\frac{pi}{2}"], ["pi/3"]),
@@ -172,6 +174,112 @@ def test_huge_numbers_are_never_computed(
     monkeypatch.setattr(math_verify, "parse", parse)
     assert ask(math, "5", f"\\boxed{{{text}}}") == 0.0
     assert ask(math, text, "#### 5") == 0.0
+
+
+FINISHED = {
+    "1/2": ["0.5", "\\frac{1}{2}", "\\frac12", "\\dfrac{1}{2}", "2/4", "\\frac{26}{52}", "x = 1/2"],
+    "13": ["13.0", "\\frac{26}{2}", "+13", "(13)", "13\\%", "26 - 13 = 13", "13 = 26 - 13", "x = 26 - 13 = 13"],
+    "1500": ["1.5 \\times 10^3", "1.5 \\cdot 10^{3}", "1{,}500", "1.5e3", "1.5×10³"],
+    "10^{-20}": ["10^{-20}", "1e-20", "\\frac{1}{10^{20}}"],
+    "2\\sqrt{3}": ["2\\sqrt{3}", "\\sqrt{12}", "\\frac{6\\sqrt{3}}{3}", "\\frac{6}{\\sqrt{3}}"],
+    "3 + 2\\sqrt{5}": ["2\\sqrt{5} + 3", "3+2\\sqrt 5"],
+    "2\\pi": ["2\\pi", "\\frac{4\\pi}{2}"],
+    "e^2": ["e^2", "e^{2}"],
+    "2+3i": ["3i + 2", "2 + 3i"],
+    "7/2": ["3\\frac{1}{2}", "3 1/2", "3½", "3.5"],
+    "x^2 + 2x + 1": ["(x+1)^2", "1 + 2x + x^2"],
+    "(3, -4)": ["(3, -4)", "\\left(3,-4\\right)"],
+    "2^{100}": ["2^{100}", "4^{50}", "1267650600228229401496703205376"],
+    "67 + 63": ["130", "67 + 63", "65 + 65"],
+}  # fmt: skip
+UNFINISHED = {
+    "130": ["67 + 63", "67+63", "67 plus 63", "(67 + 63)", "\\text{67 plus 63}", "{67} + {63}", "x = 67 + 63",
+            "130 + 0", "2 \\cdot 65", "2(65)", "(2)(65)", "65 \\text{ times } 2", "--130+0"],
+    "12": ["84/7", "84 \\div 7", "84 ÷ 7", "\\frac{80 + 4}{7}", "3 × 4", "3 · 4", "3 ⋅ 4", "15 − 3",
+           "\\sqrt{144}", "\\gcd(24, 36)", "|-12|", "\\lfloor 12.5 \\rfloor"],
+    "1024": ["2^{10}", "2^10", "2¹⁰", "4^5", "2**10"],
+    "120": ["5!", "\\binom{10}{3}", "\\frac{6!}{6}"],
+    "1": ["e^0", "\\cos 0", "\\log_2 2", "7/7"],
+    "5/6": ["1/2 + 1/3", "\\frac{1}{2} + \\frac{1}{3}", "\\frac{1}{2} \\cdot \\frac{5}{3}", "\\frac{5/2}{3}"],
+    "6\\pi": ["2 \\cdot 3\\pi", "\\frac{10+2}{2}\\pi", "3! \\pi"],
+    "\\sqrt{5}": ["\\sqrt{2+3}", "\\sqrt{2^2+1}"],
+    "x^2 + 3": ["x^2 + 1 + 2", "x^{1+1} + 3"],
+    "(2, 3)": ["(1+1, 3)"],
+    "2^{-60} + x": ["x + 2^{-59} - 2^{-60} - y"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", FINISHED)
+def test_finished_values_are_right(answer: str, math: Verifier) -> None:
+    asked = [(text, f"\\boxed{{{text}}}") for text in FINISHED[answer]]
+    assert [text for text, response in asked if ask(math, answer, response) != 1.0] == []
+
+
+@pytest.mark.parametrize("answer", UNFINISHED)
+def test_expressions_that_nobody_evaluated_are_wrong(answer: str, math: Verifier) -> None:
+    asked = [(form, text) for text in UNFINISHED[answer] for form in ("\\boxed{{{}}}", "#### {}")]
+    assert [pair for pair in asked if ask(math, answer, pair[0].format(pair[1])) != 0.0] == []
+
+
+def test_unevaluated_expressions_may_be_allowed() -> None:
+    config = EnvironmentConfig(verifier="math", math=MathConfig(allow_unevaluated=True))
+    lenient = load_verifier(config)
+    assert ask(lenient, "130", "So 67 + 63 is it.") == ask(lenient, "120", "\\boxed{5!}") == 1.0
+    assert ask(lenient, "130", "\\boxed{67 + 62}") == 0.0
+
+
+def arithmetic(random: Random) -> tuple[str, str, Fraction]:
+    """(expression, the same in words, its value) of a random question without a remainder."""
+    numbers = [random.randint(0, 99) for _ in range(3)]
+    a, b, c = numbers
+    name = random.choice(["plus", "minus", "times", "divided by", "to the power of"])
+    if name == "divided by":
+        b = random.randint(1, 30)
+        a = b * random.randint(0, 40)
+    if name == "to the power of":
+        a, b = random.randint(2, 12), random.randint(1, 4)
+    signs = {
+        "plus": ["+"], "minus": ["-", "−"], "times": ["*", "×", "·", "\\times", "\\cdot", "x"],
+        "divided by": ["/", "÷", "\\div"], "to the power of": ["^", "**"],
+    }  # fmt: skip
+    value = {
+        "plus": Fraction(a + b), "minus": Fraction(a - b), "times": Fraction(a * b),
+        "divided by": Fraction(a, b or 1), "to the power of": Fraction(a) ** b,
+    }[name]  # fmt: skip
+    text = f"{a} {random.choice(signs[name])} {b}"
+    if name == "to the power of" and random.random() < 0.5:
+        text = f"{a}^{{{b}}}"
+    if name == "divided by" and random.random() < 0.3:
+        text = f"\\frac{{{a}}}{{{b}}}"
+    words = f"{a} {name} {b}"
+    if name in ("plus", "minus", "times") and random.random() < 0.4:
+        left, right = random.choice([("(", ")"), ("\\left(", "\\right)"), ("[", "]")])
+        sign, word = random.choice([("+", "plus"), ("-", "minus"), ("*", "times")])
+        text, words = f"{left}{text}{right} {sign} {c}", f"{words}, {word} {c}"
+        value = {"+": value + c, "-": value - c, "*": value * c}[sign]
+    if random.random() < 0.3 and " x " not in text:
+        text = text.replace(" ", "")
+    return text, words, value
+
+
+REPEATED = [
+    "{}", "The answer is {}.", "So {} is undefined.", "\\boxed{{{}}}", "#### {}", "Answer: {}", "${}$", "The answer is ${}$.",
+    "\\[ {} \\]", "<answer>{}</answer>", "**{}**", "It equals {}", "x = {}", "\\boxed{{x = {}}}", "$\\boxed{{({})}}$",
+    "\\boxed{{\\text{{{}}}}}", "Final answer: \\({}\\)", "{} =", "What is {}?", "= {}",
+]  # fmt: skip
+
+
+def test_answers_that_repeat_the_question_are_wrong(math: Verifier) -> None:
+    random, rewarded = Random(7), []
+    for number in range(2000):
+        text, words, value = arithmetic(random)
+        response = REPEATED[number % len(REPEATED)].format(random.choice([text, text, words]))
+        prompt = Prompt(number, f"What is {text}?", [], str(value))
+        if asyncio.run(math(prompt, response)) != 0.0:  # type: ignore[arg-type]
+            rewarded.append((str(value), response))
+        if number % 10 == 0:
+            assert ask(math, str(value), f"\\boxed{{{text} = {value}}}") == 1.0, (text, value)
+    assert not rewarded, rewarded
 
 
 expressions = st.recursive(
