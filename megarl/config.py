@@ -300,6 +300,7 @@ def read(
     path = Path(recipe_paths.expanded(str(file)))
     tree = presets.spelled_out(recipe_file.read_tree(path))
     refuse_renamed(tree, where=f"recipe {path}")
+    refuse_other(kind, tree, where=f"recipe {path}")
     where = str(path)
     if overrides:
         tree = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
@@ -322,6 +323,39 @@ def refuse_renamed(tree: object, *, where: str) -> None:
         if isinstance(node, dict) and inner[-1] in node:
             found.append(f"{old} is now {new}")
     require(not found, f"{where}: {'; '.join(found)}; write the new name")
+
+
+COMMANDS: dict[type, str] = {
+    RunConfig: "train",
+    DistillConfig: "distill",
+    SftConfig: "sft",
+    PreferenceConfig: "preference",
+    RewardModelConfig: "reward-model",
+    ServeRewardConfig: "serve-reward",
+}
+"""{configuration: the command whose recipes it is}"""
+
+
+def refuse_other(kind: type, tree: dict[str, Any], *, where: str) -> None:
+    """Raise `ValueError` if nested dicts are the recipe of another command than that of `kind`."""
+    strange = unknown_keys(tree, kind)
+    meant = [name for other, name in COMMANDS.items() if not unknown_keys(tree, other)]
+    require(
+        not strange or not meant or kind not in COMMANDS,
+        f"{where} is for megarl {' or '.join(meant[:1])}; megarl {COMMANDS.get(kind)} has no key"
+        f" {', '.join(strange[:5])}",
+    )
+
+
+def unknown_keys(tree: dict[str, Any], kind: type, before: str = "") -> list[str]:
+    """The dotted keys of nested dicts that configuration class `kind` has not."""
+    found, fields = [], recipe_file.fields_of(kind)
+    for key, value in tree.items():
+        if key not in fields:
+            found.append(f"{before}{key}")
+        elif isinstance(value, dict) and dataclasses.is_dataclass(fields[key]):
+            found += unknown_keys(value, fields[key], f"{before}{key}.")
+    return found
 
 
 def from_tree(

@@ -98,7 +98,8 @@ def _check_answers(config: RunConfig, environment: EnvironmentConfig, name: str)
         not environment.answer_after or environment.reads_marker or bool(environment.session),
         f"{where}.answer_after is for the verifiers 'exact_match', 'numeric' and 'choice', but"
         f" {where}.verifier is '{', '.join(environment.names_used)}', which finds the answer by"
-        " itself; remove answer_after",
+        f" itself; leave {where}.answer_after out (over a recipe that has it:"
+        f" --{where}.answer_after=), or set another verifier",
     )
     require(
         config.environment.has_sessions or config.algorithm.credit == "response",

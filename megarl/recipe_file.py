@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from pathlib import Path
@@ -190,13 +191,18 @@ def _refuse_huge(tree: Any) -> None:
         )
 
 
+@functools.cache
+def fields_of(kind: Any) -> dict[str, Any]:
+    """{setting: its type} of a configuration class; empty for any other type."""
+    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+
+
 def has_key(kind: Any, key: str) -> bool:
     """Whether configuration class `kind` has a setting or section with the dotted name `key`."""
     for part in key.split("."):
-        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        if part not in hints:
+        kind = fields_of(kind).get(part)
+        if kind is None:
             return False
-        kind = hints[part]
     return True
 
 
@@ -256,7 +262,7 @@ def _type(kind: Any, keys: list[str], word: str) -> Any:
     """The type of the setting at path `keys` of configuration class `kind`."""
     root = kind
     for depth, key in enumerate(keys):
-        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        hints = fields_of(kind)
         if key not in hints:
             if ours := peers_mean(root, keys[-1]):
                 raise ValueError(f"{word}: unknown key; {ours}")

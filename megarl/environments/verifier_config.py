@@ -237,7 +237,7 @@ def check_settings(config: EnvironmentConfig) -> None:
         require(
             section in names or settings == type(settings)(),
             f"{section} has settings, but the verifier '{section}' is not used"
-            f"{_instead(config, names)}; leave them out",
+            f"{_instead(config, names)}; leave them out, or use the verifier '{section}'",
         )
     for name, is_set, fix in (
         (

@@ -14,6 +14,7 @@ from megarl import recipe_file, recipe_paths
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
+    RewardModelConfig,
     RunConfig,
     SftConfig,
     dump,
@@ -356,3 +357,30 @@ def test_a_preset_is_named_on_the_command_line(words: list[str], tmp_path: Path)
         assert config.algorithm.preset == "gspo" and config.algorithm.clip_low == 3e-4
     with pytest.raises(ValueError, match=r"algorithm\.preset is 'gspo'.*clip_high"):
         read(RunConfig, write(tmp_path, algorithm={"clip_high": 0.1}), words)
+
+
+RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (SftConfig, "grpo", "is for megarl train; megarl sft has no key prompts, "),
+        (RunConfig, "programs_sft", "is for megarl sft; megarl train has no key samples_per_step"),
+        (PreferenceConfig, "grpo", "is for megarl train"),
+        (RunConfig, "dpo", "is for megarl preference"),
+        (RewardModelConfig, "dpo", r"preference; megarl reward-model has no key loss\.method"),
+        (RunConfig, "serve_reward", "is for megarl serve-reward"),
+    ],
+)
+def test_a_recipe_of_another_command_is_said_in_a_line(kind: Any, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"^recipe \S*{name}\.yaml .*{says}"):
+        read(kind, RECIPES / f"{name}.yaml")
+
+
+def test_a_marker_beside_another_verifier_is_unset_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, environment={"answer_after": "#"}, rollout={"max_staleness": 0})
+    words = ["--environment.verifier", "math"]
+    with pytest.raises(ValueError, match=r"over a recipe that has it: --environment.answer_after="):
+        read(RunConfig, path, words)
+    assert read(RunConfig, path, [*words, "--environment.answer_after="]).environment.verifier
