@@ -35,15 +35,16 @@ LONGEST_MESSAGE = 2000
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line; always ends the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    console.prepare()
     if sys.flags.optimize > 1:
         fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
     try:
         page = told(arguments)
+        if page is not None:
+            console.result(page)
+            leave(0 if arguments else 2)
     except UserError as error:
         fail(str(error))
-    if page is not None:
-        console.result(page)
-        leave(0 if arguments else 2)
     command, rest = arguments[0], arguments[1:]
     if COMMANDS[command].owns_folder:
         signals.die_with_launcher()
@@ -94,6 +95,8 @@ def dispatch(name: str, rest: list[str]) -> int:
     command = COMMANDS[name]
     rest = [typed(word) for word in rest]
     pages.refuse_unknown(name, rest)
+    if command.first == "RUN":
+        refuse_no_run(rest)
     if not command.config:
         return load(command.run)(rest)
     flags = {flag for flag in ("--print-config", "--check") if flag in rest}
@@ -122,7 +125,7 @@ def dispatch(name: str, rest: list[str]) -> int:
     except ValueError as error:
         raise mistake(error) from error
     if "--print-config" in flags:
-        print(configs.dump(config), end="")
+        console.result(configs.dump(config).rstrip("\n"))
         return 0
     with console.diverted(), ExitStack() as stack:
         try:
@@ -147,6 +150,20 @@ def dispatch(name: str, rest: list[str]) -> int:
         with quick_imports():
             run = load(command.run)
         return run(config, inputs)
+
+
+def refuse_no_run(words: list[str]) -> None:
+    """Raise `UserError` where the first word that is neither an option nor the value of `--out` is
+    no folder.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        if not word.startswith("-") and before != "--out":
+            if not os.path.isdir(word):
+                what = "is a file" if os.path.exists(word) else "does not exist"
+                raise UserError(
+                    f"{word} {what}; name the run folder, which the recipe has as folder"
+                )
+            return
 
 
 def _long(word: str, flags: tuple[tuple[str, str], ...]) -> str:
@@ -186,7 +203,7 @@ def fail(message: str) -> NoReturn:
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        print(f"megarl: error: {message}", file=sys.stderr)
+        console.say(f"megarl: error: {message}")
     else:
         # Rank 0 prints mistakes that all ranks share, and the launcher then kills the others; a
         # mistake of this rank alone is printed after the wait.
@@ -194,7 +211,7 @@ def fail(message: str) -> NoReturn:
             time.sleep(3)
         except signals.Ended:  # the launcher, after rank 0 has printed it
             leave(2)
-        print(f"megarl: error on rank {rank}: {message}", file=sys.stderr)
+        console.say(f"megarl: error on rank {rank}: {message}")
     sys.exit(2)
 
 

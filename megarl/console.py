@@ -114,6 +114,22 @@ def _log(text: bytes) -> bool:
     return True
 
 
+def prepare() -> None:
+    """Make the process's standard streams such that everything can be printed: descriptors that are
+    closed go nowhere, as files that are opened would take their numbers, and text is UTF-8 whatever
+    the locale is, since a recipe that is printed is read again as UTF-8.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+        elif _is_descriptor(stream, number):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
 def _write(number: int, text: str) -> None:
     """Write to what was descriptor `number`, 1 or 2, when the command started. Without a buffer,
     because a signal handler may write while its own process is writing.
@@ -122,10 +138,13 @@ def _write(number: int, text: str) -> None:
     # Nobody reads, or where standard error goes the disk is full: the run goes on. A result that
     # cannot be written is an error.
     with contextlib.suppress(BrokenPipeError if number == 1 else OSError):
-        if _console.saved is None or not _is_descriptor(stream, number):
+        if not _is_descriptor(stream, number):
             print(text, file=stream, flush=True)
-        else:
-            os.write(_console.saved[number - 1], (text + "\n").encode(errors="backslashreplace"))
+            return
+        descriptor = number if _console.saved is None else _console.saved[number - 1]
+        data = (text + "\n").encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def _is_descriptor(stream: TextIO | None, number: int) -> bool:
@@ -137,8 +156,16 @@ def _is_descriptor(stream: TextIO | None, number: int) -> bool:
 
 
 def result(text: str) -> None:
-    """Print a command's result on standard output."""
-    _write(1, text)
+    """Print a command's result on standard output. Raises `UserError` where it cannot be written;
+    that nobody reads it is no error.
+    """
+    try:
+        _write(1, text)
+    except OSError as error:
+        raise UserError(
+            f"standard output cannot be written: {error.strerror}; send it elsewhere, and repeat"
+            " the command"
+        ) from None
 
 
 def say(text: str) -> None:

@@ -122,6 +122,11 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Read a YAML recipe. Raises `ValueError` that names file and line."""
     where = f"recipe {path}"
     try:
+        if path.is_dir():
+            inside = "/recipe.yaml --resume true" if (path / "recipe.yaml").is_file() else ""
+            raise ValueError(
+                f"{where} is a folder; pass a .yaml file{inside and f', {path}{inside}'}"
+            )
         if not path.is_file():
             raise ValueError(
                 f"{where} does not exist; pass the path of a .yaml file (see launch/recipes/)"

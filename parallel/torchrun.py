@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import main
 
+from megarl.errors import UserError
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
 from megarl.signals import AGENT, SHUTDOWN
 
@@ -173,16 +174,15 @@ def shutdown_timeout(arguments: list[str]) -> str:
 
 def command(arguments: list[str]) -> int:
     """`megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that torchrun's
-    OPTIONS ask for. Returns the exit code.
+    OPTIONS ask for. Returns the exit code. Raises `UserError` without COMMAND.
     """
     commands = [index for index, word in enumerate(arguments) if word in TRAINS]
     if not commands:
-        names = "|".join(name for name in TRAINS if name != "replay")
-        print(
-            f"usage: megarl torchrun --nproc-per-node N {names} RECIPE.yaml, or N replay RUN",
-            file=sys.stderr,
+        names = ", ".join(TRAINS)
+        raise UserError(
+            f"megarl torchrun needs one of {names} after its options: megarl torchrun"
+            " --nproc-per-node N train RECIPE.yaml"
         )
-        return SAID
     start = commands[0]
     return run([*arguments[:start], "-m", "megarl", *arguments[start:]])
 

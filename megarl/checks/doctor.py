@@ -35,6 +35,7 @@ from megarl.checks.software import (
     check_vllm,
 )
 from megarl.cluster.process_env import prepare_environment
+from megarl.console import result
 
 ALL_WITHIN_S = 55.0
 """Seconds until all checks have ended; one that has not is reported as a failure."""
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     warned = [finding for finding in findings if finding.status == "warn"]
     if "--json" in arguments:
         seconds = round(time.monotonic() - started_at, 1)
-        print(
+        result(
             json.dumps(
                 {
                     "ok": not failed,
@@ -137,13 +138,13 @@ def main(arguments: Sequence[str] = ()) -> int:
             )
         )
     else:
-        print(table(findings))
+        result(table(findings))
         verdict = (
             "this machine can run megarl"
             if not failed
             else f"{len(failed)} to fix before a run can start"
         )
-        print(f"\n{verdict}; {len(warned)} warnings; {time.monotonic() - started_at:.0f} s")
+        result(f"\n{verdict}; {len(warned)} warnings; {time.monotonic() - started_at:.0f} s")
     return 1 if failed else 0
 
 

@@ -45,7 +45,9 @@ def main(arguments: list[str]) -> int:
         wanted = "--stacks" in arguments
         traces = stacks.collect(folder / stacks.FOLDER, found) if wanted else {}
     except OSError as error:
-        raise UserError(str(error)) from error
+        what = f"{folder} cannot be used: {error.strerror or error}"
+        fix = "; the processes are asked by a file there: leave --stacks out"
+        raise UserError(what + (fix if "--stacks" in arguments else "")) from error
     if "--json" in arguments:
         result(json.dumps(summary(run, found, traces)))
     else:

@@ -42,6 +42,7 @@ from megarl.cluster.launch_processes import (
 from megarl.cluster.launch_run import Launch, Launcher, say
 from megarl.cluster.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.config import RunConfig, SftConfig
+from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
 from megarl.schema import require
@@ -106,15 +107,13 @@ def main(arguments: list[str]) -> int:
     lines = [*(f"{name:9} {value}" for name, value in facts.items()), ""]
     lines += [placement(config, plan, gpus), ""]
     lines += shown_processes(started, hosts, at) if by_us else by_hand(started, num_nodes)
-    shown = "\n".join(lines)
     elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
     there = srun(hosts[0], [sys.executable, "-m", "megarl", "launch", *arguments])
     if options.dry_run:
-        print(shown)
         if elsewhere:
-            print(f"\nstarted from {hosts[0]}, the allocation's first host, through:\n  ", end="")
-            print(Command({}, there))
-        print("\nthe recipe passes; nothing was started")
+            lines += ["", f"started from {hosts[0]}, the allocation's first host, through:"]
+            lines += [f"  {Command({}, there)}"]
+        result("\n".join([*lines, "", "the recipe passes; nothing was started"]))
         return 0
     if elsewhere:
         say(f"this is not the allocation's first host; going to {hosts[0]}")
@@ -122,7 +121,7 @@ def main(arguments: list[str]) -> int:
     refuse_owned(config)
     if warning := early_kill(os.environ, plan.save_within_s):
         say(warning)
-    print(shown, file=sys.stderr, flush=True)
+    print("\n".join(lines), file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}")
     more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)

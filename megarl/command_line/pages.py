@@ -99,9 +99,8 @@ def refuse_unknown(name: str, words: Sequence[str]) -> None:
             own = {f"--{one.key}" for one in settings(getattr(configs, command.config))}
             close = "" if option.replace("-", "_").replace("__", "--", 1) in own else close
         if close or not (command.config or name in ("launch", "torchrun")):
-            known = close or f"; known are {', '.join(options[:-2])} and --help"
-            known = known if command.options or close else "; the only one is --help"
-            raise UserError(f"megarl {name}: unknown option {option!r}{known}")
+            known = f"; known are {', '.join(options[:-2])} and --help"
+            raise UserError(f"megarl {name}: unknown option {option!r}{close or known}")
 
 
 def closest(word: str, known: Sequence[str]) -> str:

@@ -208,6 +208,7 @@ COMMANDS = {
         summary="write a run folder's report.html again",
         run="megarl.observe.report:main",
         first="RUN",
+        options={"--out FILE": "where to write (default: RUN/report.html)"},
         example="runs/mine",
     ),
     "ledger": Command(

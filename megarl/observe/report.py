@@ -22,16 +22,20 @@ from megarl.observe.number_format import compact, duration, percent
 from megarl.observe.page import page, safe_html
 from megarl.observe.series import DRAWN_BARS, Series, gather, smooth
 from megarl.observe.summary import Run, read_run, summarise
+from megarl.observe.target import run_and_target, writing
 
+FILE = "report.html"
+"""Name of the page in the run folder."""
 _NONE = "\N{EN DASH}"
 
 
-def write_report(folder: Path, *, title: str) -> Path:
-    """Write `report.html` into a run folder, in one atomic rename; returns its path.
+def write_report(folder: Path, *, title: str, target: Path | None = None) -> Path:
+    """Write the report of a run folder, in one atomic rename; returns its path.
 
     Args:
         folder: run folder with `metrics.jsonl` and, if there, the other files of the run.
         title: heading of the page.
+        target: the file; None for `report.html` in the run folder.
 
     Raises:
         ValueError: the folder is not one of a run, or a file is damaged before its last line.
@@ -49,8 +53,8 @@ def write_report(folder: Path, *, title: str) -> Path:
         _recipe(recipe.read_text(encoding="utf-8", errors="replace")) if recipe.exists() else "",
         "<footer>Written by megarl. One file; it loads nothing and sends nothing.</footer>",
     ]
-    target = folder / "report.html"
-    being_written = folder / f".report.{os.getpid()}.html"
+    target = target or folder / FILE
+    being_written = target.with_name(f".report.{os.getpid()}.html")
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
     being_written.write_text(
         page(title, f"<main>{''.join(sections)}</main>"), encoding="utf-8", errors="replace"
@@ -60,16 +64,16 @@ def write_report(folder: Path, *, title: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """The command `megarl report RUN`: make RUN/report.html anew from the metrics and other files
-    of the run folder RUN, and print its path. `arguments`: the words after `report`. Returns the
-    exit code 0. Raises `UserError` if there is not one word, or if RUN is no run folder.
+    """The command `megarl report RUN [--out FILE]`: make RUN/report.html, or FILE, anew from the
+    metrics and other files of the run folder RUN, and print its path. `arguments`: the words after
+    `report`. Returns the exit code 0. Raises `UserError` for other words, if RUN is no run folder,
+    and if the file cannot be written.
     """
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("megarl report needs one run folder: megarl report RUN")
-    folder = Path(arguments[0])
+    folder, target = run_and_target("report", arguments, FILE)
     try:
-        result(str(write_report(folder, title=folder.resolve().name)))
-    except (ValueError, OSError) as error:
+        with writing(target):
+            result(str(write_report(folder, title=folder.resolve().name, target=target)))
+    except ValueError as error:
         raise UserError(str(error)) from error
     return 0
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megarl.activity.files import FOLDER, Life, SpanRecord, read
 from megarl.console import result
 from megarl.errors import UserError
+from megarl.observe.target import run_and_target, writing
 
 FILE = "timeline.json"
 """Name of the trace in the run folder."""
@@ -22,30 +22,20 @@ def main(arguments: list[str]) -> int:
     """Write the trace of a run folder; prints its path. Raises `UserError` for a folder without a
     record.
     """
-    words = list(arguments)
-    target = None
-    if "--out" in words:
-        at = words.index("--out")
-        target, words = words[at + 1 : at + 2], words[:at] + words[at + 2 :]
-    if len(words) != 1 or words[0].startswith("-") or target == []:
-        raise UserError("megarl timeline needs one run folder: megarl timeline RUN [--out FILE]")
-    run = Path(words[0])
+    run, path = run_and_target("timeline", arguments, FILE)
     lives = read(run / FOLDER)
     if not lives:
         raise UserError(
             f"{run / FOLDER} holds no record; name the folder of a run, of which observe.activity"
             " is true"
         )
-    path = Path(target[0]) if target else run / FILE
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with writing(path):
         with aside.open("w") as file:
             json.dump({"traceEvents": list(trace(lives)), "displayTimeUnit": "ms"}, file)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except OSError as error:
-        raise UserError(str(error)) from error
     result(str(path))
     return 0
 

@@ -305,3 +305,48 @@ def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
     (checkpoints / "step_000001").mkdir()
     with pytest.raises(ValueError, match="set resume to true"):
         check_folder(str(tmp_path), resume=False)
+
+
+COMMANDS = {
+    "train --help all": 0,
+    "train {recipe} --print-config": 0,
+    "report {folder}": 2,
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("where", [">&-", "<&- >&- 2>&-", ">/dev/full", "| true"])
+def test_a_command_whose_output_goes_nowhere(line: str, where: str, tmp_path: Path) -> None:
+    """Closed descriptors and a reader that has gone are no error, a full disk is one in one line."""
+    root = Path(__file__).resolve().parents[2]
+    words = line.format(recipe=root / "launch" / "recipes" / "quickstart.yaml", folder=tmp_path)
+    script = f"set -o pipefail; {sys.executable} -m megarl {words} {where}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    code = 2 if where == ">/dev/full" else COMMANDS[line]
+    assert done.returncode == code, done.stderr
+    errors = done.stderr.splitlines()
+    if "2>&-" in where:
+        assert not errors
+    elif code:
+        assert len(errors) == 1 and errors[0].startswith("megarl: error: "), done.stderr
+        assert where != ">/dev/full" or COMMANDS[line] or "standard output" in errors[0]
+
+
+@pytest.mark.parametrize("settings", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}])
+def test_output_is_utf8_in_any_locale(settings: dict[str, str], tmp_path: Path) -> None:
+    """A recipe that is printed to a file is read again."""
+    recipe = tmp_path / "rezept.yaml"
+    recipe.write_text(
+        "folder: läufe\nmodel: {path: modèl}\nprompts: {source: \N{SNOWMAN}.jsonl}\n",
+        encoding="utf-8",
+    )
+    words = [sys.executable, "-m", "megarl", "train", str(recipe)]
+    done = subprocess.run(
+        [*words, "--print-config"], capture_output=True, env=os.environ | settings, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "folder: läufe\n" in done.stdout.decode() and "\N{SNOWMAN}.jsonl" in done.stdout.decode()
+    done = subprocess.run(
+        [*words, "--check"], capture_output=True, env=os.environ | settings, timeout=120
+    )
+    assert done.returncode == 2 and "modèl" in done.stderr.decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -132,7 +133,7 @@ WRONG = {
     "timeline run --output=x": "unknown option '--output'; did you mean --out?",
     "timeline run --perfetto": "unknown option '--perfetto'; known are --out and --help",
     "doctor --all": "unknown option '--all'; known are --json and --help",
-    "report run --html": "unknown option '--html'; the only one is --help",
+    "report run --html": "unknown option '--html'; known are --out and --help",
     "launch r.yaml --dryrun": "unknown option '--dryrun'; did you mean --dry-run?",
     "torchrun --nproc-per-nod 2 train r.yaml": "did you mean --nproc-per-node?",
 }
@@ -270,3 +271,41 @@ def test_the_tab_key_in_a_real_shell(shell: str, tmp_path: Path) -> None:
 def test_completion_names_its_shells() -> None:
     done = shell("completion", "fish")
     assert done.returncode == 2 and "megarl completion bash|zsh" in done.stderr
+
+
+def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("folder: runs/mine\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("folder: runs/mine\n")
+    runs = [name for name, command in COMMANDS.items() if command.first == "RUN"]
+    assert len(runs) == 5
+    for name in runs:
+        with pytest.raises(UserError, match="none does not exist; name the run folder"):
+            cli.dispatch(name, [str(tmp_path / "none")])
+        with pytest.raises(UserError, match=r"r\.yaml is a file; name the run folder"):
+            cli.dispatch(name, [str(tmp_path / "r.yaml")])
+    with pytest.raises(UserError, match=r"is a folder; .*/run/recipe.yaml --resume true"):
+        cli.dispatch("train", [str(tmp_path / "run")])
+    with pytest.raises(UserError, match=r"is a folder; pass a .yaml file$"):
+        cli.dispatch("eval", [str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["report", "timeline"])
+def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    """With what to set; another place may be a folder."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    life = {"process": "rank0", "host": "h", "pid": 1, "started": "1", "machine": "m", "run": "r"}
+    life |= {"signal": 0, "wall": 1.0, "t": 1.0}
+    (tmp_path / "activity").mkdir()
+    (tmp_path / "activity" / "rank0.jsonl").write_text(json.dumps(life) + "\n")
+    command = cli.load(COMMANDS[name].run)
+    for target in ("/dev/null/file", "/proc/file"):
+        with pytest.raises(UserError, match=f"^{target} cannot be written: .*--out FILE$"):
+            command([str(tmp_path), "--out", target])
+    for words in ([], ["--out"], [str(tmp_path), "--out"], [str(tmp_path), str(tmp_path)]):
+        with pytest.raises(UserError, match=r"needs one run folder: .* \[--out FILE\]"):
+            command(words)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert command([f"--out={other}", str(tmp_path)]) == 0
+    assert len(list(other.iterdir())) == 1
