@@ -24,6 +24,7 @@ from megarl import console, signals
 from megarl.command_line import pages
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
+from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
 from megarl.recipe_paths import typed
 from megarl.schema import shortened
@@ -128,6 +129,7 @@ def dispatch(name: str, rest: list[str]) -> int:
         console.result(configs.dump(config).rstrip("\n"))
         return 0
     with console.diverted(), ExitStack() as stack:
+        stack.enter_context(run_folder())
         try:
             with console.phase("checks"):
                 from megarl.cluster.process_env import prepare_environment

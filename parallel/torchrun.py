@@ -33,6 +33,7 @@ from torch.distributed.run import main
 
 from megarl.errors import UserError
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
+from megarl.private_folder import run_folder
 from megarl.signals import AGENT, SHUTDOWN
 
 SAID = 2
@@ -130,7 +131,7 @@ def run(arguments: list[str]) -> int:
     if waits := shutdown_timeout(arguments):
         os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:
-        with own_agent():
+        with run_folder(), own_agent():
             main(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -140,6 +141,9 @@ def run(arguments: list[str]) -> int:
                 how = f"signal {-failure.exitcode}"
             print(f"megarl: rank {rank} ended first, with {how}", file=sys.stderr)
         return exit_code(failure.exitcode)
+    except UserError as error:
+        print(f"megarl: error: {error}", file=sys.stderr)
+        return SAID
     except NodeLost:
         return 1
     except (dist.DistError, RendezvousError) as error:

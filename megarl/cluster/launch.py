@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
         say(warning)
     print("\n".join(lines), file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
-    logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}")
+    logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)
     return run(Launch(started, hosts, at, logs, more_s), job if options.requeue else "")
 

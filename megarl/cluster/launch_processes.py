@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.cluster.launch_plan import Command, Gpu, Gpus, Options, Plan
-from megarl.cluster.node_process import MARK
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_SETTINGS
+from megarl.private_folder import MARK
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
@@ -148,7 +148,7 @@ def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
     hidden = {plan.hidden: ""} if plan.hidden else {}
     visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
     patience = _patience(plan) if at.python else {}
-    return Command(RAY_SETTINGS | _mark(at, "ray") | patience | hidden | visible, words)
+    return Command(RAY_SETTINGS | _mark(at) | patience | hidden | visible, words)
 
 
 def _torchrun(
@@ -182,7 +182,7 @@ def _torchrun(
         "CUDA_VISIBLE_DEVICES": _names(mine),
         "OMP_NUM_THREADS": str(plan.num_threads),
     }
-    return Command(ray | _mark(at, "ranks") | _patience(plan) | environment, words)
+    return Command(ray | _mark(at) | _patience(plan) | environment, words)
 
 
 def _names(gpus: Sequence[Gpu]) -> str:
@@ -197,5 +197,5 @@ def _patience(plan: Plan) -> dict[str, str]:
     return {SHUTDOWN: str(SHUTDOWN_S + math.ceil(plan.save_within_s - SAVE_WITHIN_S))}
 
 
-def _mark(at: Addresses, kind: str) -> dict[str, str]:
-    return {MARK: f"{at.state}/{kind}"} if at.state else {}
+def _mark(at: Addresses) -> dict[str, str]:
+    return {MARK: at.state} if at.state else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import IO
 
 from megarl.cluster.launch_processes import Addresses, Process
-from megarl.cluster.node_process import END, KILL, kill_marked
-from megarl.cluster.private_folder import PrivateFolder, refuse_open
+from megarl.cluster.node_process import END, KILL
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.cluster.slurm import srun
+from megarl.private_folder import PrivateFolder, kill_marked, refuse_open
 
 READY_WITHIN_S = 240.0
 """Seconds within which Ray must answer, on all nodes, after it is started."""
@@ -46,7 +47,7 @@ class Launch:
     """Name of each node, for srun; one name: processes are started on this machine, without it."""
     addresses: Addresses
     logs: Path
-    """Folder of the logs of a run on several nodes."""
+    """Folder of the logs: of a run on several nodes, and of Ray where a run has failed."""
     more_s: float = 0.0
     """Seconds that the ranks have for a checkpoint after a signal, beyond those of every run."""
 
@@ -109,13 +110,18 @@ class Launcher:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, lambda *_: self.hurry.set())
             self.end()
-            if folder is None:
-                pass
-            elif code in (0, 2) or code >= 128:
+            if folder is not None:
+                if code not in (0, 2) and code < 128:
+                    self._keep_logs(state)
                 folder.remove()
-            else:
-                folder.keep()
-                say(f"exit code {code}; Ray's logs are in {state} (remove it when read)")
+
+    def _keep_logs(self, state: Path) -> None:
+        """Copy the logs of this node's Ray into the run folder, and say so."""
+        kept, found = self.launch.logs / "ray", state / "0" / "session_latest" / "logs"
+        if found.is_dir():
+            with contextlib.suppress(OSError, shutil.Error):
+                shutil.copytree(found, kept, dirs_exist_ok=True)
+            say(f"Ray's logs are in {kept}")
 
     def _run(self) -> int:
         rays = [one for one in self.launch.processes if one.kind == "ray"]

@@ -23,16 +23,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cluster.private_folder import PrivateFolder
-from megarl.cluster.process_env import SOCKETS
+from megarl.private_folder import MARK, PrivateFolder, use
 from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
-MARK = "MEGARL_LAUNCH"
-"""Name of an environment variable set in every process that a launcher starts, to find them again:
-FOLDER/KIND, with the launch's own folder."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.2
 END, KILL = b"end\n", b"kill\n"
@@ -59,12 +55,12 @@ def main(kind: str, words: Sequence[str]) -> int:
 
     for number in SIGNALS:
         signal.signal(number, hear)
-    own, folder = os.getpid(), Path(os.environ.get(MARK, "/")).parent
-    made = None
-    if kind == "ray" and not folder.exists():  # not on the launcher's node
-        made = PrivateFolder(folder)
-    if kind == "ray" and MARK in os.environ:
-        os.environ.setdefault(SOCKETS, str(folder))
+    own, made = os.getpid(), None
+    if MARK in os.environ:
+        folder = Path(os.environ[MARK])
+        if not folder.exists():  # not on the launcher's node
+            made = PrivateFolder(folder)
+        use(folder)
 
     def prepare() -> None:
         for number in SIGNALS:
@@ -142,38 +138,6 @@ def kill_descendants() -> None:
         if not left:
             return
         time.sleep(POLL_S / 4)
-
-
-def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
-    """Kill every process of a launch that runs on this node; see `started_processes`. Returns those
-    that still run two seconds later.
-    """
-    for _ in range(10):
-        left = started_processes(mark, leaders)
-        if not left:
-            return []
-        for number in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return started_processes(mark, leaders)
-
-
-def started_processes(mark: str, leaders: Collection[int]) -> list[int]:
-    """Ids of the running processes that a launch started on this node, with all their descendants:
-    those whose mark is `mark` or below it, and those in the session of a process in `leaders`.
-    """
-    import psutil
-
-    found: set[int] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            marked = f"{process.environ().get(MARK)}/".startswith(f"{mark}/")
-            if not marked and os.getsid(process.pid) not in leaders:
-                continue
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-    return sorted(found - {os.getpid()})
 
 
 if __name__ == "__main__":

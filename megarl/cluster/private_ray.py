@@ -1,9 +1,7 @@
-"""A Ray of a run's own on this machine, whose files are in a folder that only the run's user can
-read and that is removed at the end: /tmp/megarl-PROCESS-RANDOM.
+"""A Ray of a run's own on this machine, whose files are in the run's folder.
 
 Ray's own choice, /tmp/ray, is one folder for all users of the machine, and Ray sets mode 777 on any
-that it is given: it is given one inside of the private one. The sockets of vLLM's processes are in
-the private folder too.
+that it is given: it is given one inside of the run's, which is closed to other users.
 """
 
 from __future__ import annotations
@@ -11,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from megarl.cluster.private_folder import PrivateFolder, refuse_open
 from megarl.console import say
+from megarl.private_folder import refuse_open
 
 RAY_ATTEMPTS = 3
 """Times that Ray is started before its failure ends the run."""
@@ -48,27 +47,20 @@ def own_process_groups() -> Iterator[None]:
         _leaves_group = False
 
 
-def start_ray(**options: Any) -> PrivateFolder:
-    """Start a Ray of its own on this machine with the options of `ray.init`; returns the folder
-    with its files, which is to be removed once Ray has ended. Ray gives itself 30 s, which cannot
-    be set and which a busy machine exceeds: then it is started again.
+def start_ray(folder: Path, **options: Any) -> None:
+    """Start a Ray of its own on this machine, with its files in the private folder `folder` and the
+    options of `ray.init`. Ray gives itself 30 s, which cannot be set and which a busy machine
+    exceeds: then it is started again. Raises `UserError` if Ray opens the folder to other users.
     """
-    folder = PrivateFolder()
-    try:
-        for attempt in range(1, RAY_ATTEMPTS + 1):
-            try:
-                # Without "local", Ray joins whatever `ray start` last started on this machine.
-                with own_process_groups():
-                    ray.init(address="local", _temp_dir=f"{folder.path}/ray", **options)
-                refuse_open(folder.path)
-                return folder
-            except Exception as error:
-                if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
-                    raise
-                say("megarl: warning: Ray did not start within 30 s; starting it again")
-                ray.shutdown()
-        raise AssertionError("unreachable")
-    except BaseException:
-        ray.shutdown()
-        folder.remove()
-        raise
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        try:
+            # Without "local", Ray joins whatever `ray start` last started on this machine.
+            with own_process_groups():
+                ray.init(address="local", _temp_dir=f"{folder}/ray", **options)
+            refuse_open(folder)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
+                raise
+            say("megarl: warning: Ray did not start within 30 s; starting it again")

@@ -33,9 +33,6 @@ ENGINE_RANKS = "megarl_engine_ranks"
 """Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
 many engine ranks a node may have. A Ray without it has no such limit."""
 
-SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Name of the environment variable with the folder of vLLM's sockets, which is /tmp by default."""
-
 
 def prepare_environment(num_threads: int) -> None:
     """Set the environment variables that libraries read at import. Call it before torch is
@@ -61,6 +58,8 @@ def _use_built_operators() -> None:
         os.environ["PATH"] = os.pathsep.join((programs, path)) if path else programs
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+        # What torch compiles lies below TMPDIR by default, which a run loses at its end.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "torch_inductor"))
 
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:

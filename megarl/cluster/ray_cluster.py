@@ -16,9 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.asking import KILL_S, ask, within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
-from megarl.cluster.private_folder import PrivateFolder
 from megarl.cluster.private_ray import start_ray
-from megarl.cluster.process_env import SOCKETS, use_cluster_token, without_variable
+from megarl.cluster.process_env import use_cluster_token, without_variable
 from megarl.cluster.processes import end
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_shutdown import shut_down
@@ -27,6 +26,7 @@ from megarl.cluster.rollout_client import SERVICE
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import UserError
+from megarl.private_folder import run_folder
 from megarl.rollout.config import RolloutConfig
 from megarl.signals import ignore_while_closing
 from megarl.types import Prompt
@@ -70,7 +70,7 @@ class Cluster:
         self._groups: list[EngineGroup] = []
         self._supervisors: list[EngineSupervisor] = []
         self._service_ready: Any = None
-        self._folder: PrivateFolder | None = None
+        self._stack = contextlib.ExitStack()
         # Ray puts handlers of its own in place, which end the process on the spot.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         options: dict[str, Any] = {
@@ -89,13 +89,15 @@ class Cluster:
                     " unset RAY_ADDRESS to start Ray here, or set it to a head's host:port"
                 ) from error
         else:
-            with without_variable(hidden):
-                self._folder = start_ray(
+            with contextlib.ExitStack() as stack, without_variable(hidden):
+                start_ray(
+                    stack.enter_context(run_folder()),
                     include_dashboard=False,
                     num_cpus=max(4, os.cpu_count() or 1),
                     object_store_memory=object_store_bytes,
                     **options,
                 )
+                self._stack = stack.pop_all()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self.address: str = ray.get_runtime_context().gcs_address
@@ -112,8 +114,6 @@ class Cluster:
         """Start an engine on every seat, in parallel, without waiting; call `.wait()` on the result
         before use. `fewest`: see `EngineGroup`.
         """
-        if self._folder is not None:
-            environment = environment | {SOCKETS: str(self._folder.path)}
 
         def start(number: int) -> ActorHandle:
             actor = ray.remote(EngineActor).options(
@@ -171,9 +171,7 @@ class Cluster:
         self._owned = []
         shut_down()
         end([process for group in self._groups for process in group.processes()], patience_s=1.0)
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        self._stack.close()
 
     def _stop_actors(self, stop_timeout_s: float) -> None:
         owned, stops = self._owned, []

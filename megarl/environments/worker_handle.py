@@ -9,9 +9,11 @@ parent, even one killed by force. `megarl.environments.pool` runs verifiers in s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,12 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megarl.environments import user_code
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import named, setting_of
 from megarl.environments.worker import LENGTH, receive
+from megarl.private_folder import MARK, kill_marked
 
 END_WITHIN_S = 1.0
 START_WITHIN_S = 120.0  # a verifier of one's own may import much
@@ -66,6 +71,7 @@ class WorkerHandle:
         limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
         code = config.session or ", ".join(config.tools.functions or named(config))
         told = f"{setting_of(config)} '{code}'"
+        self._mark = f"{os.environ.get(MARK, '')}/{secrets.token_hex(8)}"
         self.channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
@@ -75,8 +81,9 @@ class WorkerHandle:
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
                 stdin=theirs.fileno(),
                 # A verifier is code nobody vouches for, and what it says ends up in transcripts.
-                env=config.variables(os.environ),
-                # what a verifier starts is killed with it, and Ctrl-C is the parent's affair
+                # What the verifier starts, in whatever session, is known and killed by the mark.
+                env=config.variables(os.environ) | {MARK: self._mark},
+                # Ctrl-C is the parent's affair
                 start_new_session=True,
             )
         try:
@@ -136,20 +143,25 @@ class WorkerHandle:
             time.sleep(0.005)
 
     def signal(self) -> None:
-        """Send SIGKILL to the process and its process group without waiting for its end. May be
-        called from any thread.
+        """Send SIGKILL to the process, its descendants and its process group without waiting for
+        their end. May be called from any thread.
         """
         with self._lock:
             if self.process.returncode is None:  # not reaped yet, so its number is still its own
+                with contextlib.suppress(psutil.Error):
+                    for one in psutil.Process(self.process.pid).children(recursive=True):
+                        with contextlib.suppress(psutil.Error):
+                            one.kill()
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process and its process group, and wait for its end. May be called from any
-        thread.
+        """Kill the process and all that it has started, and wait for its end. May be called from
+        any thread.
         """
         self.signal()
         with self._lock:
             self.process.wait()
+        kill_marked(self._mark)
 
     def discard(self) -> None:
         """Kill the process and close the socket. Call it only when no thread waits for a reply."""

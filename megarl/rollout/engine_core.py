@@ -15,10 +15,11 @@ import multiprocessing
 import os
 import select
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
-from multiprocessing import forkserver
+from multiprocessing import forkserver, shared_memory
 from multiprocessing.context import (
     ForkServerContext,
     ForkServerProcess,
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.activity.recording import Recording
+from megarl.private_folder import shared_name
 
 CORE_IMPORTS = "megarl.rollout.core_imports"
 """Module that imports vLLM's engine core."""
@@ -112,7 +114,32 @@ def run_in_environment(
     if recording is not None:
         recording[0].open(recording[1])
     threading.Thread(target=end_with, args=(owner,), daemon=True).start()
+    name_shared_memory()
     target(**kwargs)
+
+
+def name_shared_memory() -> None:
+    """Have this process, and those that vLLM starts from it, name shared memory after the run's
+    folder. vLLM leaves some where it ends well, and all of it where it is killed.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    shared_memory._make_filename = lambda: f"/{shared_name()}"  # pyright: ignore
+    # On the CPU the name of this file begins that of the memory.
+    file = f"file://{tempfile.gettempdir()}/{shared_name()}"
+    multiproc_executor.get_file_store_init_method = lambda: file
+    if multiproc_executor.get_mp_context().get_start_method() == "spawn":
+        multiproc_executor.get_mp_context = SpawnedWorkerContext
+
+
+class SpawnedWorkerContext(SpawnContext):
+    """The multiprocessing context of the tensor-parallel workers of an engine core on a GPU."""
+
+    def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any], daemon: bool
+    ) -> SpawnProcess:
+        arguments = (None, os.getpid(), target, kwargs, None)
+        return SpawnProcess(target=run_in_environment, name=name, args=arguments, daemon=daemon)
 
 
 def end_with(owner: int) -> None:

@@ -40,14 +40,17 @@ def two_nodes() -> Iterator[None]:
 ANOTHER_RAY = """
 import os, psutil, ray
 from megarl.cluster.private_ray import start_ray
-folder = start_ray(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+from megarl.private_folder import run_folder
+running = run_folder()
+folder = running.__enter__()
+start_ray(folder, num_cpus=1, include_dashboard=False, logging_level="ERROR")
 started = psutil.Process().children(recursive=True)
 outside = {os.getpgid(one.pid) for one in started}.isdisjoint({os.getpgid(0)})
-print(len(ray.nodes()), "node", (folder.path / "ray/session_latest").exists(), outside)
-print(oct(folder.path.stat().st_mode & 0o777))
+print(len(ray.nodes()), "node", (folder / "ray/session_latest").exists(), outside)
+print(oct(folder.stat().st_mode & 0o777))
 ray.shutdown()
-folder.remove()
-print(folder.path.exists())
+running.__exit__(None, None, None)
+print(folder.exists())
 """
 
 

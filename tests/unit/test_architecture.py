@@ -15,7 +15,7 @@ LAYERS = (
     {"errors", "host_memory", "peer_names", "quick_imports", "schema", "types"},
     {"recipe_file", "recipe_paths", "third_party"},
     {"console"},
-    {"activity", "signals"},
+    {"activity", "private_folder", "signals"},
     {"kernels", "parallel"},
     {"data", "environments", "ledger", "objectives", "observe", "weight_sync"},
     {"rollout", "checkpoints"},

@@ -45,6 +45,13 @@ import asyncio, math, os, re, subprocess, sys, time
 from pathlib import Path
 
 LIMIT = 3
+SLEEP = ["sh", "-c", "echo $$; exec sleep 1000"]
+STARTED = {
+    "child": dict(args=SLEEP),
+    "session": dict(args=SLEEP, start_new_session=True),
+    "orphan": dict(args=["sh", "-c", "setsid sleep 1000 & echo $!"]),
+    "bare": dict(args=SLEEP, start_new_session=True, env={}),
+}
 
 def judge(prompt, response):
     if response == "raise": raise RuntimeError("no \\u00fcse \\ud800")
@@ -55,8 +62,9 @@ def judge(prompt, response):
     if response == "sleep": time.sleep(1000)
     if response == "die": os.kill(os.getpid(), 11)
     if response == "exit": sys.exit(3)
-    if response == "child":
-        Path(prompt.fields["file"]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+    if response in STARTED:
+        started = subprocess.Popen(stdout=subprocess.PIPE, **STARTED[response])
+        Path(prompt.fields["file"]).write_text(started.stdout.readline().decode())
         time.sleep(1000)
     if response == "babble":
         print("x" * 100_000); sys.stdin.read(); os.write(1, b"y" * 1000)
@@ -293,12 +301,15 @@ def test_time_waiting_for_a_worker_is_not_counted(own: str) -> None:
     assert [verdict.failure for verdict in verdicts(config, *["wait"] * 10)] == [""] * 10
 
 
-def test_what_a_killed_verifier_started_is_killed_too(own: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", ["child", "session", "orphan", "bare"])
+def test_what_a_killed_verifier_started_is_killed_too(
+    started: str, own: str, tmp_path: Path
+) -> None:
     prompt = Prompt(
         index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
     )
     (verdict,) = verdicts(
-        EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), "child", prompt=prompt
+        EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), started, prompt=prompt
     )
     assert verdict.failure == "timeout"
     assert gone(int((tmp_path / "pid").read_text()))

@@ -23,7 +23,6 @@ from megarl.activity.process import start_of
 from megarl.cluster.launch_plan import Command
 from megarl.cluster.launch_processes import Addresses, Process
 from megarl.cluster.launch_run import Launch, Launcher, Running
-from megarl.cluster.node_process import started_processes
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -35,6 +34,7 @@ from megarl.config import (
     from_tree,
     read,
 )
+from megarl.private_folder import marked_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
@@ -228,7 +228,7 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
     result = launch("--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "called").exists()
-    state = re.search(r"MEGARL_LAUNCH=(\S+)", result.stdout)
+    state = re.search(r"MEGARL_FOLDER=(\S+)", result.stdout)
     assert state is not None
     assert Path(state[1]) not in set(Path("/tmp").glob("megarl-*")) - before
 
@@ -480,17 +480,17 @@ def test_only_marked_processes_are_ended() -> None:
     mark = f"/tmp/megarl-test-{os.getpid()}"
     environment = dict(os.environ)
     marked = subprocess.Popen(
-        sleep, env=environment | {"MEGARL_LAUNCH": mark}, stdout=subprocess.PIPE
+        sleep, env=environment | {"MEGARL_FOLDER": mark}, stdout=subprocess.PIPE
     )
     leader = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
     bystander = subprocess.Popen(
-        sleep, env=environment | {"MEGARL_LAUNCH": mark + "0"}, stdout=subprocess.PIPE
+        sleep, env=environment | {"MEGARL_FOLDER": mark + "0"}, stdout=subprocess.PIPE
     )
     try:
         for process in (marked, leader, bystander):
             assert process.stdout is not None
             process.stdout.readline()
-        assert set(started_processes(mark, {leader.pid})) == {marked.pid, leader.pid}
+        assert set(marked_processes(mark, {leader.pid})) == {marked.pid, leader.pid}
     finally:
         for process in (marked, leader, bystander):
             process.kill()

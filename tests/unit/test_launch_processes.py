@@ -61,9 +61,9 @@ def short(command: str) -> str:
 def test_one_node() -> None:
     """Ray deals the engines' GPUs out, and the ranks have the others."""
     assert plan_of("dapo_14b.yaml", 1) == [
-        f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
+        f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
         f" {HEAD} --temp-dir=/tmp/m/0",
-        f"ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks {PATIENCE} RAY_ADDRESS=node0:6000"
+        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
         f" CUDA_VISIBLE_DEVICES=0,1,2,3 OMP_NUM_THREADS=8 {TORCHRUN} --standalone"
         " --local-addr 127.0.0.1 --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
     ]
@@ -72,11 +72,11 @@ def test_one_node() -> None:
 def test_two_nodes() -> None:
     """Ranks on the first node, all engines on the second. The ranks join Ray where they are."""
     assert plan_of("long_context_64k.yaml", 2) == [
-        f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
+        f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
         " --temp-dir=/tmp/m/0",
-        f"ray 1: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f"ray 1: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
         f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/1",
-        f"ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks {PATIENCE} RAY_ADDRESS=node0:6000"
+        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
         f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 1 --node-rank 0"
         " --nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train"
         " RECIPES/long_context_64k.yaml",
@@ -89,29 +89,29 @@ def test_four_roles_apart() -> None:
     """
     found = plan_of("ppo_70b_apart.yaml", 12)
     rays = [
-        f"ray {node}: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
+        f"ray {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
         f" --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
         for node in (1, 2, 3)
     ]
     engines = [
-        f"ray {node}: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f"ray {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
         f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
         for node in (10, 11)
     ]
     ranks = [
-        f"ranks {node}: env MEGARL_LAUNCH=/tmp/m/ranks {PATIENCE} RAY_ADDRESS=node0:6000"
+        f"ranks {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
         f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 10"
         f" --node-rank {node} --nproc-per-node 8 --master-addr node0 --master-port 6001"
         " -m megarl train RECIPES/ppo_70b_apart.yaml"
         for node in range(10)
     ]
-    head = f"ray 0: env MEGARL_LAUNCH=/tmp/m/ray {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
+    head = f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
     assert found == [f"{head} --temp-dir=/tmp/m/0", *rays, *engines, *ranks]
 
 
 def test_a_run_without_engines_has_no_ray() -> None:
     assert plan_of("sft_7b.yaml", 1, "sft") == [
-        f"ranks 0: env MEGARL_LAUNCH=/tmp/m/ranks {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
         f" OMP_NUM_THREADS=1 {TORCHRUN} --standalone --local-addr 127.0.0.1 --nproc-per-node 8"
         " -m megarl sft RECIPES/sft_7b.yaml",
     ]

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import ray
 
+from megarl import private_folder
 from megarl.checks.preflight import check_run
-from megarl.cluster import private_folder, private_ray
+from megarl.cluster import private_ray
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_cluster import Cluster
 from megarl.config import RunConfig
 from megarl.data.config import PromptsConfig
 from megarl.errors import UserError
 from megarl.parallel.ports import free_port
+from megarl.private_folder import marked_processes
 from megarl.trainer.config import ModelConfig
 
 RECIPE = RunConfig(
@@ -58,74 +60,83 @@ def test_a_cluster_that_is_gone(
         use()
 
 
-def test_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_starts_too_slowly_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = ["The current node timed out during startup. GCS overloaded.", ""]
-    said, folders = list[str](), list[str]()
+    said = list[str]()
 
     def init(**options: object) -> None:
-        folder = str(options.pop("_temp_dir"))
-        assert options == {"address": "local", "num_cpus": 4} and Path(folder).parent.is_dir()
-        folders.append(str(Path(folder).parent))
+        assert options == {"address": "local", "num_cpus": 4, "_temp_dir": f"{tmp_path}/ray"}
         if problem := answers.pop(0):
             raise Exception(problem)  # noqa: TRY002 - what Ray raises
 
+    tmp_path.chmod(0o700)
     monkeypatch.setattr(private_ray.ray, "init", init)
     monkeypatch.setattr(private_ray.ray, "shutdown", lambda: said.append("shutdown"))
-    folder = private_ray.start_ray(num_cpus=4)
-    assert answers == [] and said == ["shutdown"] and folders == [str(folder.path)] * 2
-    folder.remove()
+    private_ray.start_ray(tmp_path, num_cpus=4)
+    assert answers == [] and said == ["shutdown"]
     answers += ["timed out during startup"] * 3
     with pytest.raises(Exception, match="timed out"):
-        private_ray.start_ray(num_cpus=4)
+        private_ray.start_ray(tmp_path, num_cpus=4)
     answers[:] = ["another problem", ""]
     with pytest.raises(Exception, match="another"):
-        private_ray.start_ray(num_cpus=4)
-    assert not any(Path(one).exists() for one in folders)
+        private_ray.start_ray(tmp_path, num_cpus=4)
+
+
+def test_ray_that_opens_the_folder_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_ray.ray, "init", lambda **options: tmp_path.chmod(0o711))
+    with pytest.raises(UserError, match=r"must be of user \d+ with mode 700, .* with mode 711"):
+        private_ray.start_ray(tmp_path)
 
 
 HOLD = """
-import sys, time
+import subprocess, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
-from megarl.cluster import private_folder
+from megarl import private_folder
 private_folder.PLACE = Path(sys.argv[1])
-print(private_folder.PrivateFolder().path, flush=True)
-time.sleep(600)
+with private_folder.run_folder() as folder:
+    memory = shared_memory.SharedMemory(private_folder.shared_name(), True, 8).name
+    resource_tracker.unregister(f"/{memory}", "shared_memory")  # as if it were killed too
+    orphan = subprocess.Popen(["sh", "-c", "setsid sleep 1000 & echo $!"], stdout=subprocess.PIPE)
+    pid = orphan.stdout.readline().decode().strip()
+    print(folder, memory, pid, tempfile.mkdtemp(), flush=True)
+    sys.stdin.read()
 """
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", ["killed", "well"])
+def test_what_a_run_leaves_is_removed(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Files, shared memory and a process without parent: by the run, or by the next one."""
     monkeypatch.setattr(private_folder, "PLACE", tmp_path)
-    foreign = tmp_path / "megarl-123-of-the-launcher"
-    foreign.mkdir()
+    long = tmp_path / ("x" * 117)
+    long.mkdir()
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        theirs = Path(process.stdout.readline().strip())
+    settings = os.environ | {"TMPDIR": str(long)}
+    with subprocess.Popen(command, -1, None, -1, -1, text=True, env=settings) as process:
+        assert process.stdout is not None and process.stdin is not None
+        folder, memory, orphan, file = process.stdout.readline().split()
+        theirs, shared = Path(folder), Path("/dev/shm", memory)
         mine = private_folder.PrivateFolder()
-        assert theirs.is_dir() and theirs.stat().st_mode & 0o777 == 0o700
-        assert mine.path.is_dir() and mine.path != theirs
-        process.kill()
-        process.wait(20)
-        third = private_folder.PrivateFolder()
-    assert not theirs.exists() and mine.path.is_dir() and foreign.is_dir()
-    for one in (mine, third):
-        one.remove()
-        assert not one.path.exists()
-
-
-def test_ray_that_opens_the_folder_to_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Path]()
-
-    def init(*, _temp_dir: str, **options: object) -> None:
-        made.append(Path(_temp_dir).parent)
-        made[0].chmod(0o711)
-
-    monkeypatch.setattr(private_ray.ray, "init", init)
-    with pytest.raises(UserError, match=r"must be of user \d+ with mode 700, .* with mode 711"):
-        private_ray.start_ray()
-    assert not made[0].exists()
+        assert theirs.stat().st_mode & 0o777 == 0o700 and mine.path != theirs
+        assert Path(file).parent == theirs / "tmp", "not TMPDIR, whose path may be too long"
+        assert shared.exists() and int(orphan) in marked_processes(folder)
+        if ends == "killed":
+            process.kill()
+            process.wait(20)
+            assert theirs.exists() and shared.exists()
+            private_folder.PrivateFolder().remove()
+        process.stdin.close()
+        process.wait(60)
+    assert not theirs.exists() and not shared.exists() and marked_processes(folder) == []
+    assert mine.path.is_dir()
+    mine.remove()
+    assert not mine.path.exists()
 
 
 def test_only_folders_that_are_surely_of_a_killed_process_are_removed(
@@ -157,20 +168,10 @@ def test_only_folders_that_are_surely_of_a_killed_process_are_removed(
     living.remove()
 
 
-def test_a_folder_that_is_kept_is_not_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(private_folder, "PLACE", tmp_path)
-    kept = private_folder.PrivateFolder(tmp_path / "megarl-77-0123abcd")
-    kept.keep()
-    private_folder.PrivateFolder().remove()
-    assert kept.path.is_dir()
-
-
 LAUNCH = """import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from megarl.cluster import private_folder
+from megarl import private_folder
 from megarl.cluster.launch_run import Launcher
 private_folder.PLACE = Path(sys.argv[1])
 launcher = Launcher(SimpleNamespace(addresses=SimpleNamespace(state=sys.argv[2])))

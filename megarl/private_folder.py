@@ -1,0 +1,203 @@
+"""The folder of a run's temporary files, /tmp/megarl-PROCESS-RANDOM: closed to other users, and
+removed at the end of the run, with the processes and the shared memory of the run that are left. If
+the process that made it is killed, the next run of the same user does that.
+
+    run_folder --MEGARL_FOLDER, TMPDIR--> every process of the run --> files, sockets, shared memory
+
+/tmp is everybody's, so a name proves nothing: what is removed is a folder itself, no link, of this
+user, that no other user may look into, and that no process holds locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from megarl.errors import UserError
+
+PLACE = Path("/tmp")
+"""Where the folders are made. Not TMPDIR: the path of a socket may have 107 characters."""
+NAME = re.compile(r"megarl-\d+-[0-9a-f]{8}")
+"""Names of the folders."""
+MARK = "MEGARL_FOLDER"
+"""Name of the environment variable, in every process of a run, with the path of the run's folder: a
+process of the run is known by it, whoever its parent is. What a verifier starts has a further part
+behind the path, by which it is known as that verifier's."""
+SHARED_MEMORY = Path("/dev/shm")
+POLL_S = 0.02
+KILLED_WITHIN_S = 2.0
+"""Seconds for killed processes to disappear; those that a driver holds are left after it."""
+
+
+class PrivateFolder:
+    """A temporary folder of this process, which holds it locked as long as it lives. What killed
+    processes of this user have left is removed when the next folder is made.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: where to make it; by default a new name in `PLACE`. Raises `UserError` where it
+        cannot be made.
+        """
+        self.path = path or PLACE / f"megarl-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            for name in filter(NAME.fullmatch, os.listdir(PLACE)):
+                _remove_unowned(PLACE / name)
+            self._make()
+        except OSError as error:
+            raise UserError(
+                f"a run keeps its sockets and temporary files in {PLACE}, where {self.path} cannot"
+                f" be made ({error.strerror}); make {PLACE} a folder in which you may write"
+            ) from error
+
+    def _make(self) -> None:
+        while True:
+            self.path.mkdir(mode=0o700)
+            with contextlib.suppress(FileNotFoundError):  # removed, as it was not locked yet
+                self._lock = _open(self.path)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                refuse_open(self.path)
+                return
+
+    def remove(self) -> None:
+        """Remove the folder with its files, and the shared memory of the run on this machine."""
+        _remove_files(self.path)
+        os.close(self._lock)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """The folder of the run that this process belongs to. Until the end of the block, temporary
+    files of this process, and of those that it starts, are made in its part `tmp`.
+
+    If no process above has made the folder, this one does. It removes the folder at the end of the
+    block, and kills all processes of the run but itself.
+    """
+    made, path = None, Path(os.environ.get(MARK) or "/none")
+    if path.is_dir():
+        refuse_open(path)
+    else:
+        made = PrivateFolder()
+        path = made.path
+    before = {name: os.environ.get(name) for name in (MARK, "TMPDIR")}
+    try:
+        use(path)
+        yield path
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        if made is not None:
+            kill_marked(str(path))
+            made.remove()
+
+
+def use(path: Path) -> None:
+    """Have this process, and those that it starts, belong to the run of the folder `path`."""
+    place = path / "tmp"
+    place.mkdir(mode=0o700, exist_ok=True)
+    os.environ |= {MARK: str(path), "TMPDIR": str(place)}
+    tempfile.tempdir = None  # Python remembers what TMPDIR was at its first temporary file
+
+
+def shared_name() -> str:
+    """A new name for shared memory, by which `PrivateFolder.remove` knows it as the run's."""
+    return f"{Path(os.environ.get(MARK) or 'megarl').name}-{secrets.token_hex(8)}"
+
+
+def refuse_open(path: Path) -> None:
+    """Raise `UserError` if another user may look into the folder `path`, `OSError` if it is gone
+    or a link.
+    """
+    descriptor = _open(path)
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if not _is_private(found):
+        raise UserError(
+            f"{path} must be of user {os.geteuid()} with mode 700, and is of user {found.st_uid}"
+            f" with mode {stat.S_IMODE(found.st_mode):o}: other users could read or replace what"
+            " the run has there; end what changes it, and start again"
+        )
+
+
+def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
+    """Kill every process of a run that runs on this node; see `marked_processes`. Returns those
+    that still run `KILLED_WITHIN_S` seconds later.
+    """
+    deadline = time.monotonic() + KILLED_WITHIN_S
+    while left := marked_processes(mark, leaders):
+        if time.monotonic() > deadline:
+            break
+        for number in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(POLL_S)
+    return left
+
+
+def marked_processes(mark: str, leaders: Collection[int] = ()) -> list[int]:
+    """Ids of the running processes of a run on this node, with all their descendants: those whose
+    mark is `mark` or below it, and those in the session of a process in `leaders`. Without this
+    process and those above it.
+    """
+    import psutil
+
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            marked = f"{process.environ().get(MARK)}/".startswith(f"{mark}/")
+            if not marked and os.getsid(process.pid) not in leaders:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+    own = psutil.Process()
+    return sorted(found - {own.pid, *(one.pid for one in own.parents())})
+
+
+def _open(path: Path) -> int:
+    """A descriptor of the folder `path`; raises `OSError` if it is no folder, or a link."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _remove_files(path: Path) -> None:
+    for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
+        if name.startswith(f"{path.name}-"):
+            with contextlib.suppress(OSError):  # another user's, who has chosen the name
+                (SHARED_MEMORY / name).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unowned(path: Path) -> None:
+    """Remove the folder `path`, and what is left of its run, if it is a private folder of this user
+    that no process holds locked.
+    """
+    try:
+        descriptor = _open(path)
+    except OSError:  # another user's, or somebody else has removed it
+        return
+    try:
+        if _is_private(os.fstat(descriptor)):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kill_marked(str(path))
+            _remove_files(path)
+    except OSError:  # its process lives
+        pass
+    finally:
+        os.close(descriptor)
