@@ -209,6 +209,9 @@ class DemonstrationsConfig:
     """Column with whole conversations (lists of {role, content}), used instead of prompt_column and
     response_column; needs `template: chat`. Every assistant turn is trained on, up to its
     end-of-sequence token."""
+    text_column: str = ""
+    """Column with whole texts, used instead of prompt_column and response_column: all of a text is
+    trained on, up to an end-of-sequence token that is appended."""
     template: TemplateName = "none"
     """`chat` renders the prompt with the tokenizer's chat template. `rendered` reads texts that a
     template has written, as `megarl sample` stores them."""
@@ -229,6 +232,11 @@ class DemonstrationsConfig:
             not self.messages_column or self.template == "chat",
             "DemonstrationsConfig.messages_column is set but DemonstrationsConfig.template is"
             " 'none'; set it to 'chat'",
+        )
+        require(
+            not self.text_column or not (self.messages_column or self.template == "chat"),
+            "DemonstrationsConfig.text_column is set, whose texts are read as they are, beside"
+            " messages_column or template 'chat'; leave these out",
         )
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.chats import conversation, conversation_tokens, turns_of
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.fingerprint import fingerprint
+from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Table, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
+from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, text_tokens
 from megarl.schema import require
 from megarl.types import Demonstration
 
@@ -79,26 +80,35 @@ def load_demonstrations(
     and the setting to change. `setting`: the section of the recipe.
     """
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
+    config, table = demonstrations_as_read(config, table, setting)
     check_template(tokenizer, config.template, setting)
     require(
         tokenizer.eos_token_id is not None,
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
     masks = None
-    if config.messages_column:
-        values, pieces = _conversations(config, table, tokenizer, setting)
-        prompts, responses, masks = conversation_tokens(tokenizer, pieces)
-        texts = [row[0][0] for row in pieces]
-        replies = ["".join(text for text, _ in row[1:]) for row in pieces]
-        marks = ["conversation"] * len(values)
+    if config.text_column:
+        values = texts = _whole_texts(config, table, setting)
+        whole = text_tokens(tokenizer, texts, config.template)
+        # Nothing stands before the first token, by which it could be predicted.
+        prompts, responses = whole.split(1)
+        marks = ["text"] * len(values)
+        warning = lost_text(tokenizer, texts, whole, what=f"texts of {setting}")
     else:
-        values, texts, replies = _pairs(config, table, tokenizer, setting)
-        prompts = prompt_tokens(tokenizer, texts, config.template)
-        responses = response_tokens(tokenizer, replies)
-        marks = replies
-    warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
-        tokenizer, replies, responses, what=f"responses of {setting}"
-    )
+        if config.messages_column:
+            values, pieces = _conversations(config, table, tokenizer, setting)
+            prompts, responses, masks = conversation_tokens(tokenizer, pieces)
+            texts = [row[0][0] for row in pieces]
+            replies = ["".join(text for text, _ in row[1:]) for row in pieces]
+            marks = ["conversation"] * len(values)
+        else:
+            values, texts, replies = _pairs(config, table, tokenizer, setting)
+            prompts = prompt_tokens(tokenizer, texts, config.template)
+            responses = response_tokens(tokenizer, replies)
+            marks = replies
+        warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
+            tokenizer, replies, responses, what=f"responses of {setting}"
+        )
     kept, prompts, note = fit(
         table,
         prompts,
@@ -149,6 +159,17 @@ def _pairs(
             " fill it",
         )
     return values, texts, replies
+
+
+def _whole_texts(config: DemonstrationsConfig, table: Table, setting: str) -> list[str]:
+    """The texts of all rows."""
+    texts = []
+    for index, row in enumerate(table.rows):
+        place, named = table.place(index), f"{setting}.text_column"
+        value = column(row, config.text_column, place=place, setting=named)
+        texts.append(text_of(value, what="the text", place=place))
+        require(bool(texts[-1].strip()), f"{place}: the text is empty; drop the row or fill it")
+    return texts
 
 
 def _conversations(

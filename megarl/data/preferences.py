@@ -18,6 +18,7 @@ import xxhash
 from megarl.data.chats import Turn, check_question, parsed_chat, rendered, turns_of
 from megarl.data.config import PreferencesConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.forms import preferences_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import check_template, column, render, text_of
@@ -131,6 +132,7 @@ def load_preferences(
         setting=setting,
         subset=config.subset,
     )
+    config, table = preferences_as_read(config, table, setting, single=single)
     check_template(tokenizer, config.template, setting)
     require(
         tokenizer.eos_token_id is not None,

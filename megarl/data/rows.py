@@ -14,7 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ class Table:
             return self
         lines = [self.lines[index] for index in indices] if self.lines else None
         return Table(self.source, [self.rows[index] for index in indices], lines)
+
+    def holding(self, rows: list[Row]) -> Table:
+        """The same table with other content in each row."""
+        return replace(self, rows=rows)
 
     def place(self, index: int) -> str:
         """File, line and index of row `index`, for error messages."""

@@ -17,6 +17,7 @@ import numpy as np
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
+from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import check_template, column, render, text_of
@@ -157,6 +158,7 @@ def _load_source(
         setting=setting,
         subset=config.subset,
     )
+    config = prompts_as_read(config, table, setting)
     if config.unique:
         table = _unique(config, table, setting)
     check_template(tokenizer, config.template, setting)

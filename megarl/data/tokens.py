@@ -46,6 +46,11 @@ class TokenLists:
             return self
         return TokenLists(self.ids[self.offsets[i] : self.offsets[i + 1]] for i in indices)
 
+    def split(self, count: int) -> tuple[TokenLists, TokenLists]:
+        """(the first `count` ids of each list, its other ids)."""
+        rows = [self[row] for row in range(len(self))]
+        return TokenLists(ids[:count] for ids in rows), TokenLists(ids[count:] for ids in rows)
+
     @property
     def lengths(self) -> np.ndarray:
         """[N] int64: number of tokens of each list."""
@@ -79,6 +84,20 @@ def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
         return ids if ids and ids[-1] == end else [*ids, end]  # type: ignore[list-item]
 
     return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
+
+
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: TemplateName
+) -> TokenLists:
+    """Tokenise whole texts, each with one end-of-sequence token at its end; `none` also with the
+    tokenizer's initial special tokens.
+    """
+    end: Any = tokenizer.eos_token_id
+
+    def fix(text: str, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    return encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
 
 
 def scored_tokens(

@@ -271,3 +271,58 @@ def test_a_wrong_recipe_is_refused(name: str) -> None:
     tree = {"folder": "x", "model": {"path": "x"}, "preferences": {"source": "x"}} | changes
     with pytest.raises(ValueError, match=said):
         from_tree(kind, tree, where="recipe")
+
+
+HH = "\n\nHuman: 1+2=\n\nAssistant: 3\n\nHuman: +1=\n\nAssistant: "
+SHARED = [{"from": "human", "value": "1+2"}]
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "HH": (
+        {"chosen": HH + "4", "rejected": HH + "3"},
+        {
+            side: [
+                *({"role": role, "content": said} for role, said in (
+                    ("user", "1+2="), ("assistant", "3"), ("user", "+1="), ("assistant", reply)))
+            ]
+            for side, reply in (("chosen", "4"), ("rejected", "3"))
+        },
+        "'Human:'",
+    ),
+    "ShareGPT pairs": (
+        {
+            "conversations": SHARED,
+            "chosen": {"from": "gpt", "value": "3"},
+            "rejected": {"from": "gpt", "value": "4"},
+        },
+        {"chosen": [*USER, TURN], "rejected": [*USER, WORSE]},
+        "ShareGPT pairs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_pairs_of_others_are_recognised(
+    form: str, tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours, says = OTHERS[form]
+    found = load(tokenizer, tmp_path, [theirs], template="chat")
+    assert says in capfd.readouterr().err
+    wanted = load(tokenizer, tmp_path, [ours], template="chat")
+    assert found.row(0) == wanted.row(0) and found.fingerprint == wanted.fingerprint
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ValueError, match=r"set preferences.template to 'chat'"):
+        load(tokenizer, tmp_path, [theirs])
+    if form == "HH":
+        with pytest.raises(ValueError, match=r"row 1.*does not begin with a turn 'Human:'"):
+            load(tokenizer, tmp_path, [theirs, theirs | {"chosen": "4"}], template="chat")
+
+
+def test_single_responses_need_no_names(
+    tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}=", "completion": str(n), "label": n % 2 == 0} for n in range(4)]
+    found = load(tokenizer, tmp_path, rows, single=True)
+    assert "with a label" in capfd.readouterr().err
+    named = load(tokenizer, tmp_path, rows, single=True, response_column="completion")
+    assert found.fingerprint == named.fingerprint and found.row(3) == named.row(3)
+    with pytest.raises(ValueError, match=r"only KTO trains; set loss.method to 'kto'"):
+        load(tokenizer, tmp_path, rows)

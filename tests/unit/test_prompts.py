@@ -280,9 +280,9 @@ LINES = {
         r"data\.jsonl, line 2 is a list; make every line an object",
     ),
     "no prompt": (
-        '\n{"question": "a", "answer": "1"}',
+        '\n{"query": "a", "answer": "1"}',
         (
-            r"line 2 \(row 0.*no column 'prompt'; set prompts\.prompt_column to one of: question,"
+            r"line 2 \(row 0.*no column 'prompt'; set prompts\.prompt_column to one of: query,"
             r" answer"
         ),
     ),
@@ -825,3 +825,148 @@ def test_decimal_numbers_of_parquet_are_answers(tmp_path: Path) -> None:
     file = write(tmp_path / "bytes.parquet", [{"prompt": "a", "answer": b"1"}])
     with pytest.raises(ValueError, match=r"row 0.*the answer .* is b'1', not a text"):
         prompts(file)
+
+
+SHAREGPT = [
+    {"from": "human", "value": "q1"},
+    {"from": "gpt", "value": "a1"},
+    {"from": "human", "value": "q2"},
+    {"from": "gpt", "value": "a2"},
+]
+MESSAGES = [
+    {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+    for turn in SHAREGPT
+]
+TOOLS = [
+    {"from": "system", "value": "s"},
+    {"from": "user", "value": "q"},
+    {"from": "function_call", "value": "f()"},
+    {"from": "observation", "value": "4"},
+    {"from": "assistant", "value": "a"},
+]
+OUR_TOOLS = [
+    {"role": role, "content": turn["value"]}
+    for role, turn in zip(["system", "user", "assistant", "tool", "assistant"], TOOLS, strict=True)
+]
+ASKED, REPLY = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+IN_CHAT = {"template": "chat"}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "prompt and completion": (
+        {"prompt": "q", "completion": "a"},
+        {},
+        {"prompt": "q", "response": "a"},
+        "'completion'",
+    ),
+    "chats of prompt and completion": (
+        {"prompt": [*ASKED, *REPLY, *ASKED], "completion": REPLY},
+        IN_CHAT,
+        {"prompt": [*ASKED, *REPLY, *ASKED], "response": "a"},
+        "chats of prompt",
+    ),
+    "a completion of several turns": (
+        {"prompt": ASKED, "completion": [*REPLY, *ASKED, *REPLY]},
+        IN_CHAT,
+        {"messages": [*ASKED, *REPLY, *ASKED, *REPLY]},
+        "chats of prompt",
+    ),
+    "messages": ({"messages": MESSAGES}, IN_CHAT, {"messages": MESSAGES}, "'messages'"),
+    "ShareGPT": ({"conversations": SHAREGPT}, IN_CHAT, {"messages": MESSAGES}, "ShareGPT"),
+    "ShareGPT with a system text": (
+        {"conversations": SHAREGPT, "system": "s", "tools": ""},
+        IN_CHAT,
+        {"messages": [{"role": "system", "content": "s"}, *MESSAGES]},
+        "ShareGPT",
+    ),
+    "ShareGPT with tools": ({"conversations": TOOLS}, IN_CHAT, {"messages": OUR_TOOLS}, "ShareGPT"),
+    "Alpaca": (
+        {"instruction": "do", "input": "", "output": "a"},
+        {},
+        {"prompt": "do", "response": "a"},
+        "Alpaca",
+    ),
+    "Alpaca with input": (
+        {"instruction": "do", "input": "this", "output": "a"},
+        IN_CHAT,
+        {"prompt": "do\nthis", "response": "a"},
+        "Alpaca",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_demonstrations_of_others_are_recognised(
+    form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They give the tokens, masks and fingerprint of our own form, and the form is said."""
+    row, settings, ours, says = FORMS[form]
+    found = demonstrations(write(tmp_path / "theirs.jsonl", [row] * 3), **settings)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("demonstrations: ") and says in said
+    if "messages" in ours:
+        settings = settings | {"messages_column": "messages"}
+    else:
+        settings = settings | {"prompt_column": "prompt", "response_column": "response"}
+    wanted = demonstrations(write(tmp_path / "ours.jsonl", [ours] * 3), **settings)
+    assert found.at(1) == wanted.at(1) and found.fingerprint == wanted.fingerprint
+    assert capfd.readouterr().err == ""
+    if settings.get("template") == "chat" and form != "Alpaca with input":
+        with pytest.raises(ValueError, match=r"template"):
+            demonstrations(str(tmp_path / "theirs.jsonl"))
+
+
+def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "texts.jsonl", [{"text": "abc", "source": "x"}])
+    for named in ({}, {"text_column": "text"}, {"text_column": "text", "template": "rendered"}):
+        found = demonstrations(file, **named).at(0)
+        whole = [*found.prompt_ids, *found.response_ids]
+        assert len(found.prompt_ids) == 1 and found.response_mask is None
+        assert TOKENIZER.decode(whole) == "abc<eos>"
+    assert capfd.readouterr().err.count("whole texts") == 1  # not where the column is named
+    with pytest.raises(ValueError, match=r"text_column is set.*template 'chat'; leave these out"):
+        demonstrations(file, text_column="text", template="chat")
+    with pytest.raises(ValueError, match=r"no column 'prompt'; set .* to one of: text, source"):
+        demonstrations(file, response_column="source")  # named columns: nothing is recognised
+    longer = write(tmp_path / "longer.jsonl", [{"text": "abcdefgh"}, {"text": "abc"}])
+    assert len(demonstrations(longer, max_tokens=6, too_long="drop")) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"conversations": SHAREGPT}, {"conversations": [{"from": "x", "value": "q"}]}],
+         r"line 2 .*from 'x'; known are human"),
+        ([{"conversations": SHAREGPT}, {"conversations": "q"}], r"line 2 .*is a text; make it"),
+        ([{"conversations": SHAREGPT}, {"other": 1}], "line 2 .*no column 'conversations'"),
+        ([{"q": "1", "a": "2"}], r"no column 'prompt'; set demonstrations.prompt_column to one of:"
+         " q, a"),
+        ([{"prompt": [*ASKED, *REPLY, *ASKED], "completion": [*REPLY, *ASKED, *REPLY]}],
+         "line 1 .*which turns to train on"),
+    ],
+)  # fmt: skip
+def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        demonstrations(write(tmp_path / "rows.jsonl", rows), template="chat")
+
+
+def test_prompts_of_others_are_recognised(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    verl = {
+        "data_source": "gsm8k",
+        "prompt": ASKED,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    (found,) = prompts(write(tmp_path / "verl.parquet", [verl]), template="chat")
+    assert found.answer == "4" and found.fields["extra_info"]["index"] == 0
+    assert "verl's rows" in capfd.readouterr().err
+    for name in ("question", "problem"):
+        (found,) = prompts(write(tmp_path / f"{name}.jsonl", [{name: "2+2", "answer": "4"}]))
+        assert (found.text, found.answer) == ("2+2", "4")
+        assert f"column '{name}'" in capfd.readouterr().err
+    both = write(tmp_path / "both.jsonl", [{"question": "2", "problem": "3", "answer": "4"}])
+    with pytest.raises(ValueError, match=r"prompt_column to one of: question, problem, answer"):
+        prompts(both)
+    (found,) = prompts(both, prompt_column="problem")
+    assert found.text == "3" and capfd.readouterr().err == ""

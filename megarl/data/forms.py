@@ -1,0 +1,229 @@
+"""Data sets as others write them, recognised by their columns: rows and settings become those that
+megarl reads.
+
+    Table, DemonstrationsConfig --demonstrations_as_read--> Table, DemonstrationsConfig
+
+A form is looked for only where the recipe names no columns and the columns of the defaults are not
+there. Which one was found is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megarl import console
+from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.data.render import column, text_of
+from megarl.data.rows import Row, Table, kind_of
+from megarl.schema import require
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "function_call": "assistant",
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+}
+"""{`from` of a ShareGPT turn: role}"""
+TURN = re.compile(r"\n\n(Human|Assistant): ?")
+"""What stands before a turn in the texts of Anthropic's HH pairs."""
+
+
+def demonstrations_as_read(
+    config: DemonstrationsConfig, table: Table, setting: str
+) -> tuple[DemonstrationsConfig, Table]:
+    """(settings, rows) with which demonstrations are read. Raises `ValueError` for a row that has
+    not the form of the first.
+    """
+    plain = DemonstrationsConfig()
+    named = (config.prompt_column, config.response_column, config.messages_column)
+    if named != (plain.prompt_column, plain.response_column, plain.messages_column):
+        return config, table
+    first = table.rows[0]
+    if config.text_column or {"prompt", "response"} <= set(first):
+        return config, table
+    if {"prompt", "completion"} <= set(first):
+        if not isinstance(first["completion"], list):
+            _say(setting, "prompt and completion (columns 'prompt', 'completion')")
+            return replace(config, response_column="completion"), table
+        _needs_chat(config, setting, "chats of prompt and completion")
+        if all(_is_reply(row.get("completion")) for row in table.rows):
+            return config, _each(table, _prompt_reply)
+        return replace(config, messages_column="messages"), _each(table, _prompt_completion)
+    if isinstance(first.get("messages"), list | str):
+        _needs_chat(config, setting, "conversations (column 'messages')")
+        return replace(config, messages_column="messages"), table
+    if isinstance(first.get("conversations"), list):
+        _needs_chat(config, setting, "ShareGPT conversations (column 'conversations')")
+        return replace(config, messages_column="messages"), _each(table, _sharegpt)
+    if {"instruction", "output"} <= set(first):
+        _say(setting, "Alpaca rows (columns 'instruction', 'input', 'output')")
+        return config, _each(table, _alpaca)
+    if isinstance(first.get("text"), str):
+        _say(setting, "whole texts, all of which is trained on (column 'text')")
+        return replace(config, text_column="text"), table
+    return config, table
+
+
+def preferences_as_read(
+    config: PreferencesConfig, table: Table, setting: str, *, single: bool
+) -> tuple[PreferencesConfig, Table]:
+    """(settings, rows) with which preferences are read, as `demonstrations_as_read`. `single`:
+    whether the method trains on single responses with labels.
+    """
+    plain = PreferencesConfig()
+    names = ("prompt_column", "chosen_column", "rejected_column", "response_column", "label_column")
+    if any(getattr(config, name) != getattr(plain, name) for name in names):
+        return config, table
+    first = table.rows[0]
+    if {"prompt", "completion", "label"} <= set(first) and "chosen" not in first:
+        require(
+            single,
+            f"{table.source} has single responses with a label (columns 'prompt', 'completion',"
+            f" 'label'), on which only KTO trains; set loss.method to 'kto', or {setting}.source to"
+            " pairs",
+        )
+        _say(setting, "responses with a label (columns 'prompt', 'completion', 'label')")
+        return replace(config, response_column="completion"), table
+    chosen = first.get("chosen")
+    if "prompt" not in first and isinstance(chosen, str) and TURN.match(chosen):
+        _needs_chat(config, setting, "pairs of texts with 'Human:' and 'Assistant:'")
+        return config, _each(table, _human_assistant)
+    if "prompt" not in first and isinstance(first.get("conversations"), list):
+        _needs_chat(config, setting, "ShareGPT pairs (column 'conversations')")
+        return config, _each(table, _sharegpt_pair)
+    return config, table
+
+
+def prompts_as_read(config: PromptsConfig, table: Table, setting: str) -> PromptsConfig:
+    """The settings with which prompts are read, as `demonstrations_as_read`."""
+    plain, first = PromptsConfig(), table.rows[0]
+    has_truth = isinstance(first.get("reward_model"), dict)
+    if config.answer_column == plain.answer_column and "answer" not in first and has_truth:
+        _say(setting, "verl's rows (columns 'prompt', 'reward_model.ground_truth')")
+        config = replace(config, answer_column="reward_model.ground_truth")
+    if config.prompt_column == plain.prompt_column and "prompt" not in first:
+        found = [name for name in ("question", "problem") if name in first]
+        if len(found) == 1:
+            _say(setting, f"problems (column '{found[0]}')")
+            return replace(config, prompt_column=found[0])
+    return config
+
+
+def _say(setting: str, form: str) -> None:
+    console.say(f"{setting}: {form}")
+
+
+def _needs_chat(config: Any, setting: str, form: str) -> None:
+    require(
+        config.template == "chat",
+        f"{setting}: the rows are {form}, which a chat template writes; set {setting}.template to"
+        " 'chat'",
+    )
+    _say(setting, form)
+
+
+def _each(table: Table, change: Callable[[Row, str], Row]) -> Table:
+    """The table with `change(row, place)` added to each row."""
+    rows = [row | change(row, table.place(index)) for index, row in enumerate(table.rows)]
+    return table.holding(rows)
+
+
+def _value(row: Row, name: str, place: str) -> Any:
+    return column(row, name, place=place, setting="the column's setting")
+
+
+def _is_reply(value: Any) -> bool:
+    """Whether a completion is a chat of one turn of the assistant, whose content is a text."""
+    turn = value[0] if isinstance(value, list) and len(value) == 1 else None
+    return isinstance(turn, Mapping) and isinstance(turn.get("content"), str)
+
+
+def _prompt_reply(row: Row, place: str) -> Row:
+    return {"response": _value(row, "completion", place)[0]["content"]}
+
+
+def _prompt_completion(row: Row, place: str) -> Row:
+    """Prompt and completion as one conversation, of which each reply is trained on."""
+    asked, reply = _value(row, "prompt", place), _value(row, "completion", place)
+    asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    require(
+        isinstance(reply, list),
+        f"{place}: the completion is {kind_of(reply)}, and that of the first row is a chat; make"
+        " all of them chats",
+    )
+    require(
+        all(isinstance(turn, Mapping) and turn.get("role") != "assistant" for turn in asked),
+        f"{place}: the prompt has a turn of the assistant and the completion several turns, so that"
+        " no conversation says which turns to train on; write conversations in a column 'messages'",
+    )
+    return {"messages": [*asked, *reply]}
+
+
+def _turn(turn: Any, place: str) -> dict[str, Any]:
+    """A ShareGPT turn {from, value} as {role, content}; a turn with a role stays."""
+    if isinstance(turn, Mapping) and "role" in turn:
+        return dict(turn)
+    said = turn.get("from") if isinstance(turn, Mapping) else None
+    role = ROLES.get(str(said).lower())
+    require(
+        role is not None,
+        f"{place}: a turn of the conversation is from {said!r:.40}; known are {', '.join(ROLES)}",
+    )
+    return {"role": role, "content": turn.get("value")}
+
+
+def _sharegpt(row: Row, place: str) -> Row:
+    turns = _value(row, "conversations", place)
+    require(
+        isinstance(turns, list),
+        f"{place}: the conversation is {kind_of(turns)}; make it a list of turns",
+    )
+    turns = [_turn(turn, place) for turn in turns]
+    system = row.get("system")
+    if isinstance(system, str) and system and turns[:1] and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return {"messages": turns}
+
+
+def _sharegpt_pair(row: Row, place: str) -> Row:
+    asked = _sharegpt(row, place)["messages"]
+    sides = {name: _value(row, name, place) for name in ("chosen", "rejected")}
+    return {
+        name: [*asked, _turn(side, place) if isinstance(side, Mapping) else _reply(side, place)]
+        for name, side in sides.items()
+    }
+
+
+def _reply(side: Any, place: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text_of(side, what="the response", place=place)}
+
+
+def _alpaca(row: Row, place: str) -> Row:
+    asked, more = _value(row, "instruction", place), row.get("input")
+    prompt = text_of(asked, what="the instruction", place=place)
+    if isinstance(more, str) and more.strip():
+        prompt += f"\n{more}"
+    return {"prompt": prompt, "response": _value(row, "output", place)}
+
+
+def _human_assistant(row: Row, place: str) -> Row:
+    return {name: _turns(_value(row, name, place), place) for name in ("chosen", "rejected")}
+
+
+def _turns(text: Any, place: str) -> list[dict[str, str]]:
+    """The chat of a text "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    parts = TURN.split(text) if isinstance(text, str) else []
+    require(
+        len(parts) >= 3 and not parts[0].strip(),
+        f"{place}: the text does not begin with a turn 'Human:', as that of the first row does;"
+        " drop the row",
+    )
+    roles = ["user" if name == "Human" else "assistant" for name in parts[1::2]]
+    return [
+        {"role": role, "content": said.strip()}
+        for role, said in zip(roles, parts[2::2], strict=True)
+    ]
