@@ -17,6 +17,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import final_expression
 from megarl.environments.scoring import Environment
+from megarl.environments.thinking import without_opening
 from megarl.environments.verifiers import setting_of
 from megarl.schema import require
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
@@ -115,7 +116,8 @@ async def _call(
         marked = prompt.answer
         if is_math and final_expression(marked) is None:
             marked = f"\\boxed{{{marked}}}"
-        found = await environment.score(prompt, marked, 0, False)
+        written = without_opening(prompt, environment.thinking)
+        found = await environment.score(written, marked, 0, False)
         if is_math and not (found.failure or found.correct):
             detail = (
                 f"the reference answer {prompt.answer!r:.200} is not mathematics: it does not equal"

@@ -51,7 +51,7 @@ def code(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Score]]
         except BadTests as error:
             raise BadScore("error", str(error)) from None
         program = extract(response, fence_required=settings.fence_required)
-        if program is None:
+        if not program:
             return Score(0.0, False, {"tests_passed": 0.0, "timed_out": 0.0})
         passed, timed_out = _run(sandbox, settings, tests, tests.whole(program), limit_s)
         share = passed / len(tests.tests)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.environments.thinking import TAGS, tags_of
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -18,6 +20,10 @@ class Codec:
     tokenizer: Any
     is_bare: bool
     """Whether `tokenizer` is a `tokenizers.Tokenizer` rather than a transformers tokenizer."""
+    thinking: tuple[str, str] = TAGS
+    """The tags around a model's thinking, of which the chat template is known only here."""
+    kept: frozenset[int] = frozenset()
+    """Ids of these tags where they are special tokens; they are decoded all the same."""
 
     @classmethod
     def of(cls, tokenizer: Any, *, whole: bool = False) -> Codec:
@@ -25,7 +31,9 @@ class Codec:
         the same, otherwise, and with `whole`, with the transformers tokenizer itself, whose chat
         template tools need.
         """
-        kind = type(tokenizer)
+        kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
+        special = tokenizer.added_tokens_decoder.items()
+        kept = frozenset(one for one, token in special if token.special and str(token) in tags)
         cleans = tokenizer.clean_up_tokenization_spaces
         if (
             hasattr(tokenizer, "backend_tokenizer")
@@ -36,12 +44,18 @@ class Codec:
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()
             bare.no_padding()
-            return cls(bare, is_bare=True)
-        return cls(tokenizer, is_bare=False)
+            return cls(bare, True, tags, kept)
+        return cls(tokenizer, False, tags, kept)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Decode `token_ids` to text, without special tokens."""
-        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
+        """Decode `token_ids` to text, without special tokens other than the tags of thinking."""
+        ids = np.asarray(token_ids).tolist()
+        parts, start = [], 0
+        for place in [number for number, one in enumerate(ids) if one in self.kept]:
+            parts.append(self.tokenizer.decode(ids[start:place], skip_special_tokens=True))
+            parts.append(self.tokenizer.decode([ids[place]], skip_special_tokens=False))
+            start = place + 1
+        return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
     def encode(self, text: str) -> list[int]:
         """Encode `text` to token ids, without adding special tokens."""

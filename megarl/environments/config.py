@@ -202,6 +202,11 @@ class EnvironmentConfig:
     answer_after: str = ""
     """`exact_match`, `numeric` and `choice` read only the text after the last occurrence of this
     marker in the response; if empty, the whole response."""
+    thinking: tuple[str, ...] | None = ()
+    """Opening and closing tag of what the model thinks before it answers, such as `[<think>,
+    </think>]`: the verifiers of the house read only what follows the last closing tag, and nothing
+    if the thinking does not end. Empty: the tags that the model's chat template names, otherwise
+    `<think>` and `</think>`. null: responses are read whole."""
     regex: RegexConfig = RegexConfig()
     json_schema: JsonSchemaConfig = JsonSchemaConfig()
     math: MathConfig = MathConfig()
@@ -309,6 +314,12 @@ class EnvironmentConfig:
             bool(remote) or self.remote == RemoteConfig(),
             "environment.remote has settings, but neither environment.verifier nor"
             " environment.rewards names a reward server (http://host:port/v1/score); leave it out",
+        )
+
+        require(
+            not self.thinking or (len(set(self.thinking)) == 2 and all(self.thinking)),
+            f"environment.thinking is {list(self.thinking or ())}; set an opening and a closing tag"
+            " that differ, such as [<think>, </think>], or null",
         )
 
         try:

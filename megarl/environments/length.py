@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megarl.environments.answers import row_value
@@ -13,8 +13,6 @@ from megarl.environments.scores import read_score
 from megarl.environments.verifier_config import LengthConfig
 from megarl.schema import require
 from megarl.types import Prompt
-
-Make = Callable[[EnvironmentConfig], Callable[[Prompt, str], Awaitable[Any]]]
 
 
 class Counted(str):
@@ -64,17 +62,19 @@ def l1_max(config: LengthConfig, length: int, correct: bool, target: int) -> flo
     return float(correct) * min(1.0, max(0.0, config.alpha * (target - length) + config.delta))
 
 
-def length_reward(config: EnvironmentConfig, verifiers: dict[str, Make]) -> Any:
-    """The verifier `length`. `verifiers`: those of the house, of which `length.verifier` names the
-    one that says whether a response is correct.
+def length_reward(
+    config: EnvironmentConfig, names: Collection[str], make: Callable[[str, EnvironmentConfig], Any]
+) -> Any:
+    """The verifier `length`. `names`: of the verifiers of the house, of which `length.verifier` is
+    the one that says whether a response is correct; `make` makes it.
     """
     own = config.length
     require(
-        own.kind == "linear" or own.verifier in verifiers,
+        own.kind == "linear" or own.verifier in names,
         f"length.verifier is '{own.verifier}'; set one of the verifiers of the house:"
-        f" {', '.join(verifiers)}",
+        f" {', '.join(names)}",
     )
-    judge = None if own.kind == "linear" else verifiers[own.verifier](config)
+    judge = None if own.kind == "linear" else make(own.verifier, config)
 
     async def verify(prompt: Prompt, response: str) -> Any:
         length = counted(own, response)

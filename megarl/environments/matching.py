@@ -32,6 +32,8 @@ def regex(config: EnvironmentConfig) -> Verify:
         return found.casefold() == answer.casefold() if own.ignore_case else found == answer
 
     async def verify(prompt: Prompt, response: str) -> float:
+        if not response:  # no thinking ended, and a pattern may match nothing
+            return 0.0
         pattern = fixed or _compiled(prompt.answer, flags, f"the answer of row {prompt.index}")
         last = None
         try:

@@ -20,6 +20,7 @@ from megarl.environments.judging import Judge
 from megarl.environments.outcome import Outcome
 from megarl.environments.reward_client import Token, read_token
 from megarl.environments.session_pool import SessionPool
+from megarl.environments.thinking import TAGS, with_tags, without_opening
 from megarl.environments.user_code import Sources
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
@@ -60,6 +61,7 @@ class Environment:
         Raises `ValueError` if the verifier's name is unknown or its file is missing, or the token's
         variable is not set. Errors inside the file are found by `start`.
         """
+        config = with_tags(config, codec.thinking if codec else TAGS)
         self._config = config
         token = token or client_token(config)
         self._judge = Judge(config.without_sessions(), codec, token, known)
@@ -83,6 +85,11 @@ class Environment:
         """
         sessions = self._sessions.sources if self._sessions is not None else {}
         return self._judge.pool.sources | sessions
+
+    @property
+    def thinking(self) -> tuple[str, ...] | None:
+        """The tags around a model's thinking; None if responses are read whole."""
+        return self._config.thinking
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -114,6 +121,8 @@ class Environment:
         if outcome.observation is not None:
             return observed(outcome.observation, outcome.reward)
         if outcome.answer is not None:
+            if self._config.session:  # whose answer need not be what the model wrote
+                prompt = without_opening(prompt, self._config.thinking)
             verdict = await self.score(prompt, outcome.answer, num_tokens, truncated=False)
             return replace(verdict, metrics=outcome.metrics | verdict.metrics)
         return self._verdict(outcome, num_tokens)

@@ -28,6 +28,7 @@ from megarl.environments.matching import choice, format, regex
 from megarl.environments.mathematics import math
 from megarl.environments.numeric import numeric
 from megarl.environments.scores import BadScore, Score, add_up, read_score
+from megarl.environments.thinking import TAGS, answer_part
 from megarl.environments.user_code import Sources, check_two_parameters, load, split
 from megarl.schema import require
 from megarl.types import Prompt
@@ -71,9 +72,24 @@ VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
     "regex": regex,
     "json_schema": json_schema,
     "format": format,
-    "length": lambda config: length_reward(config, VERIFIERS),
+    "length": lambda config: length_reward(config, VERIFIERS, built_in),
     "none": no_verifier,
 }
+
+
+def built_in(name: str, config: EnvironmentConfig) -> Verifier:
+    """The verifier of the house `name`, which reads what follows the thinking of a response.
+    `length` counts the thinking too, and so does `format` if its tags are among `format.tags`.
+    """
+    verify = VERIFIERS[name](config)
+    tags = {f"<{tag}>" for tag in config.format.tags}
+    if name == "length" or (name == "format" and (config.thinking or TAGS)[0] in tags):
+        return verify
+
+    def verify_answer(prompt: Prompt, response: str) -> Awaitable[Any]:
+        return verify(prompt, answer_part(response, config.thinking, prompt.text))
+
+    return verify_answer
 
 
 def named(config: EnvironmentConfig) -> dict[str, float]:
@@ -227,7 +243,7 @@ def _load_one(
     an `async` one when the result is awaited: the first may start an event loop of its own.
     """
     if name in VERIFIERS:
-        return VERIFIERS[name](config)
+        return built_in(name, config)
     path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
     found = load(path, attribute, setting, "function", inspect.isfunction, sources)
     check_two_parameters(found, name, setting)

@@ -23,6 +23,7 @@ from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import final_expression, plain_number
+from megarl.environments.thinking import answer_part, tags_of, with_tags
 from megarl.errors import UserError
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh
@@ -65,6 +66,7 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
     """Start the engines of a model and evaluate it: the results on one data set after another.
     Every generation is written to the file `to`, one JSON object a line.
     """
+    tags = tags_of(case.inputs.tokenizer.chat_template)
     config, on_cpu = case.config, mesh.local_device().type == "cpu"
     evaluation = config.evaluation
     with Cluster(
@@ -97,7 +99,7 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
                     "samples": count,
                     "temperature": config.rollout.temperature,
                     **summarise(drawn),
-                    **over_samples(drawn, len(prompts), config.environment),
+                    **over_samples(drawn, len(prompts), with_tags(config.environment, tags)),
                 }
             shown = "  ".join(
                 f"{name} {value:.4g}"
@@ -164,17 +166,23 @@ def over_samples(
         for part in parts.values()
     ):
         answers = [
-            [final_answer(one["response"], parts[one.get("environment", "")]) for one in rows]
+            [
+                final_answer(
+                    one["response"], parts[one.get("environment", "")], one.get("prompt", "")
+                )
+                for one in rows
+            ]
             for rows in by_problem
         ]
     return repeated_metrics(correct, answers)
 
 
-def final_answer(response: str, environment: EnvironmentConfig) -> str | None:
+def final_answer(response: str, environment: EnvironmentConfig, question: str = "") -> str | None:
     """The answer in a response, by which maj@n counts equal answers. Verifier `math`: the final
     expression, a plain number by its value. Verifier `exact_match`: the text that is compared.
-    None if the response holds no answer.
+    None if the response holds no answer. `question`: the prompt's text.
     """
+    response = answer_part(response, environment.thinking, question)
     if environment.verifier == "math":
         found = final_expression(response)
         number = plain_number(found) if found is not None else None
