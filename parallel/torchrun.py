@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
-from torch.distributed.run import main
+from torch.distributed.run import config_from_args, get_args_parser, main
 
 from megarl.errors import UserError
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
@@ -119,14 +119,15 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
     process, returns 128 + the signal's number.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     try:
         lost_after_s()
+        refuse_options(arguments)
     except ValueError as error:
         print(f"megarl: error: {error}", file=sys.stderr)
         return SAID
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     os.environ[AGENT] = str(os.getpid())
     if waits := shutdown_timeout(arguments):
         os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
@@ -156,6 +157,25 @@ def run(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def refuse_options(arguments: list[str]) -> None:
+    """Raise `ValueError` for options that torchrun does not have, and for values that it cannot
+    read, which torchrun itself would tell below its whole usage or a traceback.
+    """
+
+    def error(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser = get_args_parser()
+    parser.error = error
+    try:
+        config_from_args(parser.parse_args(arguments))
+    except (ValueError, OSError) as problem:
+        raise ValueError(
+            f"torchrun refuses its options: {problem}; python -m torch.distributed.run --help lists"
+            " them"
+        ) from None
 
 
 def exit_code(found: int) -> int:

@@ -47,6 +47,20 @@ def _answers(endpoint: str) -> bool:
     return bool(answered)
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether the hub may have a repository of this name: `owner/name` or `name`, of ASCII letters,
+    digits, dots, dashes and underscores.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def why_absent(name: str) -> str:
     """Text for an error message, to follow "`name` is not on this machine": why it was not
     downloaded.

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.hub import hub_state, why_absent
+from megarl.data.hub import hub_state, is_hub_name, why_absent
 from megarl.schema import require
 from megarl.third_party import opening, refuse_broken_links
 
@@ -45,12 +45,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         )
         return _from_sentencepiece(path)
     # What looks like a path is never asked of the hub.
-    local = (
-        path.exists()
-        or path.is_absolute()
-        or name.startswith(("./", "../", "~"))
-        or name.count("/") > 1
-    )
+    local = path.exists() or not is_hub_name(name)
     if local:
         require(
             path.is_dir(),

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig
 
 from megarl.config import RunConfig, longest_request
-from megarl.data.hub import hub_state, why_absent
+from megarl.data.hub import hub_state, is_hub_name, why_absent
 from megarl.schema import MOST_TOKENS, require, shortened
 from megarl.third_party import opening, refuse_broken_links
 from megarl.trainer.config import ModelConfig
@@ -63,9 +63,8 @@ def load_model_config(
         refuse_broken_links(folder)
         online = True
     else:
-        is_path = folder.is_absolute() or config.path.startswith((".", "~"))
         require(
-            not is_path and config.path.count("/") <= 1,
+            is_hub_name(config.path),
             f"{what} cannot be loaded: there is no such folder here, and no hub name looks so; set"
             " it to a model folder or hub name",
         )

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.commands import megarl
 from support.ranks import ROOT
+
+from megarl.parallel import torchrun
 
 
 def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
@@ -47,6 +50,27 @@ def test_other_failures_are_tried_again(tmp_path: Path) -> None:
 def test_without_a_command_it_says_how_it_is_used() -> None:
     done = megarl("torchrun", "--nproc-per-node", "2", timeout_s=60)
     assert done.code == 2 and "megarl torchrun --nproc-per-node N train" in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--nproc-per-node two", "two"),
+        ("--nnodes many", "many"),
+        ("--nprocesses 2", "--nprocesses"),
+        ("--max-restarts often", "--max-restarts"),
+        ("--nproc-per-node", "nproc"),
+    ],
+)
+def test_torchruns_own_options_are_refused_in_one_line(
+    options: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torchrun, "main", lambda arguments: pytest.fail("it was started"))
+    assert torchrun.command([*options.split(), "train", "recipe.yaml"]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("megarl: error: torchrun refuses its options: ")
+    assert says in said[0] and "--help" in said[0]
 
 
 def test_ranks_that_would_be_killed_before_they_have_saved_are_refused(tmp_path: Path) -> None:

@@ -609,6 +609,17 @@ CASES = {
     "a layout for ranks that are not started": Case(
         ["data 3", "this run has 8"], {"training.layout.data": 3}, ["--check", "--ranks", "8"]
     ),
+    "a model path that is no hub name": Case(
+        ["model.path 'mein modèl' cannot be loaded: there is no such folder here, and no hub"],
+        {"model.path": "mein modèl"},
+    ),
+    "a path of a model with a tilde": Case(
+        ["there is no such folder here, and no hub"], {"model.path": "~nobody/model"}
+    ),
+    "a tokenizer that is no hub name": Case(
+        ["tokenizer folder Tokenizer (neu) does not exist"],
+        {"model.tokenizer": "Tokenizer (neu)"},
+    ),
     "demonstrations without a response column": Case(
         ["'response'"], {"demonstrations.source": "{folder}/data.jsonl"}, command="sft"
     ),
