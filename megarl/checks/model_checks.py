@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from megarl.chat_template import end_of_turn
+from megarl.data.config import TemplateName
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.schema import require, shortened
 from megarl.third_party import opening
@@ -48,13 +51,18 @@ def unused_weights(config: ModelConfig) -> str:
 
 
 def stop_tokens(
-    tokenizer: PreTrainedTokenizerBase, config: ModelConfig, hf: transformers.PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase,
+    config: ModelConfig,
+    hf: transformers.PretrainedConfig,
+    templates: Iterable[TemplateName] = (),
 ) -> list[int]:
-    """Token ids that end a response: those of the tokenizer and of the model's generation config.
-    Raises `ValueError` if the generation config cannot be read, or names a token that the model
-    (configuration `hf`) has not.
+    """Token ids that end a response: what ends a turn under the data's `templates` (see
+    `megarl.chat_template.end_of_turn`), and the end-of-sequence tokens of the tokenizer and of
+    the model's generation config. Raises `ValueError` if the generation config cannot be read, or
+    names a token that the model (configuration `hf`) has not.
     """
-    ids = [tokenizer.eos_token_id, *_generation_ends(config)]
+    turns = [end_of_turn(tokenizer, template) for template in templates]
+    ids = [*turns, tokenizer.eos_token_id, *_generation_ends(config)]
     size = hf.get_text_config().vocab_size
     for token in ids:
         known = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size

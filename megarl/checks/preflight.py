@@ -35,6 +35,7 @@ from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, with_steps
+from megarl.data.config import TemplateName
 from megarl.data.source import PromptList, load_prompts
 from megarl.ledger.journal import FILE
 from megarl.ledger.position import difference
@@ -136,7 +137,7 @@ def check_run(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf),
+        stop_tokens(tokenizer, config.model, hf, _templates(config)),
         data,
         prompts,
         held_out,
@@ -145,6 +146,16 @@ def check_run(
         roles=roles,
         tools=tools,
     )
+
+
+def _templates(config: RunConfig) -> list[TemplateName]:
+    """How the prompts of training and evaluation are written."""
+    return [
+        part.template
+        for data in (config.prompts, config.evaluation.prompts)
+        if data.names_data
+        for part in data.parts
+    ]
 
 
 def _check_shared_prompts(config: RunConfig, longest: int) -> None:

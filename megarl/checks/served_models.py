@@ -139,7 +139,7 @@ def _check_judge(config: JudgeConfig, reader: VerdictReader) -> ServedJudge:
         " model has positions, or lower judge.max_new_tokens",
     )
     _check_engine(config.engine, hf, limit, "judge")
-    stops = stop_tokens(tokenizer, config.model, hf)
+    stops = stop_tokens(tokenizer, config.model, hf, ["rendered" if config.chat else "none"])
     on_cpu = local_device().type == "cpu"
     return ServedJudge(tokenizer, limit, on_cpu, prompt, reader, stops)
 

@@ -142,7 +142,7 @@ def check_supervised(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf),
+        stop_tokens(tokenizer, config.model, hf, [getattr(config, section).template]),
         data,
         rows=rows,
         held_out_rows=held_out,

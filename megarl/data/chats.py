@@ -10,16 +10,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from megarl.data.rows import kind_of
+from megarl.chat_template import ChatTemplate, Tools, Turn, end_of_turn
+from megarl.data.rows import Row, kind_of
 from megarl.data.tokens import TokenLists, encode
 from megarl.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Turn = dict[str, str]
 
 
 def parsed_chat(value: Any) -> Any:
@@ -32,20 +29,25 @@ def parsed_chat(value: Any) -> Any:
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    turns = all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in chat)
+    turns = all(
+        isinstance(turn, dict) and "role" in turn and {"content", "tool_calls"} & set(turn)
+        for turn in chat
+    )
     return chat if chat and turns else value
 
 
 def turns_of(value: Any, *, place: str, setting: str) -> list[Turn]:
-    """The turns of a chat, each with its content as one text. A chat may be given as the text of
-    its JSON. Content may be a text or a list of OpenAI content parts ({type: text, text: ...}),
-    which are joined. Raises `ValueError`, naming the recipe key `setting`, for anything else.
+    """The turns of a chat, each with all its keys but empty ones (null, [] and {}, with which
+    parquet files fill up), and its content as one text. A chat may be given as the text of its
+    JSON. Content may be a text, a list of OpenAI content parts ({type: text, text: ...}), which are
+    joined, or null beside tool calls. Raises `ValueError`, naming the recipe key `setting`, for
+    anything else.
     """
     value = parsed_chat(value)
     whole = isinstance(value, list) and all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str | list)
+        and (isinstance(turn.get("content"), str | list) or _only_calls(turn))
         for turn in value
     )
     require(
@@ -53,7 +55,70 @@ def turns_of(value: Any, *, place: str, setting: str) -> list[Turn]:
         f"{place}: the prompt is neither a text nor a chat (a list of objects with the texts role"
         f" and content); set {setting} to one that is",
     )
-    return [{"role": turn["role"], "content": _text(turn["content"], place)} for turn in value]
+    found: list[Turn] = []
+    for turn in value:
+        kept = {key: one for key, one in turn.items() if one not in (None, [], {})}
+        content = turn.get("content")
+        kept["content"] = None if content is None else _text(content, place)
+        if "tool_calls" in kept:
+            kept["tool_calls"] = _calls(kept["tool_calls"], place)
+        found.append(kept)
+    return found
+
+
+def _only_calls(turn: dict[str, Any]) -> bool:
+    return turn.get("content") is None and bool(turn.get("tool_calls"))
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, as chat templates expect them; OpenAI's format
+    has the text of their JSON.
+    """
+    found: list[dict[str, Any]] = []
+    require(isinstance(calls, list), f"{place}: tool_calls is {kind_of(calls)}; make it a list")
+    for call in calls:
+        inner: Any = call.get("function", call) if isinstance(call, dict) else None
+        require(
+            isinstance(inner, dict) and isinstance(inner.get("name"), str),
+            f"{place}: a tool call is not {{type: function, function: {{name, arguments}}}}; mend"
+            " the row",
+        )
+        arguments = _from_json(inner.get("arguments"))
+        require(
+            isinstance(arguments, dict),
+            f"{place}: the arguments of a call of '{inner['name']}' are neither an object nor the"
+            " text of its JSON; mend the row",
+        )
+        made = inner | {"arguments": arguments}
+        found.append(call | {"function": made} if "function" in call else made)
+    return found
+
+
+def tools_of(row: Row, name: str, *, place: str, setting: str) -> list[dict[str, Any]]:
+    """The tools that the model is shown with a row: its column `name`, a list of objects or the
+    text of its JSON; none if `name` or the column is empty, or rows have no column of the default
+    name. Raises `ValueError`, naming the recipe key `setting`, for anything else.
+    """
+    require(
+        name in row or name in ("", "tools"),
+        f"{place}: no column '{name}'; set {setting} to one of: {', '.join(row)}",
+    )
+    tools = _from_json(row.get(name) or [])
+    require(
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools),
+        f"{place}: column '{name}' is {kind_of(tools)}, not a list of tools ({{type: function,"
+        f" function: {{name, description, parameters}}}}); mend the row, or set {setting} to the"
+        " column of the tools, or to '' for none",
+    )
+    return tools
+
+
+def _from_json(value: Any) -> Any:
+    """What a text is the JSON of; any other value, and a text that is no JSON, unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _text(content: str | list[Any], place: str) -> str:
@@ -81,7 +146,7 @@ def check_question(chat: Sequence[Turn], *, place: str) -> None:
     )
     for number, turn in enumerate(chat):
         require(
-            turn["role"] != "user" or bool(turn["content"].strip()),
+            turn["role"] != "user" or bool((turn["content"] or "").strip()),
             f"{place}: the prompt's user message (turn {number}, from 0) is empty; fill it or drop"
             " the row",
         )
@@ -91,40 +156,26 @@ def check_question(chat: Sequence[Turn], *, place: str) -> None:
     )
 
 
-def rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    chat: Sequence[Turn],
-    place: str,
-    *,
-    asks: bool,
-    tools: Sequence[dict[str, Any]] = (),
-) -> str:
-    """A chat as the tokenizer's template writes it; with `asks`, up to where a reply begins; with
-    `tools`, which the model may call. Raises `ValueError` if the template refuses the chat.
+def check_reply(turn: Turn, what: str) -> None:
+    """Raise `ValueError`, which begins with `what`, if a turn of the assistant is empty: has
+    neither text nor tool calls.
     """
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(chat),
-                tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
-                tokenize=False,
-                add_generation_prompt=asks,
-            )
-        )
-    except Exception as error:  # templates raise what they like, jinja2's errors among them
-        raise ValueError(
-            f"{place}: the chat template refuses this chat: {error}; mend the chat or the template"
-        ) from error
+    require(
+        bool((turn["content"] or "").strip() or turn.get("tool_calls")),
+        f"{what} is empty; drop the row or fill it",
+    )
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, chat: Sequence[Turn], place: str
+    template: ChatTemplate, chat: Sequence[Turn], place: str, tools: Tools = ()
 ) -> list[tuple[str, bool]]:
-    """(text, whether it is trained on) of the pieces of a whole chat: an assistant turn, with what
-    the template writes behind it, is trained on; everything else is given.
+    """(text, whether it is trained on) of the pieces of a whole chat: an assistant turn, up to the
+    token that ends it, is trained on; everything else is given. `tools`: what the model
+    may call.
 
     Raises `ValueError` if there is no assistant turn behind another one, if an assistant turn is
-    empty, or if the template writes a turn in another way once later turns follow.
+    empty, if the template leaves something out, or if it writes a turn in another way once later
+    turns follow.
     """
     replies = [number for number, turn in enumerate(chat) if turn["role"] == "assistant"]
     require(
@@ -133,24 +184,21 @@ def conversation(
         " the row",
     )
     for number in replies:
-        require(
-            bool(chat[number]["content"].strip()),
-            f"{place}: turn {number} (from 0), of the assistant, is empty; drop the row or fill it",
-        )
-    whole = rendered(tokenizer, chat, place, asks=False)
+        check_reply(chat[number], f"{place}: turn {number} (from 0), of the assistant,")
+    whole = template.text(chat, place, asks=False, tools=tools)
+    template.check_whole(chat, place, tools)
     pieces: list[tuple[str, bool]] = []
     done = 0
     for number in replies:
-        before = rendered(tokenizer, chat[:number], place, asks=True)
-        after = rendered(tokenizer, chat[: number + 1], place, asks=False)
+        before, reply = template.reply(chat[: number + 1], place, tools)
         require(
-            whole.startswith(after) and after.startswith(before) and len(before) >= done,
+            reply is not None and whole.startswith(before + reply) and len(before) >= done,
             f"{place}: the chat template writes turn {number} (from 0) in another way once it has"
             " been answered or others follow, so that no text is both trained on and met later;"
             " make it a row of its own, with prompt_column and response_column",
         )
-        pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
-        done = len(after)
+        pieces += [(whole[done : len(before)], False), (str(reply), True)]
+        done = len(before) + len(str(reply))
     return pieces  # what follows the last reply is nothing that a reply depends on
 
 
@@ -159,12 +207,12 @@ def conversation_tokens(
 ) -> tuple[TokenLists, TokenLists, TokenLists]:
     """(prompts, responses, masks) of conversations as `conversation` makes them. A prompt is what
     is given before the first reply, a response all that follows; its mask is 1 for the tokens of
-    replies, each up to its end-of-sequence token, and 0 for others.
+    replies, with the token that ends a turn, and 0 for others.
 
-    Pieces are tokenised apart, because that is how a policy meets them. A last reply without an
-    end-of-sequence token gets one.
+    Pieces are tokenised apart, because that is how a policy meets them. A last reply gets an end if
+    the template writes none.
     """
-    end: Any = tokenizer.eos_token_id
+    end = end_of_turn(tokenizer, "chat")
     encoded = encode(
         tokenizer,
         [text for pieces in rows for text, _ in pieces],
@@ -180,17 +228,8 @@ def conversation_tokens(
         place += len(pieces)
         if end not in parts[-1]:
             parts[-1] = [*parts[-1], end]
-        kept = [
-            (ids, _until_last(ids, end) if trained else np.zeros(len(ids), np.int32))
-            for ids, (_, trained) in zip(parts, pieces, strict=True)
-        ]
+        replies = list(zip(parts, pieces, strict=True))[1:]
         prompts.append(parts[0])
-        responses.append([token for ids, _ in kept[1:] for token in ids])
-        masks.append([int(one) for _, mask in kept[1:] for one in mask])
+        responses.append([token for ids, _ in replies for token in ids])
+        masks.append([int(trained) for ids, (_, trained) in replies for _ in ids])
     return TokenLists(prompts), TokenLists(responses), TokenLists(masks)
-
-
-def _until_last(ids: list[int], end: int) -> np.ndarray:
-    """[T] 1 up to and including the last token `end`, then 0; all 1 without that token."""
-    length = len(ids) - ids[::-1].index(end) if end in ids else len(ids)
-    return (np.arange(len(ids)) < length).astype(np.int32)

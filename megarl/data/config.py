@@ -43,6 +43,8 @@ class PromptSourceConfig:
     """As `prompts.prompt_column`, for this source."""
     answer_column: str | None = None
     """As `prompts.answer_column`, for this source."""
+    tools_column: str | None = None
+    """As `prompts.tools_column`, for this source."""
     choices_column: str | None = None
     """As `prompts.choices_column`, for this source."""
     answer_after: str | None = None
@@ -88,6 +90,9 @@ class PromptsConfig:
     answer_column: str = "answer"
     """Column with the reference answer for the verifier. A name with dots selects a nested column;
     empty for data without answers, whose reward needs none."""
+    tools_column: str = "tools"
+    """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
+    format, or the text of its JSON. Rows without it have none; empty: no row has."""
     choices_column: str = ""
     """Column with the choices of a multiple-choice problem: a list of texts, {label: [...], text:
     [...]}, or {A: text, B: text}. Each choice becomes a line "A. text" below the prompt, and the
@@ -204,11 +209,14 @@ class DemonstrationsConfig:
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a chat (a list of {role, content})."""
     response_column: str = "response"
-    """Column with the response; an end-of-sequence token is appended."""
+    """Column with the response; the token that ends a turn is appended."""
     messages_column: str = ""
-    """Column with whole conversations (lists of {role, content}), used instead of prompt_column and
-    response_column; needs `template: chat`. Every assistant turn is trained on, up to its
-    end-of-sequence token."""
+    """Column with whole conversations (lists of {role, content, ...}), used instead of
+    prompt_column and response_column; needs `template: chat`. Every assistant turn is trained on,
+    tool calls included, up to the token that ends it."""
+    tools_column: str = "tools"
+    """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
+    format, or the text of its JSON. Rows without it have none; empty: no row has."""
     text_column: str = ""
     """Column with whole texts, used instead of prompt_column and response_column: all of a text is
     trained on, up to an end-of-sequence token that is appended."""
@@ -253,14 +261,19 @@ class PreferencesConfig:
     split: str = "train"
     """Split of a hub data set, such as 'train_prefs'; ignored for files."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a text, or a chat (a list of {role, content}). It is not read in rows
-    whose responses are whole conversations (as in UltraFeedback), which hold their prompt."""
+    """Column with the prompt: a text, or a chat (a list of {role, content, ...}), which the
+    responses go on from. A response that is a conversation may repeat it, whole (as in
+    UltraFeedback) or its last turns, or hold it where there is no such column; empty: it always
+    does."""
     chosen_column: str = "chosen"
-    """Column with the better response: a text, a chat with the assistant's turn alone, or a whole
-    conversation that ends with it; chats need `template: chat`. An end-of-sequence token is
+    """Column with the better response: a text, a chat with the assistant's turn alone, or a
+    conversation that ends with it; chats need `template: chat`. The token that ends a turn is
     appended to a text."""
     rejected_column: str = "rejected"
     """Column with the worse response, in the same form."""
+    tools_column: str = "tools"
+    """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
+    format, or the text of its JSON. Rows without it have none; empty: no row has."""
     margin_column: str = ""
     """Column with a number: by how much the chosen response is better. `megarl reward-model`
     trains the difference of the two scores to exceed it. Empty: 0."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chats import conversation, conversation_tokens, turns_of
+from megarl.chat_template import ChatTemplate, end_of_turn
+from megarl.data.chats import conversation, conversation_tokens, tools_of, turns_of
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.fingerprint import fingerprint
 from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
-from megarl.data.render import check_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, text_of
 from megarl.data.round_trip import lost_text
-from megarl.data.rows import Table, read_rows
+from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, text_tokens
 from megarl.schema import require
 from megarl.types import Demonstration
@@ -81,11 +82,8 @@ def load_demonstrations(
     """
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
     config, table = demonstrations_as_read(config, table, setting)
-    check_template(tokenizer, config.template, setting)
-    require(
-        tokenizer.eos_token_id is not None,
-        "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
-    )
+    template = chat_template(tokenizer, config.template, setting)
+    end = end_of_turn(tokenizer, config.template)
     masks = None
     if config.text_column:
         values = texts = _whole_texts(config, table, setting)
@@ -96,15 +94,16 @@ def load_demonstrations(
         warning = lost_text(tokenizer, texts, whole, what=f"texts of {setting}")
     else:
         if config.messages_column:
-            values, pieces = _conversations(config, table, tokenizer, setting)
+            assert template is not None  # `DemonstrationsConfig` requires `template: chat`
+            values, pieces = _conversations(config, table, template, setting)
             prompts, responses, masks = conversation_tokens(tokenizer, pieces)
             texts = [row[0][0] for row in pieces]
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
             marks = ["conversation"] * len(values)
         else:
-            values, texts, replies = _pairs(config, table, tokenizer, setting)
+            values, texts, replies = _pairs(config, table, template, setting)
             prompts = prompt_tokens(tokenizer, texts, config.template)
-            responses = response_tokens(tokenizer, replies)
+            responses = response_tokens(tokenizer, replies, end)
             marks = replies
         warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
             tokenizer, replies, responses, what=f"responses of {setting}"
@@ -136,19 +135,20 @@ def load_demonstrations(
 
 
 def _pairs(
-    config: DemonstrationsConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+    config: DemonstrationsConfig, table: Table, template: ChatTemplate | None, setting: str
 ) -> tuple[list[Any], list[str], list[str]]:
-    """(values of the prompt column, rendered prompts, responses) of all rows."""
+    """(values of the prompt column, with tools if a row has some, rendered prompts, responses) of
+    all rows.
+    """
     values: list[Any] = []
     texts: list[str] = []
     replies: list[str] = []
     for index, row in enumerate(table.rows):
         place = table.place(index)
         value = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
-        values.append(value)
-        texts.append(
-            render(value, tokenizer, template=config.template, place=place, setting=setting)
-        )
+        tools = _tools(config, row, place, setting) if template is not None else []
+        values.append([value, tools] if tools else value)
+        texts.append(render(value, template, place=place, setting=setting, tools=tools))
         value = column(
             row, config.response_column, place=place, setting=f"{setting}.response_column"
         )
@@ -173,15 +173,25 @@ def _whole_texts(config: DemonstrationsConfig, table: Table, setting: str) -> li
 
 
 def _conversations(
-    config: DemonstrationsConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+    config: DemonstrationsConfig, table: Table, template: ChatTemplate, setting: str
 ) -> tuple[list[Any], list[list[tuple[str, bool]]]]:
-    """(values of the messages column, pieces as `conversation` makes them) of all rows."""
+    """(values of the messages column, with tools if a row has some, pieces as `conversation` makes
+    them) of all rows.
+    """
     values: list[Any] = []
     pieces: list[list[tuple[str, bool]]] = []
     named = f"{setting}.messages_column"
     for index, row in enumerate(table.rows):
         place = table.place(index)
-        values.append(column(row, config.messages_column, place=place, setting=named))
-        turns = turns_of(values[-1], place=place, setting=named)
-        pieces.append(conversation(tokenizer, turns, place))
+        value = column(row, config.messages_column, place=place, setting=named)
+        tools = _tools(config, row, place, setting)
+        values.append([value, tools] if tools else value)
+        turns = turns_of(value, place=place, setting=named)
+        pieces.append(conversation(template, turns, place, tools))
     return values, pieces
+
+
+def _tools(
+    config: DemonstrationsConfig, row: Row, place: str, setting: str
+) -> list[dict[str, Any]]:
+    return tools_of(row, config.tools_column, place=place, setting=f"{setting}.tools_column")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 from tokenizers import Tokenizer
 
-from megarl.data.chats import rendered
+from megarl.chat_template import ChatTemplate
 from megarl.data.config import TemplateName
 from megarl.data.render import column, text_of
 from megarl.data.tokens import prompt_tokens
@@ -189,7 +189,8 @@ def _in_chat(tokenizer: PreTrainedTokenizerBase, literals: Sequence[str], system
     message = literals[0] + "".join(a + b for a, b in zip(marks, literals[1:], strict=True))
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": message})
-    rest, found = rendered(tokenizer, turns, "the judge's template", asks=True), list[str]()
+    template, found = ChatTemplate(tokenizer), list[str]()
+    rest = template.text(turns, "the judge's template", asks=True)
     for mark in marks:
         before, _, after = rest.partition(mark)
         require(

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.data.chats import Turn, check_question, parsed_chat, rendered, turns_of
+from megarl.chat_template import ChatTemplate, Turn, end_of_turn
+from megarl.data.chats import check_question, check_reply, parsed_chat, tools_of, turns_of
 from megarl.data.config import PreferencesConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import preferences_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
-from megarl.data.render import check_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
-from megarl.data.tokens import TokenLists, encode, prompt_tokens, response_tokens
+from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
 from megarl.schema import require, shortened
 from megarl.types import Preference
 
@@ -133,14 +134,11 @@ def load_preferences(
         subset=config.subset,
     )
     config, table = preferences_as_read(config, table, setting, single=single)
-    check_template(tokenizer, config.template, setting)
-    require(
-        tokenizer.eos_token_id is not None,
-        "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
-    )
-    columns = _columns(config, table, tokenizer, setting)
+    template = chat_template(tokenizer, config.template, setting)
+    end = end_of_turn(tokenizer, config.template)
+    columns = _columns(config, table, template, setting)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
-    responses = [_reply_tokens(tokenizer, texts, config.template) for texts in columns.responses]
+    responses = [response_tokens(tokenizer, texts, end) for texts in columns.responses]
     warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
     for texts, ids in zip(columns.responses, responses, strict=True):
         warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
@@ -187,7 +185,7 @@ def load_preferences(
 
 
 def _columns(
-    config: PreferencesConfig, table: Table, tokenizer: PreTrainedTokenizerBase, setting: str
+    config: PreferencesConfig, table: Table, template: ChatTemplate | None, setting: str
 ) -> Columns:
     """The rendered texts of all rows."""
     single = bool(config.response_column)
@@ -197,7 +195,7 @@ def _columns(
     found = Columns([], tuple([] for _ in names), [], [])
     for index, row in enumerate(table.rows):
         place = table.place(index)
-        texts = [_texts(config, row, name, tokenizer, place, setting) for name in names]
+        texts = [_texts(config, row, name, template, place, setting) for name in names]
         require(
             len({prompt for prompt, _ in texts}) == 1,
             f"{place}: the conversations of columns '{config.chosen_column}' and"
@@ -227,68 +225,84 @@ def _texts(
     config: PreferencesConfig,
     row: Row,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
     place: str,
     setting: str,
 ) -> tuple[str, str]:
     """(prompt, response) of the column that the setting `name` names, as texts of the model."""
     key, named = getattr(config, name), f"{setting}.{name}"
     value = column(row, key, place=place, setting=named)
-    if config.template == "chat":
-        value = parsed_chat(value)
-    else:
+    what = f"{place}: the response (column '{key}')"
+    if template is None:
         require(
             not isinstance(value, list),
             f"{place}: column '{key}' holds a chat; set {setting}.template to 'chat'",
         )
         reply = text_of(value, what=f"the response (column '{key}')", place=place)
-        _refuse_empty(reply, key, place)
+        check_reply({"content": reply}, what)
         asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
-        asked = render(asked, tokenizer, template=config.template, place=place, setting=setting)
-        return asked, reply
-    chat = _conversation(config, row, value, named, place, setting)
+        return render(asked, None, place=place, setting=setting), reply
+    value = parsed_chat(value)
+    reply = value if isinstance(value, list) else text_of(value, what="the response", place=place)
+    reply = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
+    reply = turns_of(reply, place=place, setting=named)
+    chat = _joined(config, row, reply, f"{place}: column '{key}'", place, setting)
     require(
         chat[-1]["role"] == "assistant",
         f"{place}: column '{key}' ends with a turn of {chat[-1]['role']!r}, not of the assistant;"
         " drop the row",
     )
-    _refuse_empty(chat[-1]["content"], key, place)
+    check_reply(chat[-1], what)
     check_question(chat[:-1], place=place)
-    before = rendered(tokenizer, chat[:-1], place, asks=True)
-    after = rendered(tokenizer, chat, place, asks=False)
+    tools = tools_of(row, config.tools_column, place=place, setting=f"{setting}.tools_column")
+    before, answer = template.reply(chat, place, tools)
+    template.check_whole(chat, place, tools)
     require(
-        after.startswith(before),
+        answer is not None,
         f"{place}: the chat template writes the prompt in another way once it has been answered;"
         " use a template that does not",
     )
-    return before, after[len(before) :]
+    return before, str(answer)
 
 
-def _conversation(
-    config: PreferencesConfig, row: Row, value: Any, named: str, place: str, setting: str
+def _joined(
+    config: PreferencesConfig, row: Row, reply: list[Turn], side: str, place: str, setting: str
 ) -> list[Turn]:
-    """Prompt and response as one chat. The response (`value`) may be the assistant's turn alone, as
-    a text or a chat; then the prompt's column is read.
+    """The prompt and a response as one chat. The response may repeat the prompt, or its last turns;
+    or hold turns before a prompt that is its last question. Raises `ValueError`, which begins with
+    `side`, if prompt and response are two conversations.
     """
-    reply = (
-        turns_of(value, place=place, setting=named)
-        if isinstance(value, list)
-        else [{"role": "assistant", "content": text_of(value, what="the response", place=place)}]
-    )
-    if len(reply) > 1:
+    named = config.prompt_column
+    goes_on = reply[0]["role"] in ("assistant", "tool")
+    if len(reply) > 1 and (not named or (not goes_on and _lacks(row, named))):
         return reply
     key = f"{setting}.prompt_column"
-    asked = parsed_chat(column(row, config.prompt_column, place=place, setting=key))
-    if isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
-    return turns_of(asked, place=place, setting=key) + reply
-
-
-def _refuse_empty(reply: str, key: str, place: str) -> None:
-    require(
-        bool(reply.strip()),
-        f"{place}: the response (column '{key}') is empty; drop the row or fill it",
+    value = parsed_chat(column(row, named, place=place, setting=key))
+    asked = turns_of(
+        [{"role": "user", "content": value}] if isinstance(value, str) else value,
+        place=place,
+        setting=key,
     )
+    size = len(asked)
+    if not goes_on and any(reply[at : at + size] == asked for at in range(len(reply) - size)):
+        return reply
+    for count in range(min(size, len(reply)), 0, -1):
+        if asked[-count:] == reply[:count]:
+            return asked + reply[count:]
+    require(
+        goes_on or all(turn["role"] in ("system", "developer") for turn in asked),
+        f"{side} is a conversation that neither goes on from the prompt (column '{named}') nor"
+        f" repeats it; mend the row, or set {key} to '' if the conversations hold their prompt",
+    )
+    return asked + reply
+
+
+def _lacks(row: Row, name: str) -> bool:
+    """Whether a row has no column `name`, which may be nested (dots), or it is null."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value is None
 
 
 def _margin(config: PreferencesConfig, row: Row, place: str, setting: str) -> float:
@@ -316,22 +330,6 @@ def _label(config: PreferencesConfig, row: Row, place: str, setting: str) -> boo
         " or false; mend the row",
     )
     return bool(found)
-
-
-def _reply_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], template: str
-) -> TokenLists:
-    """The tokens of responses, up to the end-of-sequence token. What a chat template writes behind
-    it, such as a line break, is left out: a policy never writes it.
-    """
-    if template != "chat":
-        return response_tokens(tokenizer, texts)
-    end: Any = tokenizer.eos_token_id
-
-    def fix(text: str, ids: list[int]) -> list[int]:
-        return ids[: len(ids) - ids[::-1].index(end)] if end in ids else [*ids, end]
-
-    return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
 
 
 def _singles(

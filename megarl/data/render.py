@@ -6,11 +6,11 @@ row --column--> value --render or text_of--> text
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chats import check_question, parsed_chat, rendered, turns_of
+from megarl.chat_template import ChatTemplate, Tools
+from megarl.data.chats import check_question, parsed_chat, turns_of
 from megarl.data.config import TemplateName
 from megarl.data.rows import Row, kind_of
 from megarl.schema import require
@@ -60,20 +60,20 @@ def text_of(value: Any, *, what: str, place: str) -> str:
 
 def render(
     value: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
     *,
-    template: TemplateName,
     system: str = "",
     instruction: str = "",
     place: str,
     setting: str,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Tools = (),
 ) -> str:
     """Render a prompt, given as a text or a chat (a list of {role, content}, or the JSON of one as
     a text), to the text that the model sees before its response. Raises `ValueError` for a chat
-    that asks nothing (see `check_question`). `tools`: see `megarl.data.source.load_prompts`.
+    that asks nothing (see `check_question`), or of which the template leaves something out.
+    Without `template` the prompt is a text, which stays as it is. `tools`: what the model may call.
     """
-    if template != "chat":
+    if template is None:
         require(
             not isinstance(value, list),
             f"{place}: the prompt is a chat, but {setting}.template is 'none'; set it to 'chat'",
@@ -98,16 +98,23 @@ def render(
             f"{place}: the chat has a system message of its own; remove {setting}.system",
         )
         chat.insert(0, {"role": "system", "content": system})
-    return rendered(tokenizer, chat, place, asks=True, tools=tools)
+    text = template.text(chat, place, asks=True, tools=tools)
+    template.check_whole(chat, place, tools)
+    return text
 
 
-def check_template(
+def chat_template(
     tokenizer: PreTrainedTokenizerBase, template: TemplateName, setting: str
-) -> None:
-    """Raise `ValueError` where `template` is 'chat' and the tokenizer has no chat template."""
+) -> ChatTemplate | None:
+    """The chat template of the tokenizer where `template` is 'chat', else None. Raises `ValueError`
+    if the tokenizer has none.
+    """
+    if template != "chat":
+        return None
     require(
-        template != "chat" or bool(getattr(tokenizer, "chat_template", None)),
+        bool(getattr(tokenizer, "chat_template", None)),
         f"{setting}.template is 'chat', but the tokenizer has no chat template; set"
         f" {setting}.template to 'none', use an instruction-tuned model, or put a"
         " chat_template.jinja beside the tokenizer",
     )
+    return ChatTemplate(tokenizer)

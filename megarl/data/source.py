@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megarl.chat_template import Tools
+from megarl.data.chats import tools_of
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
-from megarl.data.render import check_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
@@ -122,11 +124,12 @@ def load_prompts(
     *,
     seed: int,
     setting: str = "prompts",
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Tools = (),
 ) -> PromptList:
     """Read, check and tokenise all prompts of a source or a mixture. Raises `ValueError` that names
     the file, the row and the setting to change. `setting`: the section of the recipe that `config`
-    is. `tools`: shown to the model by the chat template, in OpenAI's format.
+    is. `tools`: shown to the model by the chat template with every prompt, in OpenAI's format; rows
+    then have no tools of their own.
     """
     if not config.sources:
         return _load_source(config, tokenizer, seed, setting, tools)
@@ -143,7 +146,7 @@ def _load_source(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     setting: str,
-    tools: Sequence[dict[str, Any]],
+    tools: Tools,
 ) -> PromptList:
     """The prompts of a single source."""
     require(
@@ -161,19 +164,24 @@ def _load_source(
     config = prompts_as_read(config, table, setting)
     if config.unique:
         table = _unique(config, table, setting)
-    check_template(tokenizer, config.template, setting)
+    template = chat_template(tokenizer, config.template, setting)
     answers = [_answer(config, table, index, setting) for index in range(len(table.rows))]
     values = _prompts(config, table, setting)
+    row_tools = _row_tools(config, table, setting) if template is not None else [[] for _ in values]
+    require(
+        not tools or not any(row_tools),
+        f"{setting}: rows have tools (column '{config.tools_column}') beside environment.tools,"
+        f" which alone can be called; set {setting}.tools_column to ''",
+    )
     texts = [
         render(
             value,
-            tokenizer,
-            template=config.template,
+            template,
             system=config.system,
             instruction=_instruction(config, table, index, setting),
             place=table.place(index),
             setting=setting,
-            tools=tools,
+            tools=tools or row_tools[index],
         )
         for index, value in enumerate(values)
     ]
@@ -192,8 +200,9 @@ def _load_source(
         texts[row] = str(tokenizer.decode(cut[row]))
     table, token_ids = table.only(kept), cut.only(kept)
     answers, values, texts = picked(answers, kept), picked(values, kept), picked(texts, kept)
+    row_tools = picked(row_tools, kept)
     environments = _environments(config, table, setting)
-    settings = _settings(config, table, tokenizer, setting, tools)
+    settings = _settings(config, table, tokenizer, setting, tools or row_tools)
     if note and config.too_long == "truncate_left":
         settings.append(f"truncated to {config.max_prompt_tokens}")
     if environments is not None:
@@ -224,7 +233,7 @@ def _settings(
     table: Table,
     tokenizer: PreTrainedTokenizerBase,
     setting: str,
-    tools: Sequence[dict[str, Any]],
+    tools: Sequence[Any],
 ) -> list[Any]:
     """What the tokens of the prompts, and their order, depend on beside the rows."""
     settings: list[Any] = [config.template, config.system, config.instruction, config.shuffle]
@@ -233,7 +242,7 @@ def _settings(
         settings += [_choices(config, table, index, setting).lines() for index in rows]
     if config.template == "chat":
         settings.append(tokenizer.chat_template)
-    if tools:
+    if any(tools):
         settings.append(canonical_json(list(tools)))
     return settings
 
@@ -272,6 +281,15 @@ def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> st
     if config.choices_column:
         return _choices(config, table, index, setting).label(answer)
     return answer.strip()
+
+
+def _row_tools(config: PromptsConfig, table: Table, setting: str) -> list[list[dict[str, Any]]]:
+    """The tools of each row."""
+    name, named = config.tools_column, f"{setting}.tools_column"
+    return [
+        tools_of(row, name, place=table.place(index), setting=named)
+        for index, row in enumerate(table.rows)
+    ]
 
 
 def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str] | None:

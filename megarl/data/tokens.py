@@ -76,12 +76,17 @@ def prompt_tokens(
     return encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
 
 
-def response_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenLists:
-    """Tokenise responses, each with exactly one end-of-sequence token at the end."""
-    end = tokenizer.eos_token_id
+def response_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
+) -> TokenLists:
+    """Tokenise responses, each with exactly one token `end` at the end; see
+    `megarl.chat_template.end_of_turn`. An end-of-sequence token that a text ends with is
+    taken for that end.
+    """
+    ends = (end, tokenizer.eos_token_id)
 
     def fix(text: str, ids: list[int]) -> list[int]:
-        return ids if ids and ids[-1] == end else [*ids, end]  # type: ignore[list-item]
+        return [*(ids[:-1] if ids and ids[-1] in ends else ids), end]
 
     return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
 
@@ -105,13 +110,14 @@ def scored_tokens(
     prompts: Sequence[str],
     responses: Sequence[str],
     template: TemplateName,
+    end: int,
 ) -> list[list[int]]:
     """Token ids of each prompt with its response, as a reward model reads them. Prompt and
-    response are tokenised apart, as `megarl reward-model` does it with its data; an
-    end-of-sequence token follows.
+    response are tokenised apart, as `megarl reward-model` does it with its data; the token `end`
+    follows (see `response_tokens`).
     """
     asked = prompt_tokens(tokenizer, prompts, template)
-    replies = response_tokens(tokenizer, responses)
+    replies = response_tokens(tokenizer, responses, end)
     return [asked[number] + replies[number] for number in range(len(prompts))]
 
 

@@ -61,10 +61,12 @@ async def verifier_backend(config: ServeRewardConfig) -> AsyncIterator[Backend]:
 async def torch_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncIterator[Backend]:
     """A backend of the recipe's reward model, which one thread loads and runs."""
     # Torch and transformers, which a server of verifiers does without.
+    from megarl.chat_template import end_of_turn
     from megarl.data.tokens import scored_tokens
     from megarl.loops.text_scores import TextScorer
 
     served, loop = config.reward_model, asyncio.get_running_loop()
+    end = end_of_turn(model.tokenizer, served.template)
     training = TrainingConfig(
         precision=served.precision, micro_batch_tokens=served.micro_batch_tokens
     )
@@ -92,7 +94,7 @@ async def torch_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncI
 
     def together(samples: Sequence[Sample]) -> list[Outcome]:
         prompts, replies = [prompt.text for prompt, _ in samples], [reply for _, reply in samples]
-        texts = scored_tokens(model.tokenizer, prompts, replies, served.template)
+        texts = scored_tokens(model.tokenizer, prompts, replies, served.template, end)
         found = [too_long(ids, model.max_tokens, "reward_model") for ids in texts]
         short = [ids for ids, failed in zip(texts, found, strict=True) if failed is None]
         values = iter(scorer.token_scores(short))
@@ -113,10 +115,12 @@ async def torch_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncI
 async def engine_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncIterator[Backend]:
     """A backend of the recipe's reward model in a vLLM engine, which batches by itself."""
     # vLLM, which the other backends do without.
+    from megarl.chat_template import end_of_turn
     from megarl.data.tokens import scored_tokens
     from megarl.rollout.pooling_engine import PoolingEngine
 
     served = config.reward_model
+    end = end_of_turn(model.tokenizer, served.template)
     engine = PoolingEngine(
         model=served.model.path,
         config=served.engine,
@@ -127,7 +131,7 @@ async def engine_backend(config: ServeRewardConfig, model: ServedModel) -> Async
 
     async def score(samples: Sequence[Sample]) -> list[Outcome]:
         ((prompt, response),) = samples
-        (ids,) = scored_tokens(model.tokenizer, [prompt.text], [response], served.template)
+        (ids,) = scored_tokens(model.tokenizer, [prompt.text], [response], served.template, end)
         if failed := too_long(ids, model.max_tokens, "reward_model"):
             return [failed]
         try:

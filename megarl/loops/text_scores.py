@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from megarl.chat_template import end_of_turn
 from megarl.config import RunConfig
 from megarl.data.config import TemplateName
 from megarl.data.tokenizer import load_tokenizer
@@ -36,7 +37,7 @@ class Text(NamedTuple):
     prompt: str
     response: str
     ends: bool = True
-    """Whether an end-of-sequence token follows; not behind a response that was cut off."""
+    """Whether the token that ends a turn follows; not behind a response that was cut off."""
 
 
 class TextScorer:
@@ -58,6 +59,7 @@ class TextScorer:
         """
         self._tokenizer = tokenizer
         self._template: TemplateName = template
+        self._end = end_of_turn(tokenizer, template)
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         self._stack = ExitStack()
         self._stack.callback(mesh_module.finalise)
@@ -77,7 +79,7 @@ class TextScorer:
         `megarl.data.tokens.scored_tokens`.
         """
         prompts, replies = [text.prompt for text in texts], [text.response for text in texts]
-        found = scored_tokens(self._tokenizer, prompts, replies, self._template)
+        found = scored_tokens(self._tokenizer, prompts, replies, self._template, self._end)
         return self.token_scores(
             [ids[: None if text.ends else -1] for ids, text in zip(found, texts, strict=True)]
         )

@@ -119,7 +119,7 @@ class RolloutConfig:
     """Sample from tokens that have at least this share of the likeliest token's probability; 0:
     from all. See `top_p`."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end-of-sequence token. The response includes the
+    """Texts that end a response, besides the tokens that end a turn. The response includes the
     tokens of the text, with the log-probs they were sampled with. Stop texts do not change any
     log-prob, unlike `top_p`, `top_k` and `min_p`."""
     max_staleness: Annotated[int, Range(0, 1000)] = 0

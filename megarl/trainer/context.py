@@ -183,6 +183,10 @@ class RunContext:
         """The object that saves and restores the trained model `engine` in `folder/checkpoints`.
         The other arguments are those of `Checkpoints`.
         """
+        model: Any = engine.module.model if engine is not None else None
+        if model is not None and model.generation_config is not None:
+            # What ends a response here ends it wherever the saved model is served.
+            model.generation_config.eos_token_id = self.inputs.stop_token_ids
         made = Checkpoints(
             self.folder / "checkpoints",
             keep=self.config.training.checkpoint.keep,

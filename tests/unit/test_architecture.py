@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     {"errors", "host_memory", "peer_names", "quick_imports", "schema", "types"},
-    {"recipe_file", "recipe_paths", "third_party"},
+    {"chat_template", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},
     {"kernels", "parallel"},

@@ -10,10 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.chat_template import SAID, end_of_turn
 from megarl.environments.tools.tool import Schema
 
-SAID = "MEGARLWROTETHIS"
-"""What a turn of the model is in the conversations rendered to learn the template's markup."""
 CALL_ID = "call00000"
 """Nine letters and digits, as the templates of Mistral's models require."""
 
@@ -39,11 +38,11 @@ class TurnMarkup:
         base = [self._ask(), {"role": "assistant", "content": SAID}]
         self._closing = self._render(base).rpartition(SAID)[2]
         """The end of the model's turn, as the template writes it."""
-        marks = [mark for mark in tokenizer.all_special_tokens if mark in self._closing]
-        ends = [self._closing.index(mark) + len(mark) for mark in marks]
-        self._least_held = min(ends, default=max(1, len(self._closing)))
-        """Least number of characters of `_closing` that the model can have written: its first
-        special token. Without this, a `<` at the end of a text would pass for a part of it."""
+        end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat"))
+        before, found, _ = self._closing.partition(end)
+        self._least_held = len(before) + len(end) if found else max(1, len(self._closing))
+        """Least number of characters of `_closing` that the model can have written: up to the token
+        that ends a turn. Without this, a `<` at the end of a text would pass for a part of it."""
         self._check(names)
         try:
             self.results("", [names[0]] * 2, ["", ""])

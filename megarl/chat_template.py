@@ -1,0 +1,184 @@
+"""A tokenizer's chat template: the text that it makes of a chat, what it leaves out, and the token
+with which a turn of the model ends.
+
+chat [{role, content, ...}] --ChatTemplate.text--> text with special tokens
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.config import TemplateName
+from megarl.schema import require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Turn = dict[str, Any]
+"""A message of a chat: its role, its content, and what else the row has (tool_calls, ...)."""
+Tools = Sequence[dict[str, Any]]
+"""Tools that a model may call, in OpenAI's format."""
+
+OTHER = " another text"
+"""Appended to a text to see whether a template writes it."""
+SAID = "MEGARLWROTETHIS"
+"""What a turn of the model is in conversations rendered to learn a template's markup."""
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: TemplateName) -> int:
+    """The token that ends what the model writes, in data of every kind and in rollouts: the first
+    special token that the tokenizer's chat template writes behind a turn of the assistant. It is
+    the tokenizer's end-of-sequence token without a chat template (also with `template` 'none',
+    for texts that no template wraps), or if the template writes no such token.
+
+    Raises `ValueError` if there is neither.
+    """
+    found: int | None = None
+    if template != "none" and tokenizer.chat_template:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        text = ChatTemplate(tokenizer).text_or_none(chat)
+        closing = (text or "").rpartition(SAID)[2]
+        added = tokenizer.added_tokens_decoder
+        ids = tokenizer(closing, add_special_tokens=False).input_ids
+        # Some tokenizers have added tokens for white space.
+        found = next((one for one in ids if one in added and added[one].content.strip()), None)
+    found = tokenizer.eos_token_id if found is None else found  # pyright: ignore[reportAssignmentType]
+    require(
+        found is not None,
+        "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
+    )
+    return int(found)  # pyright: ignore[reportArgumentType]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._written: set[tuple[Any, ...]] = set()
+        """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
+
+    @functools.cached_property
+    def _end(self) -> str:
+        """Text of the token that ends a turn of the model."""
+        end = end_of_turn(self.tokenizer, "chat")
+        return str(self.tokenizer.convert_ids_to_tokens(end))
+
+    def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
+        """A chat as the template writes it; with `asks`, up to where a reply begins; with `tools`,
+        which the model may call. Raises `ValueError`, which begins with `place`, if the template
+        refuses the chat.
+        """
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(chat),
+                    tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                )
+            )
+        except Exception as error:  # templates raise what they like, jinja2's errors among them
+            raise ValueError(
+                f"{place}: the chat template refuses this chat: {error}; mend the chat or the"
+                " template"
+            ) from error
+
+    def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
+        """(what is given, what is answered): the last turn of a chat, of the assistant, up to its
+        end-of-turn token, and all that stands before; their texts joined are what the template
+        writes. The answer is None if the template writes the chat in another way once it is
+        answered.
+        """
+        before = self.text(chat[:-1], place, asks=True, tools=tools)
+        after = self.text(chat, place, asks=False, tools=tools)
+        if not after.startswith(before):
+            return before, None
+        end = after.rfind(self._end, len(before))
+        return before, after[len(before) : end + len(self._end) if end >= 0 else None]
+
+    def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
+        """Raise `ValueError`, which begins with `place`, if the template leaves out a key of a turn
+        or the tools: if its text is the same with another value.
+
+        A tool's result may lose its `name` and `tool_call_id`, provided that the results stand in
+        the order of the calls.
+        """
+        fix = "remove it from the data, or use a chat template that writes it"
+        if tools and () not in self._written:
+            require(
+                self.text_or_none(chat, tools) != self.text_or_none(chat, ()),
+                f"{place}: the chat template does not write the tools of the row; {fix}",
+            )
+            self._written.add(())
+        for number, turn in enumerate(chat):
+            shape = _shape(turn)
+            if shape in self._written:
+                continue
+            lost = [key for key in shape[1:] if not self._writes(key, chat, number, tools)]
+            if turn["role"] == "tool" and "tool_call_id" in lost:
+                _check_results_in_order(chat, number, place)
+            whole = not lost
+            if turn["role"] == "tool":
+                lost = [key for key in lost if key not in ("name", "tool_call_id")]
+            require(
+                not lost,
+                f"{place}: the chat template does not write '{', '.join(lost)}' of turn {number}"
+                f" (from 0), of role {turn['role']!r}; {fix}",
+            )
+            if whole:
+                self._written.add(shape)
+
+    def _writes(self, key: str, chat: Sequence[Turn], number: int, tools: Tools) -> bool:
+        """Whether the text of the chat, or of its part that ends with turn `number`, depends on the
+        value of that turn's `key`. An error of the template counts as a text.
+        """
+        changed = [*chat]
+        changed[number] = _changed(chat[number], key)
+        return any(
+            self.text_or_none(chat[:end], tools) != self.text_or_none(changed[:end], tools)
+            for end in (number + 1, len(chat))
+        )
+
+    def text_or_none(self, chat: Sequence[Turn], tools: Tools = ()) -> str | None:
+        """A whole chat as the template writes it; None if the template refuses it."""
+        try:
+            return self.text(chat, "", asks=False, tools=tools)
+        except ValueError:
+            return None
+
+
+def _shape(turn: Turn) -> tuple[str, ...]:
+    """The role of a turn, then its keys with a value other than an empty one, sorted."""
+    return (turn["role"], *sorted(key for key in turn if key != "role" and turn[key]))
+
+
+def _changed(turn: Turn, key: str) -> Turn:
+    """`turn` with another value of `key`: a longer text, a shorter list, or none."""
+    value = turn[key]
+    if isinstance(value, str):
+        return turn | {key: value + OTHER}
+    if isinstance(value, list) and len(value) > 1:
+        return turn | {key: value[:-1]}
+    return {name: one for name, one in turn.items() if name != key}
+
+
+def _check_results_in_order(chat: Sequence[Turn], number: int, place: str) -> None:
+    """Raise `ValueError` if the result of a call, turn `number`, does not stand where its call
+    does among the calls of the turn before the results.
+    """
+    first = number
+    while first > 0 and chat[first - 1]["role"] == "tool":
+        first -= 1
+    calls = (chat[first - 1].get("tool_calls") or []) if first else []
+    known = [call.get("id") for call in calls if isinstance(call, dict)]
+    asked = chat[number]["tool_call_id"]
+    at = known.index(asked) if asked in known else number - first
+    require(
+        at == number - first,
+        f"{place}: turn {number} (from 0) is the result of call {asked!r}, which is call {at} (from"
+        " 0) of its turn, but the chat template tells results apart by their order alone; put the"
+        " results in the order of the calls",
+    )

@@ -1,0 +1,300 @@
+"""What a chat template makes of the rows of a data set: nothing of a row is left out unsaid, and a
+turn of the model ends with one token wherever it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_templates import CHATML, FAMILIES, tokenizer_of
+from support.tiny import write_model
+from transformers import GenerationConfig
+
+from megarl.chat_template import end_of_turn
+from megarl.checks.model_checks import stop_tokens
+from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preferences import load_preferences
+from megarl.data.source import load_prompts
+from megarl.data.tokens import scored_tokens
+from megarl.environments.tools.markup import TurnMarkup
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.model_config import load_model_config
+
+ASK = {"role": "user", "content": "rain?"}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
+TEXT_CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city": "Rome"}'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "wet", "tool_call_id": "a", "name": "look"}
+ANSWER = {"role": "assistant", "content": "yes"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+WRITTEN = '<call>look {"city": "Rome"}</call>'
+
+
+def written(folder: Path, *rows: Any) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def conversation(folder: Path, tokenizer: Any, messages: Any, **columns: Any) -> list[str]:
+    """[prompt, then the stretches that are trained on] of a conversation."""
+    source = written(folder, {"messages": messages, **columns})
+    config = DemonstrationsConfig(source=source, messages_column="messages", template="chat")
+    row = load_demonstrations(config, tokenizer, seed=1).at(0)
+    assert row.response_mask is not None
+    found: list[list[int]] = [list(row.prompt_ids)]
+    before = 0
+    for token, chosen in zip(row.response_ids, row.response_mask, strict=True):
+        if chosen and not before:
+            found.append([])
+        if chosen:
+            found[-1].append(token)
+        before = chosen
+    return [tokenizer.decode(ids) for ids in found]
+
+
+def preference(folder: Path, tokenizer: Any, **row: Any) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of a row."""
+    config = PreferencesConfig(source=written(folder, row), template="chat")
+    one = load_preferences(config, tokenizer, seed=1).row(0)
+    prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (one.prompt_ids, *one.responses))
+    return prompt, chosen, rejected
+
+
+def prompt(folder: Path, tokenizer: Any, chat: Any, **columns: Any) -> str:
+    source = written(folder, {"prompt": chat, "answer": "1", **columns})
+    return load_prompts(PromptsConfig(source=source, template="chat"), tokenizer, seed=1).at(0).text
+
+
+# ------------------------------------------------------------------------- all that a row says
+
+
+@pytest.mark.parametrize("call", [CALL, TEXT_CALL], ids=["object", "JSON"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_tool_calls_are_trained_on(call: Any, content: Any, tmp_path: Path) -> None:
+    calls = {"role": "assistant", **content, "tool_calls": [call]}
+    shown, *replies = conversation(
+        tmp_path, tokenizer_of(CHATML), [ASK, calls, RESULT, ANSWER], tools=TOOLS
+    )
+    assert '"name": "look"' in shown
+    assert replies == [f"{WRITTEN}<|im_end|>", "yes<|im_end|>"]
+
+
+def test_tools_and_calls_of_prompts_and_preferences(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    text = prompt(tmp_path, tokenizer, [ASK, CALLS, RESULT], tools=json.dumps(TOOLS))
+    assert '"name": "look"' in text and WRITTEN in text and "<result>wet</result>" in text
+    shown, chosen, rejected = preference(
+        tmp_path, tokenizer, prompt=[ASK], chosen=[CALLS], rejected=[ANSWER], tools=TOOLS
+    )
+    assert '"name": "look"' in shown
+    assert (chosen, rejected) == (f"{WRITTEN}<|im_end|>", "yes<|im_end|>")
+
+
+LOST: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "thoughts": (
+        r"'reasoning_content' of turn 1 \(from 0\), of role 'assistant'",
+        [ASK, ANSWER | {"reasoning_content": "clouds"}],
+    ),
+    "a name": ("'name' of turn 0", [ASK | {"name": "Ann"}, ANSWER]),
+    "a weight": ("'weight' of turn 1", [ASK, ANSWER | {"weight": 1}]),
+    "an old call": ("'function_call' of turn 1", [ASK, ANSWER | {"function_call": {"a": 1}}]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_the_template_leaves_out_is_refused(name: str, tmp_path: Path) -> None:
+    said, messages = LOST[name]
+    tokenizer = tokenizer_of(CHATML)
+    lost = f"line 1 .*the chat template does not write {said}.*remove it"
+    with pytest.raises(ValueError, match=lost):
+        conversation(tmp_path, tokenizer, messages)
+    with pytest.raises(ValueError, match=lost):
+        prompt(tmp_path, tokenizer, [*messages, ASK])
+    with pytest.raises(ValueError, match=lost):
+        preference(tmp_path, tokenizer, chosen=messages, rejected=[*messages[:1], CALLS])
+
+
+def test_a_template_that_leaves_out_more(tmp_path: Path) -> None:
+    plain = tokenizer_of(CHATML, CHATML.template.replace("tools", "nothing"))
+    with pytest.raises(ValueError, match=r"line 1 .*does not write the tools of the row"):
+        conversation(tmp_path, plain, [ASK, ANSWER], tools=TOOLS)
+    calls_only = CHATML.template.replace("m.content or ''", "m.content if not m.tool_calls")
+    both = CALLS | {"content": "let me see"}
+    with pytest.raises(ValueError, match="does not write 'content' of turn 1"):
+        conversation(tmp_path, tokenizer_of(CHATML, calls_only), [ASK, both])
+    first = CHATML.template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    two = CALLS | {"tool_calls": [CALL, CALL]}
+    with pytest.raises(ValueError, match="does not write 'tool_calls' of turn 1"):
+        conversation(tmp_path, tokenizer_of(CHATML, first), [ASK, two])
+    deaf = CHATML.template.replace("<result>{{ m.content }}", "<result>")
+    with pytest.raises(ValueError, match=r"does not write 'content' of turn 2 .*role 'tool'"):
+        conversation(tmp_path, tokenizer_of(CHATML, deaf), [ASK, CALLS, RESULT, ANSWER])
+
+
+def test_a_key_that_the_template_writes(tmp_path: Path) -> None:
+    thinks = CHATML.template.replace(
+        "\n{{ m.content",
+        "\n{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content",
+    )
+    messages = [ASK, ANSWER | {"reasoning_content": "clouds", "name": None, "audio": []}]
+    found = conversation(tmp_path, tokenizer_of(CHATML, thinks), messages)
+    assert found[1:] == ["(clouds)yes<|im_end|>"]
+
+
+def test_results_in_another_order_than_their_calls(tmp_path: Path) -> None:
+    calls = CALLS | {"tool_calls": [CALL | {"id": "a"}, CALL | {"id": "b"}]}
+    results = [RESULT, RESULT | {"tool_call_id": "b", "content": "dry"}]
+    tokenizer = tokenizer_of(CHATML)
+    assert len(conversation(tmp_path, tokenizer, [ASK, calls, *results, ANSWER])) == 3
+    with pytest.raises(ValueError, match=r"turn 2 .*is the result of call 'b', which is call 1"):
+        conversation(tmp_path, tokenizer, [ASK, calls, *results[::-1], ANSWER])
+
+
+BROKEN: dict[str, tuple[Any, Any, str]] = {
+    "arguments": ([{"function": {"name": "f", "arguments": "{a"}}], TOOLS, "of a call of 'f' are"),
+    "a call": (["f"], TOOLS, "a tool call is not"),
+    "a name": ([{"function": {"arguments": {}}}], TOOLS, "a tool call is not"),
+    "tools": ([CALL], "look", "column 'tools' is a text, not a list of tools"),
+    "a tool": ([CALL], ["look"], "column 'tools' is a list, not a list of tools"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_calls_and_tools_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    calls, tools, said = BROKEN[name]
+    with pytest.raises(ValueError, match=f"line 1 .*{said}"):
+        conversation(
+            tmp_path, tokenizer_of(CHATML), [ASK, CALLS | {"tool_calls": calls}], tools=tools
+        )
+
+
+def test_the_column_of_the_tools(tmp_path: Path) -> None:
+    source = written(tmp_path, {"prompt": "q", "answer": "1", "functions": TOOLS, "tools": "x"})
+    read: dict[str, Any] = {"source": source, "template": "chat"}
+    tokenizer = tokenizer_of(CHATML)
+    named = load_prompts(PromptsConfig(**read, tools_column="functions"), tokenizer, seed=1)
+    without = load_prompts(PromptsConfig(**read, tools_column=""), tokenizer, seed=1)
+    assert '"look"' in named.at(0).text and '"look"' not in without.at(0).text
+    assert named.fingerprint != without.fingerprint
+    with pytest.raises(ValueError, match=r"no column 'tool'; set prompts\.tools_column to one of"):
+        load_prompts(PromptsConfig(**read, tools_column="tool"), tokenizer, seed=1)
+    with pytest.raises(ValueError, match=r"beside environment\.tools.*set prompts\.tools_column"):
+        load_prompts(
+            PromptsConfig(**read, tools_column="functions"), tokenizer, seed=1, tools=TOOLS
+        )
+
+
+# ------------------------------------------------------------------- preferences: prompt + side
+
+SYSTEM = {"role": "system", "content": "s"}
+MORE = {"role": "user", "content": "sure?"}
+NO = {"role": "assistant", "content": "no"}
+BEFORE = "".join(
+    f"<|im_start|>{role}\n{text}<|im_end|>\n"
+    for role, text in (("system", "s"), ("user", "rain?"), ("assistant", "yes"), ("user", "sure?"))
+)
+JOINED: dict[str, tuple[Any, list[Any]]] = {
+    "goes on": ([SYSTEM, ASK], [ANSWER, MORE]),
+    "last turn": ([SYSTEM, ASK, ANSWER, MORE], []),
+    "whole": ([SYSTEM, ASK], [SYSTEM, ASK, ANSWER, MORE]),
+    "whole, of more turns": ([SYSTEM, ASK, ANSWER, MORE], [SYSTEM, ASK, ANSWER, MORE]),
+    "its end": ([SYSTEM, ASK], [ASK, ANSWER, MORE]),
+    "its last turns": ([SYSTEM, ASK, ANSWER, MORE], [ANSWER, MORE]),
+    "system apart": ([SYSTEM], [ASK, ANSWER, MORE]),
+    "first question as a text": ("rain?", [SYSTEM, ASK, ANSWER, MORE]),
+    "last question as a text": ("sure?", [SYSTEM, ASK, ANSWER, MORE]),
+    "null": (None, [SYSTEM, ASK, ANSWER, MORE]),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_response_goes_on_from_the_prompt(name: str, tmp_path: Path) -> None:
+    asked, side = JOINED[name]
+    row = {"prompt": asked, "chosen": [*side, ANSWER], "rejected": [*side, NO]}
+    assert preference(tmp_path, tokenizer_of(CHATML), **row) == (
+        f"{BEFORE}<|im_start|>assistant\n",
+        "yes<|im_end|>",
+        "no<|im_end|>",
+    )
+
+
+def test_a_response_to_another_prompt(tmp_path: Path) -> None:
+    row = {"prompt": "snow?", "chosen": [ASK, ANSWER], "rejected": [ASK, NO]}
+    said = (
+        r"line 1 .*column 'chosen' is a conversation that neither.*set preferences\.prompt_column"
+    )
+    with pytest.raises(ValueError, match=said):
+        preference(tmp_path, tokenizer_of(CHATML), **row)
+    config = PreferencesConfig(source=written(tmp_path, row), template="chat", prompt_column="")
+    one = load_preferences(config, tokenizer_of(CHATML), seed=1).row(0)
+    assert "rain?" in tokenizer_of(CHATML).decode(one.prompt_ids)
+    goes_on = {"chosen": [ANSWER, MORE, ANSWER], "rejected": [ANSWER, MORE, NO]}
+    with pytest.raises(ValueError, match=r"no column 'prompt'; set preferences\.prompt_column"):
+        preference(tmp_path, tokenizer_of(CHATML), **goes_on)
+
+
+# ------------------------------------------------------------------ one end of a turn everywhere
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> None:
+    """In demonstrations of both kinds, preferences, what a reward model reads, a tool session's
+    turns, and the tokens that stop an engine.
+    """
+    family = FAMILIES[name]
+    tokenizer: Any = tokenizer_of(family)
+    end = tokenizer.convert_tokens_to_ids(family.end)
+    yes = tokenizer("yes", add_special_tokens=False).input_ids
+    want = [*yes, end]
+    assert end_of_turn(tokenizer, "chat") == end == end_of_turn(tokenizer, "rendered")
+    assert end_of_turn(tokenizer, "none") == tokenizer.eos_token_id
+
+    source = written(tmp_path, {"prompt": "rain?", "response": "yes"})
+    pairs = DemonstrationsConfig(source=source, template="chat")
+    pair = load_demonstrations(pairs, tokenizer, seed=1).at(0)
+    assert pair.response_ids == want
+    gap = " " if name == "mistral" else ""  # which its template puts before an answer
+    talk = [ASK, ANSWER, MORE, ANSWER]
+    assert conversation(tmp_path, tokenizer, talk)[1:] == [f"{gap}yes{family.end}"] * 2
+    source = written(tmp_path, {"prompt": [ASK], "chosen": [ANSWER], "rejected": [NO]})
+    config = PreferencesConfig(source=source, template="chat")
+    one = load_preferences(config, tokenizer, seed=1).row(0)
+    assert one.prompt_ids == pair.prompt_ids
+    assert tokenizer.decode(one.responses[0]) == f"{gap}yes{family.end}"
+
+    shown = tokenizer.decode(pair.prompt_ids)
+    (scored,) = scored_tokens(
+        tokenizer, [shown], ["yes"], "rendered", end_of_turn(tokenizer, "rendered")
+    )
+    assert scored == [*pair.prompt_ids, *want]
+    model = ModelConfig(path=str(write_model(tmp_path / "model", vocab_size=300)))
+    hf = load_model_config(model)
+    assert end in stop_tokens(tokenizer, model, hf, ["chat"])
+    more = {end, tokenizer.eos_token_id}
+    GenerationConfig(eos_token_id=5).save_pretrained(model.path)
+    assert set(stop_tokens(tokenizer, model, hf, ["none", "rendered"])) == {5, *more}
+
+
+def test_a_session_of_tools_ends_a_turn_once() -> None:
+    """The template writes more behind the end of a turn than the model did."""
+    twice = CHATML.template.replace("endfor %}<|im_end|>", "endfor %}<|im_end|><|endoftext|>")
+    markup = TurnMarkup(tokenizer_of(CHATML, twice), TOOLS)
+    follows = markup.results("<call>look {}</call><|im_end|>", ["look"], ["wet"])
+    assert follows.startswith("<|endoftext|>\n<|im_start|>user\n<result>wet")
+
+
+def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
+    tokenizer: Any = tokenizer_of(CHATML)
+    ends = [f"yes{end}" for end in ("", "<|im_end|>", "<|endoftext|>")]
+    source = written(tmp_path, *({"prompt": "q", "response": text} for text in ends))
+    for template, end in (("chat", "<|im_end|>"), ("none", "<|endoftext|>")):
+        config = DemonstrationsConfig(source=source, template=template, shuffle=False)  # pyright: ignore[reportArgumentType]
+        rows = load_demonstrations(config, tokenizer, seed=1)
+        found = [tokenizer.decode(rows.at(n).response_ids) for n in range(3)]
+        want = [f"yes{end}"] * 3 if template == "chat" else [f"{text}{end}" for text in ends[:2]]
+        assert found[: len(want)] == want
