@@ -8,9 +8,11 @@ To add a file format, write a function (path, limit) -> Table and name its suffi
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,11 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl import console
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
 from megarl.third_party import opening, quiet, said
 
 Row = dict[str, Any]
+SPLIT = re.compile(r"(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+"""Beginning of a file's name that says its split."""
 MOST_FILES = 20_000
 """Largest number of files in a folder that is read as a data set."""
 
@@ -35,13 +40,16 @@ class Table:
     rows: list[Row]
     lines: list[int] | None = None
     """For each row its line number in the file, from 1; None for formats without lines."""
+    places: list[str] | None = None
+    """For each row where it is, for rows of several files; None for those of one."""
 
     def only(self, indices: list[int]) -> Table:
         """A table of the rows at `indices`, which keep their line numbers."""
         if len(indices) == len(self.rows):
             return self
         lines = [self.lines[index] for index in indices] if self.lines else None
-        return Table(self.source, [self.rows[index] for index in indices], lines)
+        places = [self.places[index] for index in indices] if self.places else None
+        return Table(self.source, [self.rows[index] for index in indices], lines, places)
 
     def holding(self, rows: list[Row]) -> Table:
         """The same table with other content in each row."""
@@ -49,6 +57,8 @@ class Table:
 
     def place(self, index: int) -> str:
         """File, line and index of row `index`, for error messages."""
+        if self.places:
+            return self.places[index]
         line = f", line {self.lines[index]}" if self.lines else ""
         return f"{self.source}{line} (row {index}, counted from 0)"
 
@@ -181,6 +191,8 @@ def read_rows(
         f"{setting}.source is empty; set it to a data file or the name of a data set on the hub",
     )
     path = Path(source)
+    if files := _several(path, setting):
+        return _joined(source, files, limit, setting)
     reader = READERS.get(path.suffix.lower())
     if reader is not None:
         require(
@@ -198,6 +210,50 @@ def read_rows(
         bool(table.rows), f"{setting}.source {source} is empty; set it to one with at least one row"
     )
     return table
+
+
+def _several(path: Path, setting: str) -> list[Path]:
+    """The files that a pattern (`data/*.jsonl`) names, or those of a folder, by name; empty for
+    anything else, and for folders that `datasets` reads: those that it has saved, and those whose
+    files have the names of splits. Raises `ValueError` for a pattern without files, and for a
+    folder of several formats.
+    """
+    if path.is_dir():
+        held = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+        if any((path / name).exists() for name in held) or not _holds_few_files(path):
+            return []
+        files = [file for file in sorted(path.iterdir()) if file.suffix.lower() in READERS]
+        kinds = sorted({file.suffix.lower() for file in files})
+        if any(SPLIT.match(file.name) for file in files):
+            return []
+        require(
+            len(kinds) <= 1,
+            f"{setting}.source {path} is a folder of several formats"
+            f" ({', '.join(file.name for file in files[:6])}); set it to one of the files, or to"
+            f" {' or '.join(f'{path}/*{kind}' for kind in kinds)}",
+        )
+        return files
+    if path.exists() or not glob.has_magic(str(path)):
+        return []
+    files = [Path(name) for name in sorted(glob.glob(str(path)))]
+    require(bool(files), f"{setting}.source {path} is a pattern that no file fits; correct it")
+    return files
+
+
+def _joined(source: str, files: list[Path], limit: int | None, setting: str) -> Table:
+    """The rows of several files, one after the other; which files these are is said."""
+    names = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
+    console.say(f"{setting}.source {source}: {len(files)} files are read: {names}")
+    rows: list[Row] = []
+    places: list[str] = []
+    for file in files:
+        left = None if limit is None else limit - len(rows)
+        if left == 0:
+            break
+        part = read_rows(str(file), split="", limit=left, setting=setting)
+        places += [part.place(index) for index in range(len(part.rows))]
+        rows += part.rows
+    return Table(source, rows, places=places)
 
 
 def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: str) -> Table:
@@ -218,7 +274,14 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
 
     try:
         with quiet():
-            data = datasets.load_dataset(name, subset or None, split=split)
+            saved = Path(name, "state.json").exists() or Path(name, "dataset_dict.json").exists()
+            if saved:
+                data: Any = datasets.load_from_disk(name)
+                if isinstance(data, datasets.DatasetDict):
+                    require(split in data, f"it has the splits {', '.join(map(str, data))}")
+                    data = data[split]
+            else:
+                data = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises a dozen kinds
         said = " ".join(str(error).split())[:500]
         if isinstance(error, ValueError) and "split" in said.lower():
@@ -228,6 +291,8 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         raise ValueError(
             f"{unknown} {why_absent(name)} ({type(error).__name__}: {said})"
         ) from error
+    if Path(name).is_dir():
+        console.say(f"{setting}.source {name}: split '{split}' is read, {len(data)} rows")
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
     return Table(f"{name}[{split}]", data.to_list())

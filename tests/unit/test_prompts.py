@@ -970,3 +970,49 @@ def test_prompts_of_others_are_recognised(
         prompts(both)
     (found,) = prompts(both, prompt_column="problem")
     assert found.text == "3" and capfd.readouterr().err == ""
+
+
+def test_several_files_are_one_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("b", "a", "c"):
+        write(folder / f"{name}.jsonl", [{"prompt": f"{name}{n}", "answer": "1"} for n in (0, 1)])
+    for source in (str(folder), f"{folder}/*.jsonl"):
+        found = prompts(source, limit=5)
+        assert [one.text for one in found] == ["a0", "a1", "b0", "b1", "c0"]
+        assert "3 files are read: a.jsonl, b.jsonl, c.jsonl" in capfd.readouterr().err
+    assert [one.text for one in prompts(f"{folder}/[bc].jsonl")][:2] == ["b0", "b1"]
+    with pytest.raises(
+        ValueError, match=r"prompts.source .*x\*.jsonl is a pattern that no file fits"
+    ):
+        prompts(f"{folder}/x*.jsonl")
+    (folder / "b.jsonl").write_text('{"prompt": "b"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1 \(row 0.*no column 'answer'"):
+        prompts(str(folder))
+    write(folder / "d.parquet", [{"prompt": "d", "answer": "1"}])
+    with pytest.raises(
+        ValueError, match=r"several formats \(a.jsonl, .*data/\*.jsonl or .*data/\*.parquet"
+    ):
+        prompts(str(folder))
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for n in (0, 1):
+        write(shards / f"train-{n:05}-of-00002.parquet", [{"prompt": str(n), "answer": "1"}])
+    assert [one.text for one in prompts(str(shards))] == ["0", "1"]
+    write(shards / "test-00000-of-00001.parquet", [{"prompt": "t", "answer": "1"}])
+    assert len(prompts(str(shards))) == 2 and len(prompts(str(shards), split="test")) == 1
+    assert len(prompts(f"{shards}/train*.parquet")) == 2
+
+
+def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}] * 2)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(
+        str(tmp_path / "two")
+    )
+    assert len(prompts(str(tmp_path / "one"))) == 2
+    assert len(prompts(str(tmp_path / "two"), split="test")) == 1
+    with pytest.raises(ValueError, match=r"split 'dev' .*has the splits train, test"):
+        prompts(str(tmp_path / "two"), split="dev")
