@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST_WHOLE = 1e22
+"""Largest power of ten that a float holds exactly; larger floats keep their exponent."""
+
+
 def column(row: Row, name: str, *, place: str, setting: str) -> Any:
     """The value of column `name` in a row; a name with dots selects a nested column. Raises
     `ValueError`, listing the columns, if there is none of that name.
@@ -45,7 +49,8 @@ def column(row: Row, name: str, *, place: str, setting: str) -> Any:
 
 def text_of(value: Any, *, what: str, place: str) -> str:
     """Convert a text or a finite number to text; raises `ValueError` for any other value. A
-    `Decimal`, as parquet files hold, keeps its digits and is never written with an exponent.
+    `Decimal`, as parquet files hold, keeps its digits and is never written with an exponent. A
+    float that is a whole number, as pandas makes of a column with gaps, is written as one: 72.
     """
     if isinstance(value, str):
         return value
@@ -55,6 +60,8 @@ def text_of(value: Any, *, what: str, place: str) -> str:
         f"{place}: {what} is {kind_of(value)}, not a text or a finite number; set its column to one"
         " that holds texts (dots reach inside)",
     )
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_WHOLE:
+        return str(int(value))
     return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 

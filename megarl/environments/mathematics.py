@@ -63,6 +63,15 @@ BEFORE_OPERATOR = re.compile(r"[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*-?\d")
 BEHIND_OPERATOR = re.compile(r"\d[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*\Z")
 FRACTION = re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 STARS = re.compile(r"(?<=[\w)}])\s*\*\*\s*(?=[-\w({])")
+SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|[,;:! ])|\\(?=[{}])|\s")
+CHARACTERS = {
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # of full width
+    "\u221e": "\\infty ", "\u2205": "\\emptyset ", "\u03c0": "\\pi ", "\u2212": "-",
+}  # fmt: skip
+WRITTEN = str.maketrans(CHARACTERS)
+ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
+CONSTANT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
+UNIT_BEHIND = re.compile(r"(?<=\d)(?:~|\\[,;: ]|\s)+(?=\\(?:text|mathrm)\s*\{)")
 EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][-+]?\d{1,2})(?![\w.]\w)")
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 WRAPPING = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{")
@@ -166,6 +175,8 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
                 " mathematics; set environment.verifier to 'exact_match' or to a function of your"
                 " own"
             )
+        if found is not None and outer_brackets(reference, expression):
+            return False, expression
         if found is not None:
             return equal(gold, parse_marked(expression)), expression
         given = parse_response(response)
@@ -261,6 +272,19 @@ def is_answer(expression: str, reference: str, question: str) -> bool:
     return not any(re.search(rf"(?<![\d.]){re.escape(one)}(?![\d.])", said) for one in left)
 
 
+def outer_brackets(first: str, second: str) -> bool:
+    """Whether two lists stand in brackets that mean different things: a pair or an open interval
+    `(1, 2)`, a closed interval `[1, 2]`, a set `\\{1, 2\\}`.
+    """
+    ends = []
+    for text in (first, second):
+        bare = SIZES.sub("", text)
+        if not ("," in bare and bare[:1] in "([{" and bare[-1:] in ")]}"):
+            return False
+        ends.append((bare[0], bare[-1]))
+    return ends[0] != ends[1]
+
+
 def is_operand(number: str, response: str) -> bool:
     """Whether a number stands in a response only beside operators, as 8 does in `8^{1}`."""
     number = number.strip("()[]{} ")
@@ -351,7 +375,9 @@ def cleaned(text: str) -> str:
     if (wrapped := WRAPPING.match(text)) and (wrapped.end() - 1, len(text) - 1) in pairs(text):
         text = text[wrapped.end() : -1].strip()
     text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
-    text = STARS.sub("^", text)
+    text = CONSTANT.sub(r"\1", STARS.sub("^", text.translate(WRITTEN)))
+    text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = UNIT_BEHIND.sub(" ", text.replace("\\varnothing", "\\emptyset"))
     text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = MIXED.sub(lambda found: _latex(_mixed(found)), DASH.sub("-", text))
     text = text.replace("\u2212", "-").replace("\u00b0", "^\\circ")

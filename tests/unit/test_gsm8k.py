@@ -11,8 +11,10 @@ import asyncio
 import json
 import os
 import re
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -21,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.config import PromptsConfig
+from megarl.data.render import text_of
 from megarl.data.source import load_prompts
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifiers import Verifier, load_verifier
@@ -177,3 +180,29 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
             "\\boxed{",
         ):
             assert ask(math, prompt, wrong) == 0.0, wrong
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (72.0, "72"), (-3.0, "-3"), (-0.0, "0"), (1e20, "1" + 20 * "0"), (0.5, "0.5"), (72, "72"),
+        ("72.0", "72.0"), (Decimal("72.0"), "72.0"), (1e30, "1e+30"),
+    ],
+)  # fmt: skip
+def test_whole_numbers_of_float_columns_are_written_as_such(value: Any, text: str) -> None:
+    assert text_of(value, what="the answer", place="row 3") == text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, True])
+def test_answers_that_are_no_numbers_are_refused_with_their_row(value: Any) -> None:
+    with pytest.raises(ValueError, match="row 3: the answer is"):
+        text_of(value, what="the answer", place="row 3")
+
+
+def test_answers_of_a_float_column_equal_whole_numbers(tmp_path: Path) -> None:
+    rows = [{"prompt": "70 + 2", "answer": 72.0}, {"prompt": "1 / 2", "answer": 0.5}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "floats.parquet")
+    read = PromptsConfig(source=str(tmp_path / "floats.parquet"), shuffle=False)
+    prompts = list(load_prompts(read, tokenizer(), seed=1))
+    exact = load_verifier(EnvironmentConfig())
+    assert [ask(exact, *pair) for pair in zip(prompts, ("72", "0.5"), strict=True)] == [1.0, 1.0]
