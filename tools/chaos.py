@@ -21,7 +21,8 @@ synchronous (`rollout.max_staleness: 0`).
 Prints what became of the run after each fault: `goes on` (the same run, lost processes replaced),
 `resumes` (the run ended and was started again) or `HANGS` (no step for `--hang` seconds); the phase
 that it was in; and the line by which the run told of the fault, with the seconds until then. Then
-the verdict of `megarl ledger`, and the processes that were left behind. Exit code 1 if a run hangs,
+the verdict of `megarl ledger`, and what was left behind: processes, and files in /tmp, TMPDIR and
+/dev/shm, of which other programs must make none meanwhile. Exit code 1 if a run hangs,
 the ledger is not exact, something differs, a process is left, or a fault is not told.
 """
 
@@ -45,7 +46,7 @@ from pathlib import Path
 import yaml
 from chaos_faults import KINDS, Fault, every, wait, write_verifier
 from chaos_reference import differences
-from chaos_run import PHASES, ROOT, Run
+from chaos_run import PHASES, ROOT, Run, outside
 
 from megarl.observe.sinks import read_records
 
@@ -103,7 +104,7 @@ class Report:
 
     struck: list[Struck] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    """Processes that a run which had ended left behind."""
+    """Processes, and in the end files, that a run which had ended left behind."""
     finished: bool = False
     problem: str = ""
 
@@ -303,12 +304,13 @@ def main() -> int:
     if "judgement" in args.kinds and ".py:" in verifier:
         further += ["--environment.verifier", write_verifier(run, verifier)]
     torment = Torment(run, args, [command(args.recipe, n, *further) for n in args.ranks])
-    began = time.monotonic()
+    began, before = time.monotonic(), outside()
     try:
         report = torment.suffer()
     finally:
         if run.process is not None:
             torment.report.left += [*run.end(), *run.lingered()]
+            torment.report.left += sorted(outside() - before)
     audit = subprocess.run(
         [sys.executable, "-m", "megarl", "ledger", str(folder)],
         cwd=ROOT,

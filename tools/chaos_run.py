@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -62,13 +63,17 @@ class Run:
         self.process = subprocess.Popen(
             self.command,
             cwd=ROOT,
-            env={**os.environ, MARK: self.mark},
+            env=self.environment(),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the run's processes."""
+        return {**os.environ, MARK: self.mark}
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -156,6 +161,10 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         return titles
+
+    def marked(self) -> list[str]:
+        """The command lines of the run's processes, whoever is above them."""
+        return sorted(map(title, self._marked()))
 
     def _marked(self) -> Iterator[psutil.Process]:
         """Processes that have the run's mark, though nobody of the run is above them any more."""
@@ -269,6 +278,12 @@ def heads(path: Path) -> Iterator[dict[str, Any]]:
             if line.startswith(b'{"process"'):
                 with contextlib.suppress(ValueError):
                     yield json.loads(line)
+
+
+def outside() -> set[str]:
+    """What is in the folders of temporary files and of shared memory."""
+    places = {"/tmp", "/dev/shm", tempfile.gettempdir()}
+    return {os.path.join(place, name) for place in places for name in os.listdir(place)}
 
 
 def is_running(process: psutil.Process) -> bool:
