@@ -166,7 +166,10 @@ class JudgePrompt:
                 ids.append(numbers[match[0]])
                 run, end = "", match.end()
             run += piece[end:]
-        return ids + self._plain_ids(run)
+        ids += self._plain_ids(run)
+        # As `prompt_tokens` reads a template that begins with the token that begins every text.
+        twice = first and ids[:2] == [self._tokenizer.bos_token_id] * 2
+        return ids[1:] if twice else ids
 
     def _plain_ids(self, text: str) -> list[int]:
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []

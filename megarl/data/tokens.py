@@ -141,6 +141,8 @@ def encode(
             with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
                 found = tokenizer(batch, **options).input_ids
             for text, ids in zip(batch, found, strict=True):
-                yield fix(text, ids)
+                # A text may begin with the token that the tokenizer puts before every text.
+                twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
+                yield fix(text, ids[1:] if twice else ids)
 
     return TokenLists(lists())

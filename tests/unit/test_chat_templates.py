@@ -298,3 +298,17 @@ def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
         found = [tokenizer.decode(rows.at(n).response_ids) for n in range(3)]
         want = [f"yes{end}"] * 3 if template == "chat" else [f"{text}{end}" for text in ends[:2]]
         assert found[: len(want)] == want
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "mistral"])
+def test_a_text_begins_once(name: str, tmp_path: Path) -> None:
+    """Under `template: none` the tokenizer begins a text, also one that begins already."""
+    family = FAMILIES[name]
+    tokenizer: Any = tokenizer_of(family)
+    texts = ["a", f"{family.bos}a", tokenizer.apply_chat_template([ASK], tokenize=False)]
+    source = written(tmp_path, *({"prompt": text, "answer": "1"} for text in texts))
+    rows = load_prompts(PromptsConfig(source=source, shuffle=False), tokenizer, seed=1)
+    for row in rows:
+        assert row.token_ids[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in row.token_ids[1:]
+    assert rows.at(0).token_ids == rows.at(1).token_ids
