@@ -99,6 +99,8 @@ class RunInputs:
     def __str__(self) -> str:
         counts = {"prompts": self.prompts, "rows": self.rows}
         found = [f"{len(rows)} {name}" for name, rows in counts.items() if rows is not None]
+        if self.resume_from is not None:
+            found.append(f"resumes from {self.resume_from}")
         return ", ".join([str(self.layout), *found])
 
 

@@ -46,7 +46,16 @@ MAKERS = {
 }
 """{kind of case: (its share, function of (random numbers, good case, good model) -> case)}"""
 
-OWN = ("checked: ", "checks: ", "megarl: warning: ", "resume is auto, and ")
+OWN = (
+    "prompts",
+    "evaluation",
+    "demonstrations",
+    "preferences",
+    "checked: ",
+    "checks: ",
+    "megarl: warning: ",
+    "resume is auto, and ",
+)
 """Beginnings of the lines that a check may print."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -354,6 +354,9 @@ def test_a_recipe_with_a_mixture_passes_all_checks(place: Path) -> None:
     inputs = check_train(config, 1)
     assert inputs.prompts is not None and inputs.held_out is not None
     assert len(inputs.prompts) == 17 and len(inputs.held_out) == 9
+    assert str(inputs).endswith("17 prompts")
+    resumed = dataclasses.replace(inputs, resume_from=Path("run/step_000002"))
+    assert str(resumed).endswith("17 prompts, resumes from run/step_000002")
     assert {one.environment for one in inputs.held_out} == {"math", "letter"}
     case = check_eval(config, 1).cases[0]
     assert {name: len(rows) for name, rows in case.sets.items()} == {str(place / "both.jsonl"): 9}
