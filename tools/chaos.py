@@ -50,8 +50,6 @@ from chaos_run import PHASES, ROOT, Run, outside
 
 from megarl.observe.sinks import read_records
 
-START_S = 240.0
-"""Seconds a run may take from its start to its first step."""
 PHASE_S = 8.0
 """Seconds to wait for the phase in which a fault is to fall."""
 COUNTED = ("verifier", "judgement")
@@ -160,8 +158,8 @@ class Torment:
                 return self.report
             phase = next(when)
             if phase != "start":
-                if not self.run.wait_for_steps(1, START_S):
-                    self.report.problem = f"no step within {START_S:g} s of a start"
+                if not self.run.wait_for_steps(1, self.args.hang):
+                    self.report.problem = f"no step within {self.args.hang:g} s of a start"
                     return self.report
                 time.sleep(self.draw.uniform(0.0, self.args.pause))
             self.run.wait_for_phase(phase, PHASE_S)
@@ -215,14 +213,14 @@ class Torment:
         """Let the run come to its end, started again where it must; `args.then` steps from now."""
         if self.run.code not in (None, 0):
             self.start()
-        if self.args.then and self.run.wait_for_steps(1, START_S) and self.run.code is None:
+        if self.args.then and self.run.wait_for_steps(1, self.args.hang) and self.run.code is None:
             steps = str(self.run.place[1] + self.args.then)
             self.commands = [[*one, "--steps", steps] for one in self.commands]
             self.run.end()
             self.start()
         for _ in range(5):
-            if not self.run.wait_for_steps(10**9, START_S):
-                self.report.problem = f"no step within {START_S:g} s, after all faults"
+            if not self.run.wait_for_steps(10**9, self.args.hang):
+                self.report.problem = f"no step within {self.args.hang:g} s, after all faults"
                 return self.report
             if self.run.code == 0:
                 self.report.finished = True
@@ -241,7 +239,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="such as SIGKILL: no other way to do harm")
     parser.add_argument("--ranks", default="1", help="of each start in turn, such as 1,2")
     parser.add_argument("--pause", type=float, default=5.0, help="longest pause after a step [s]")
-    parser.add_argument("--hang", type=float, default=240.0, help="a run without a step hangs [s]")
+    parser.add_argument(
+        "--hang", type=float, default=240.0, help="a run or a start without a step hangs [s]"
+    )
     parser.add_argument("--disk", type=int, default=0, help="MiB of a disk for the run folder")
     parser.add_argument("--then", type=int, default=0, help="steps to finish in after all faults")
     parser.add_argument("--reference", action="store_true")

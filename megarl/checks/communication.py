@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from megarl.checks.findings import Finding, ask, ask_python
 from megarl.data.hub import hub_state
@@ -58,8 +59,9 @@ def check_memfd() -> list[Finding]:
         return [Finding("memfd_create", "FAIL", str(error), fix)]
     if answer.output != "weights!":
         return [
-            Finding(
-                "memfd_create", "FAIL", f"another process cannot read it: {answer.last_error}", fix
+            replace(
+                answer.failure("memfd_create", fix),
+                found=f"another process cannot read it: {answer.last_error}",
             )
         ]
     return [Finding("memfd_create", "ok", "weights can be shared between processes")]
@@ -68,7 +70,7 @@ def check_memfd() -> list[Finding]:
 GLOO = """
 import datetime, sys, torch, torch.distributed as dist
 rank = int(sys.argv[1])
-wait = datetime.timedelta(seconds=40)
+wait = datetime.timedelta(seconds=60)  # longer than this program is given
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
 value = torch.tensor([rank + 1.0])
@@ -95,7 +97,7 @@ def check_gloo() -> list[Finding]:
             "check that this host's name resolves (getent hosts $(uname -n)); GLOO_SOCKET_IFNAME=lo"
             " names an interface"
         )
-        return [Finding("gloo, two ranks", "FAIL", bad[0].last_error, fix)]
+        return [bad[0].failure("gloo, two ranks", fix)]
     return [
         Finding(
             "gloo, two ranks",
@@ -112,7 +114,7 @@ ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False,
          log_to_driver=False, _temp_dir=sys.argv[1])
 def pid():
     return os.getpid()
-found = ray.get(ray.remote(pid).remote(), timeout=30)
+found = ray.get(ray.remote(pid).remote(), timeout=60)
 assert found != os.getpid()
 ray.shutdown()
 print("worker", found)
@@ -133,7 +135,7 @@ def check_ray() -> list[Finding]:
     fix = (
         f"look at the logs in {folder}/ray/session_latest/logs; /tmp must be writable and not full"
     )
-    return [Finding("Ray starts and stops", "FAIL", answer.last_error, fix)]
+    return [answer.failure("Ray starts and stops", fix)]
 
 
 def check_hub() -> list[Finding]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +24,9 @@ GIB = 2**30
 """Bytes of a GiB."""
 
 
-Status = Literal["ok", "warn", "FAIL"]
+Status = Literal["ok", "warn", "FAIL", "late"]
+"""`late`: a program did not end in time. On a busy machine that says little, so that
+`megarl.checks.doctor.run_checks` makes a warning of it there, and a failure elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,23 @@ class Answer:
     """Standard output."""
     last_error: str
     """Last line of standard error."""
+
+    def failure(self, check: str, fix: str) -> Finding:
+        """The finding of a check whose program has failed or was late, be it by a deadline of its
+        own.
+        """
+        late = self.code is None or re.search("time(d|s)?[ -]?out", self.last_error, re.IGNORECASE)
+        return Finding(check, "late" if late else "FAIL", self.last_error, fix)
+
+
+def core_share(spin_s: float = 0.3) -> float:
+    """Share of one core's time that this thread gets, measured with a loop of `spin_s` seconds:
+    near 1 unless other threads want more cores than there are.
+    """
+    wall, own = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall < spin_s:
+        pass
+    return (time.thread_time() - own) / (time.perf_counter() - wall)
 
 
 def ask(

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.checks.findings import Finding, ask, ask_python
@@ -172,11 +173,8 @@ def check_vllm() -> list[Finding]:
     if answer.code == 0:
         return [Finding("vLLM imports", "ok", f"in {time.monotonic() - started_at:.0f} s")]
     return [
-        Finding(
-            "vLLM imports",
-            "FAIL",
-            answer.last_error,
-            "bash launch/env.sh; the whole error: python -c 'import vllm'",
+        answer.failure(
+            "vLLM imports", "bash launch/env.sh; the whole error: python -c 'import vllm'"
         )
     ]
 
@@ -195,7 +193,8 @@ def check_compiler() -> list[Finding]:
             answer = ask([f"{folder}/a"], within_s=5)
     if answer.code != 0:
         fix = "install g++ (Debian: apt-get install g++), or set CXX to a C++17 compiler"
-        return [Finding("C++ compiler", "FAIL", f"{name}: {answer.last_error}", fix)]
+        failure = answer.failure("C++ compiler", fix)
+        return [replace(failure, found=f"{name}: {answer.last_error}")]
     if not shutil.which("ninja"):
         beside = Path(sys.executable).parent
         fix = (

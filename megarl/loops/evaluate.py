@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,13 +101,27 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
                     **summarise(drawn),
                     **over_samples(drawn, len(prompts), with_tags(config.environment, tags)),
                 }
-            shown = "  ".join(
-                f"{name} {value:.4g}"
-                for name, value in (found | found.get("sampled", {})).items()
-                if name == "accuracy" or ("@" in name and value is not None)
-            )
-            console.say(f"{config.model.path} on {source}: {shown}")
+            console.say(f"{config.model.path} on {source}: {shown(found, evaluation.temperature)}")
             yield found
+
+
+def shown(found: Mapping[str, Any], temperature: float) -> str:
+    """The accuracies of a data set as text, of the responses at `evaluation.temperature` and of
+    several sampled ones apart.
+    """
+    first = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+    parts = {first: found}
+    if sampled := found.get("sampled"):
+        parts[f"{sampled['samples']} sampled at {sampled['temperature']:g}"] = sampled
+    said = []
+    for how, metrics in parts.items():
+        numbers = (
+            f"{name} {value:.4g}"
+            for name, value in metrics.items()
+            if value is not None and (name == "accuracy" or "@" in name)
+        )
+        said.append(f"{how}: {'  '.join(numbers)}")
+    return "; ".join(said)
 
 
 def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:

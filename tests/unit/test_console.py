@@ -15,6 +15,7 @@ import pytest
 
 from megarl import console, signals
 from megarl.errors import UserError
+from megarl.loops.evaluate import shown
 
 NOISE = """
 import os, subprocess, sys
@@ -350,3 +351,13 @@ def test_output_is_utf8_in_any_locale(settings: dict[str, str], tmp_path: Path) 
         [*words, "--check"], capture_output=True, env=os.environ | settings, timeout=120
     )
     assert done.returncode == 2 and "modèl" in done.stderr.decode()
+
+
+def test_greedy_and_sampled_accuracy_are_told_apart() -> None:
+    greedy = {"accuracy": 0.75, "reward/mean": 0.5}
+    drawn = {"accuracy": 0.5, "pass@1": 0.5, "pass@4": 0.9, "maj@4": None}
+    both = greedy | {"sampled": {"samples": 4, "temperature": 1.0} | drawn}
+    assert shown(greedy, 0.0) == "greedy: accuracy 0.75"
+    assert shown(greedy, 0.6) == "sampled at 0.6: accuracy 0.75"
+    told = "greedy: accuracy 0.75; 4 sampled at 1: accuracy 0.5  pass@1 0.5  pass@4 0.9"
+    assert shown(both, 0.0) == told
