@@ -69,6 +69,7 @@ CHARACTERS = {
     "\u221e": "\\infty ", "\u2205": "\\emptyset ", "\u03c0": "\\pi ", "\u2212": "-",
 }  # fmt: skip
 WRITTEN = str.maketrans(CHARACTERS)
+ANSWER = re.compile(r"(answer:)(?=[-\d\\$])", re.IGNORECASE)
 ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
 CONSTANT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
 UNIT_BEHIND = re.compile(r"(?<=\d)(?:~|\\[,;: ]|\s)+(?=\\(?:text|mathrm)\s*\{)")
@@ -404,7 +405,7 @@ def compared_as_text(reference: str, expression: str) -> bool | None:
     if bases != (None, None):
         first, second = (base and (base[1].upper(), int(base[2] or base[3])) for base in bases)
         return first == second
-    choice = CHOICE.match(expression)
+    choice = CHOICE.match(WRAPPED.sub(r"\1", expression))
     if choice and re.fullmatch("[A-H]", reference):
         return choice[1] == reference
     if any(is_huge(one) or CALCULUS.search(one) for one in (reference, expression)):
@@ -433,7 +434,9 @@ def number_with_unit(text: str) -> Fraction | None:
 
 def in_prose(text: str) -> str:
     """A response without a marked answer, with its numbers written as math-verify reads them."""
-    text = in_signs(THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", text)))
+    text = in_signs(
+        THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", ANSWER.sub(r"\1 ", text.translate(WRITTEN))))
+    )
     text = MIXED.sub(lambda found: str(_mixed(found)), BARE_POWER.sub(r"^(\1)", text))
     return without_doubled(EXPONENT.sub(lambda found: _latex(Fraction(found[0])), text))
 
