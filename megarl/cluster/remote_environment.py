@@ -24,9 +24,8 @@ from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import Token
-from megarl.environments.session_pool import GRACE_S
 from megarl.environments.user_code import Sources
-from megarl.environments.worker_handle import START_WITHIN_S
+from megarl.environments.workers import GRACE_S, START_WITHIN_S
 from megarl.errors import EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import ENGINE_STARTS
 from megarl.rollout.requests import MOST_LOSSES, UNREACHABLE_S

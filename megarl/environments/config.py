@@ -194,6 +194,9 @@ class EnvironmentConfig:
     threads: Annotated[int, Range(1, 1024)] = 1
     """With a session or tools: calls of plain (not `async`) functions that each worker process runs
     at a time. More than 1 only for functions that may run beside one another."""
+    concurrency: Annotated[int, Range(1, 4096)] = 32
+    """Calls of `async` reward functions that each worker process has under way at the same time,
+    each with its own `time_limit_s`. A process calls one plain function at a time."""
     tools: ToolsConfig = ToolsConfig()
     """Tools that the model may call; its last response, without a call, is scored by `verifier` or
     `rewards`."""

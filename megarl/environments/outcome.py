@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +33,17 @@ class Outcome:
     """Where the response was cut off, if inside a tool call."""
     warning: str = ""
     """What the user should know of the environment; said once."""
+
+    @classmethod
+    def of(cls, reply: Mapping[str, Any], *ends: str) -> Outcome:
+        """The outcome that a worker process's reply holds: one of the fields `ends`, or a failure.
+        Any other reply is a failure.
+        """
+        score = reply.get("score")
+        known = score is None or (isinstance(score, int | float) and math.isfinite(score))
+        if known and (reply.get("failure") or any(reply.get(name) is not None for name in ends)):
+            try:
+                return cls(**reply)
+            except TypeError:
+                pass
+        return cls(failure="error", detail=f"the worker process replied {reply!r:.200}")

@@ -2,6 +2,7 @@
 
 await PlainCalls(threads).run(function, arguments, limit_s) -> what a plain function returns
 await within(limit_s, awaitable) -> what an `async` function returns
+with ending_forks(): function() -> what it returns, in this process alone
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -21,6 +24,26 @@ class CallStopped(BaseException):
 
 class LimitExceeded(Exception):
     """Raised if a user's function has not returned within its time limit."""
+
+
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """A context for calls of a user's code: a child process that the code forks ends here, with
+    the exit code of an ordinary Python process, and does not go on as a second worker.
+    """
+    own, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            traceback.print_exc()
+    if os.getpid() != own:
+        os._exit(code & 0xFF)
 
 
 async def within(limit_s: float, awaitable: Awaitable[Any]) -> Any:
@@ -46,7 +69,8 @@ async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     end the event loop.
     """
     try:
-        return await awaitable, None
+        with ending_forks():
+            return await awaitable, None
     except BaseException as error:
         return None, error
 
@@ -78,7 +102,8 @@ class _Thread:
             function, arguments, made, loop = call
             found: tuple[Any, BaseException | None]
             try:
-                found = function(*arguments), None
+                with ending_forks():
+                    found = function(*arguments), None
             except CallStopped:
                 raise
             except BaseException as error:  # SystemExit too, which would end the thread
@@ -118,8 +143,6 @@ class PlainCalls:
         self._free: asyncio.Queue[_Thread] = asyncio.Queue()
         for _ in range(threads):
             self._free.put_nowait(_Thread())
-        self.num_stopped = 0
-        """Number of calls that exceeded their time limit; each may have left a thread behind."""
 
     async def run(
         self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float
@@ -133,7 +156,6 @@ class PlainCalls:
             await asyncio.wait({call}, timeout=limit_s)
         finally:  # the limit is exceeded, or the caller was cancelled
             if not call.done():
-                self.num_stopped += 1
                 thread.stop()
                 thread = _Thread()
             self._free.put_nowait(thread)

@@ -2,17 +2,17 @@
 
     WorkerPool.judge(prompt, response) -> Outcome
 
-A verifier that hangs, even in C code, costs its process and its own sample: the process is killed
-and the next request of that thread starts another. One thread of this process speaks to one worker
-process. For sessions see `megarl.environments.session_pool`.
+A process calls one plain function at a time. One that hangs, even in C code, costs its process and
+its own sample. Of `async` functions a process has `environment.concurrency` calls under way; where
+one of them ends the process, the others are made again, one by one in a process of their own, so
+that the one at fault fails alone. For sessions see `megarl.environments.session_pool`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.outcome import Outcome
 from megarl.environments.user_code import Sources
-from megarl.environments.verifiers import own_files
-from megarl.environments.worker_handle import UserFiles, WorkerEnded, WorkerHandle
+from megarl.environments.worker import late_verdict
+from megarl.environments.workers import Worker, WorkerLost, Workers
 from megarl.types import Prompt
 
 DECODE_WITHIN_S = 60.0
@@ -30,140 +30,117 @@ DECODE_TRIES = 3
 
 
 class WorkerPool:
-    """Scores responses in `config.num_workers` worker processes."""
+    """Scores responses in `config.num_workers` worker processes, and one for calls that are made
+    again. Belongs to one event loop.
+    """
 
     def __init__(
         self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None = None
     ) -> None:
         """`codec` is required for responses given as token ids. `known`: see `UserFiles`."""
-        self._config, self._codec = config, codec
-        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="environment")
-        self._own = threading.local()  # each thread's worker
-        self._workers: set[WorkerHandle] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._files = UserFiles(own_files(config), known)
-        self._ending: set[threading.Thread] = set()
-        """Threads that wait for killed processes to end."""
+        self._config = config
+        self._workers = Workers(config, codec, known, config.num_workers + 1)
+        self._busy = [0] * config.num_workers
+        """Requests under way in each place; the last place, for calls made again, has no number."""
+        self._room = asyncio.Semaphore(config.num_workers)
+        self._is_wide = False
+        self._alone = asyncio.Lock()
+        self._asked: set[asyncio.Task[dict[str, Any]]] = set()
 
     async def start(self, within_s: float | None = None) -> None:
         """Start a first process and load the verifier there; raises `ValueError` if the verifier
         does not load within `within_s` seconds.
         """
-        await asyncio.wrap_future(self._threads.submit(self._worker, within_s))
+        self._widen(await self._workers.at(0, within_s))
 
     @property
     def sources(self) -> Sources:
         """The user's files as the run first read them, by path."""
-        return self._files.sources
+        return self._workers.files.sources
 
     async def judge(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
     ) -> Outcome:
         """Score a response with the verifier. Failures are part of the outcome; `ValueError` is
-        raised only if the verifier cannot be loaded. `num_tokens`: see `Judge.judge`.
+        raised only if the verifier cannot be loaded, `RuntimeError` if the pool is closed.
+        `num_tokens`: see `Judge.judge`.
         """
-        made = self._threads.submit(self._outcome, prompt, response, num_tokens)
-        return await asyncio.wrap_future(made)
+        limit_s = self._config.time_limit_s
+        try:
+            reply = await self._ask("judge", prompt, response, num_tokens, limit_s=limit_s)
+            outcome = Outcome.of(reply, "score")
+        except WorkerLost as lost:
+            said = f"the verifier's process {lost}"
+            if lost.failure == "timeout":
+                said = f"{late_verdict(limit_s)}: {said}"
+            outcome = Outcome(failure=lost.failure, detail=said)
+        return replace(outcome, warning=self._workers.files.take_warning())
 
     async def decode(self, token_ids: np.ndarray) -> str:
         """Decode `token_ids` to text in a worker process. Raises `RuntimeError` if that fails, in
         `DECODE_TRIES` processes where they end or do not answer.
         """
-        made = self._threads.submit(self._decode, token_ids)
-        return await asyncio.wrap_future(made)
+        reply: dict[str, Any] = {}
+        for _ in range(DECODE_TRIES):
+            try:
+                reply = await self._ask("decode", token_ids, limit_s=DECODE_WITHIN_S)
+                if "text" in reply:
+                    return reply["text"]
+            except WorkerLost as lost:
+                reply = {"detail": f"the verifier's process {lost}"}
+                self._workers.files.warn("a worker process was lost while it decoded a response")
+        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
+
+    async def _ask(self, *message: Any, limit_s: float) -> dict[str, Any]:
+        """The reply to a request; see `Worker.ask`."""
+        # In a task of its own: if the caller is cancelled, the process is busy all the same.
+        task = asyncio.create_task(self._reply(message, limit_s))
+        self._asked.add(task)
+        task.add_done_callback(self._has_ended)
+        return await asyncio.shield(task)
+
+    def _has_ended(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # or Python complains of one that nobody awaits any more
+
+    async def _reply(self, message: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+        async with self._room:
+            place = min(
+                range(len(self._busy)),
+                key=lambda place: (self._busy[place], not self._workers.has(place)),
+            )
+            self._busy[place] += 1
+            try:
+                return await self._reply_of(place, message, limit_s)
+            except WorkerLost as lost:
+                if lost.calls == 1:
+                    raise
+            finally:
+                self._busy[place] -= 1
+        async with self._alone:
+            return await self._reply_of(len(self._busy), message, limit_s)
+
+    async def _reply_of(
+        self, place: int, message: tuple[Any, ...], limit_s: float
+    ) -> dict[str, Any]:
+        worker = await self._workers.at(place)
+        self._widen(worker)
+        try:
+            return await worker.ask(*message, limit_s=limit_s)
+        finally:
+            self._workers.settle(worker)
+
+    def _widen(self, worker: Worker) -> None:
+        """Allow as many calls at the same time as a process takes, once the first has loaded."""
+        if worker.beats and not self._is_wide:
+            self._is_wide = True
+            for _ in range((self._config.concurrency - 1) * len(self._busy)):
+                self._room.release()
 
     async def close(self) -> None:
-        """Kill all processes and cancel waiting requests. May be called twice."""
-        with self._lock:
-            self._closed = True
-            workers = list(self._workers)
-            self._workers.clear()
-        # First, or a thread that loses its worker goes on with the next request.
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.kill()  # a thread that waits on it sees it end
-        await asyncio.to_thread(self._threads.shutdown)
-        for worker in workers:
-            worker.discard()
-        for thread in list(self._ending):
-            await asyncio.to_thread(thread.join)
-
-    def _worker(self, within_s: float | None = None) -> WorkerHandle:
-        """The worker process of the calling thread, started if the thread has none."""
-        worker: WorkerHandle | None = getattr(self._own, "worker", None)
-        if (
-            worker is not None and worker.ended()
-        ):  # killed from outside, for memory perhaps, while it waited
-            self._drop(worker)
-            self._files.warn("a process of the verifier was ended from outside, and is replaced")
-            worker = None
-        if worker is None:
-            if self._closed:
-                raise RuntimeError("the environment's pool is closed")
-            worker = self._files.start_worker(self._config, self._codec, within_s)
-            with self._lock:
-                closed = self._closed
-                if not closed:
-                    self._workers.add(worker)
-            if closed:
-                worker.discard()
-                raise RuntimeError("the environment's pool is closed")
-            self._own.worker = worker
-        return worker
-
-    def _drop(self, worker: WorkerHandle) -> None:
-        """Kill `worker`, the calling thread's worker process, without waiting for its end: a helper
-        thread does that, since a process with much memory can take a second to end.
+        """End all processes: requests under way fail, and waiting ones raise `RuntimeError`. May be
+        called twice.
         """
-        self._own.worker = None
-        worker.signal()
-
-        def end() -> None:
-            worker.discard()
-            with self._lock:
-                self._workers.discard(worker)
-                self._ending.discard(threading.current_thread())
-
-        thread = threading.Thread(target=end, daemon=True, name="environment-end")
-        with self._lock:
-            self._ending.add(thread)
-        thread.start()
-
-    def _decode(self, token_ids: np.ndarray) -> str:
-        problem: Exception | None = None
-        for _ in range(DECODE_TRIES):
-            worker = self._worker()
-            try:
-                return worker.ask(("decode", token_ids), DECODE_WITHIN_S)["text"]
-            except (TimeoutError, WorkerEnded) as error:
-                self._drop(worker)
-                self._files.warn("a process of the verifier was lost while it decoded a response")
-                problem = error
-            except Exception as error:
-                self._drop(worker)
-                problem = error
-                break
-        raise RuntimeError(f"decoding a response failed: {problem}") from problem
-
-    def _outcome(
-        self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None
-    ) -> Outcome:
-        worker, limit_s = self._worker(), self._config.time_limit_s
-        try:
-            reply = worker.ask(("judge", prompt, response, num_tokens), limit_s)
-            if reply.pop("retire", False):
-                self._drop(worker)
-            return replace(Outcome(**reply), warning=self._files.take_warning())
-        except TimeoutError:
-            self._drop(worker)
-            said = f"no verdict within environment.time_limit_s = {limit_s:g} s"
-            return Outcome(failure="timeout", detail=said)
-        except WorkerEnded as error:
-            self._drop(worker)
-            return Outcome(failure="error", detail=f"the verifier's process ended {error}")
-        except (
-            Exception
-        ) as error:  # a prompt that cannot be pickled, a reply that a verifier forged
-            self._drop(worker)
-            return Outcome(failure="error", detail=f"{type(error).__name__}: {error}")
+        await self._workers.close()
+        await asyncio.gather(*self._asked, return_exceptions=True)

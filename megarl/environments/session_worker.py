@@ -1,9 +1,6 @@
 """Sessions inside a worker process: many are open, and their calls wait beside one another.
 
-    (number, command, arguments) --SessionHost--> {number, observation | score | answer | failure}
-
-The process also sends a sign of life every `BEAT_S` seconds. Without it the parent knows that a
-call keeps the whole process, and ends it (`megarl.environments.session_pool`).
+(command, arguments) --SessionHost--> {observation | score | answer | failure}
 """
 
 from __future__ import annotations
@@ -11,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
-import pickle
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,22 +16,17 @@ from typing import Any
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.memory import MemoryLimit
 from megarl.environments.plain_calls import LimitExceeded, PlainCalls, within
-from megarl.environments.scores import BadScore, read_score
+from megarl.environments.scores import read_score
 from megarl.environments.session import Answer, Observation
-from megarl.environments.worker import DETAIL_CHARACTERS, LENGTH, OUT_OF_MEMORY, score_reply
+from megarl.environments.worker import Host, Reply, said, score_reply
 
-BEAT_S = 0.5
 MOST_CHARACTERS = 4_000_000
 """Characters of an observation. More cannot be read by a model, and tokenising takes seconds."""
 THREAD_CHARACTERS = 20_000
 """Longer observations are tokenised on a thread, so that other sessions do not wait."""
-MOST_STOPPED = 64
-"""Calls of plain functions that exceeded their limit before the process is replaced: each may have
-left a thread behind."""
-Reply = dict[str, Any]
 
 
-class SessionHost:
+class SessionHost(Host):
     """The open sessions of one worker process."""
 
     def __init__(
@@ -47,68 +36,15 @@ class SessionHost:
         limit: MemoryLimit,
         config: EnvironmentConfig,
     ) -> None:
-        """`make` creates a session; `codec` encodes observations and decodes responses."""
-        self._make, self._codec, self._limit, self._config = make, codec, limit, config
+        """`make` creates a session."""
+        super().__init__(codec, limit, config)
+        self._make, self._plain = make, PlainCalls(config.threads)
         self._open: dict[str, Any] = {}
         self._busy: set[str] = set()
         """Rollouts whose session is in a call."""
         self._discarded: set[str] = set()
         """Those of `_busy` that were discarded meanwhile."""
-        self._calls: set[asyncio.Task[None]] = set()
         self._encoding = threading.Lock()
-
-    async def serve(self, channel: socket.socket) -> None:
-        """Answer the requests on `channel` until the parent closes its end."""
-        self._plain = PlainCalls(self._config.threads)
-        reader, self._writer = await asyncio.open_connection(sock=channel, limit=2**20)
-        beat = asyncio.create_task(self._beat())
-        try:
-            while True:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                message = pickle.loads(await reader.readexactly(size))  # noqa: S301 - from the parent
-                task = asyncio.create_task(self._answer(*message))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        finally:
-            beat.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            self._send({"number": 0})
-            await asyncio.sleep(BEAT_S)
-
-    def _send(self, reply: Reply) -> None:
-        try:
-            body = json.dumps(reply).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            # The parent waits for a reply to this number.
-            failed = {"failure": "error", "detail": f"the reply is no JSON: {error}"}
-            body = json.dumps({"number": reply["number"], **failed}).encode()
-        self._writer.write(LENGTH.pack(len(body)) + body)
-
-    async def _answer(self, number: int, command: str, *arguments: Any) -> None:
-        commands = {
-            "begin": self._begin,
-            "step": self._step,
-            "cut_off": self._cut_off,
-            "decode": self._decode,
-        }
-        try:
-            reply = await commands[command](*arguments)
-        except BadScore as error:
-            reply = {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
-        except LimitExceeded as error:
-            reply = {"failure": "timeout", "detail": str(error)}
-        except MemoryError:
-            limit = self._limit.limit_mib
-            advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
-            reply = {"failure": "error", "detail": f"{OUT_OF_MEMORY}{advice}"}
-        except BaseException as error:  # SystemExit and such must not end the process either
-            reply = {"failure": "error", "detail": said(error)[:DETAIL_CHARACTERS]}
-        retire = self._plain.num_stopped >= MOST_STOPPED
-        self._send({"number": number, **reply, **({"retire": True} if retire else {})})
 
     async def _begin(self, key: str, prompt: Any) -> Reply:
         with self._in_call(key):
@@ -189,11 +125,11 @@ class SessionHost:
             self._discarded.add(key)
         session = self._open.pop(key, None)
         if session is None:
-            return {}
+            return {"finish": ""}
         inside = getattr(session, "cut_off_inside", None)
         try:
             if inside is None or token_ids is None:
-                return {}
+                return {"finish": ""}
             limit_s = self._config.time_limit_s
             finish = await self._call(inside, (token_ids,), limit_s, "time_limit_s")
             if finish not in ("", "tool_call"):
@@ -201,9 +137,6 @@ class SessionHost:
             return {"finish": finish}
         finally:
             await self._close(session)
-
-    async def _decode(self, token_ids: Any) -> Reply:
-        return {"text": self._codec.decode(token_ids)}
 
     async def _observation(self, observation: Observation) -> Reply:
         text = observation.text
@@ -250,12 +183,3 @@ class SessionHost:
             await self._call(close, (), self._config.time_limit_s, "time_limit_s")
         except BaseException as error:
             print(f"a session's close failed: {said(error)}", file=sys.stderr)
-
-
-def said(error: BaseException) -> str:
-    """An error of the user's code in one line; its own text may fail to be made."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"
-    except BaseException:
-        return name

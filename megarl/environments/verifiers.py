@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,17 +141,48 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
     return [split(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
 
 
-def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> Verifier:
+def load_functions(
+    config: EnvironmentConfig, sources: Sources | None = None
+) -> dict[str, Callable[..., Any]]:
+    """{name: function} of the user's functions that the recipe names. Raises `ValueError` if a file
+    or function cannot be loaded. `sources`: content of files to be loaded from there instead of
+    from disk.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    if config.mixture:
+        for name, part in config.named_parts.items():
+            with _in_part(name):
+                functions |= load_functions(part, sources)
+        return functions
+    setting = setting_of(config)
+    for name in [name for name in local(config) if name not in VERIFIERS]:
+        path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
+        found = load(path, attribute, setting, "function", inspect.isfunction, sources)
+        check_two_parameters(found, name, setting)
+        functions[name] = found
+    return functions
+
+
+def may_overlap(config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether one process may have several calls of the verifier under way: `functions`, of the
+    user's, are all `async`, and no program of a model is run, which is waited for.
+    """
+    are_async = all(map(inspect.iscoroutinefunction, functions.values()))
+    return bool(functions) and are_async and not config.programs
+
+
+def load_verifier(
+    config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Verifier:
     """Load the configured verifier, or the weighted sum of the configured reward functions. Those
     of reward servers are left out; if there are no others, every score is 0. Raises `ValueError` if
-    a file or function cannot be loaded.
-
-    `sources`: content of files to be loaded from there instead of from disk.
+    a file or function cannot be loaded. `functions`: what `load_functions` has returned.
     """
+    functions = load_functions(config) if functions is None else functions
     if config.mixture:
-        return _by_name(config, sources)
-    setting, weights = setting_of(config), local(config)
-    loaded = {name: _load_one(name, config, setting, sources) for name in weights}
+        return _by_name(config, functions)
+    weights = local(config)
+    loaded = {name: _load_one(name, config, functions) for name in weights}
     if not loaded:
         return no_verifier(config)
     if not config.rewards:
@@ -182,12 +213,12 @@ def load_verifier(config: EnvironmentConfig, sources: Sources | None = None) -> 
     return verify
 
 
-def _by_name(config: EnvironmentConfig, sources: Sources | None) -> Verifier:
+def _by_name(config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]) -> Verifier:
     """A verifier that scores each response with the named verifier of its prompt."""
     verifiers: dict[str, Verifier] = {}
     for name, part in config.named_parts.items():
         with _in_part(name):
-            verifiers[name] = load_verifier(part, sources)
+            verifiers[name] = load_verifier(part, functions)
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
         return verifiers[named_part(prompt, config)](prompt, response)
@@ -237,16 +268,14 @@ def _close(made: Sequence[Any]) -> None:
 
 
 def _load_one(
-    name: str, config: EnvironmentConfig, setting: str, sources: Sources | None
+    name: str, config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]
 ) -> Verifier:
     """The verifier or reward function `name`. A user's plain function runs when it is called, and
     an `async` one when the result is awaited: the first may start an event loop of its own.
     """
     if name in VERIFIERS:
         return built_in(name, config)
-    path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
-    found = load(path, attribute, setting, "function", inspect.isfunction, sources)
-    check_two_parameters(found, name, setting)
+    found = functions[name]
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
         score: Any = found(prompt, str(response))  # a plain text, not `length.Counted`
@@ -290,7 +319,7 @@ def _with_parts(name: str, count: int) -> str:
 def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> Callable[[], Any]:
     """Load the class `environment.session`, which is instantiated for each rollout (see
     `megarl.environments.session.Session`). Raises `ValueError` if the file or class cannot be
-    loaded, or a method is missing. `sources`: see `load_verifier`.
+    loaded, or a method is missing. `sources`: see `load_functions`.
     """
     setting = "environment.session"
     made = load(*split(config.session, setting), setting, "class", inspect.isclass, sources)

@@ -1,49 +1,36 @@
-"""Verifiers inside a worker process, and the messages between it and its parent.
+"""Inside a worker process: requests are answered by number, and verifiers are called.
 
-Messages both ways are 8 bytes of length and a body. In: pickles from the parent. Out: JSON only,
-because the process runs code nobody vouches for, and the parent must not unpickle what that sends.
+    (number, command, arguments) --Host--> {score, correct, metrics} | {failure, detail} | ...
+
+A plain function is called outside of the event loop, in the main thread. `async` ones wait beside
+one another. Sessions: `megarl.environments.session_worker`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import socket
-import struct
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from megarl.environments.channel import WorkerChannel
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.length import Counted
 from megarl.environments.memory import MemoryLimit
+from megarl.environments.plain_calls import LimitExceeded, ending_forks, within
 from megarl.environments.scores import BadScore, read_score
 
-LENGTH = struct.Struct("!Q")
+BEAT_S = 0.5
 DETAIL_CHARACTERS = 2000
 OUT_OF_MEMORY = "the verifier's process ran out of memory"
+MOST_STOPPED = 64
+"""Calls that exceeded their limit before the process is replaced: each may go on, or have left a
+thread behind."""
+Reply = dict[str, Any]
 
 
-def receive(channel: socket.socket, deadline: float | None = None) -> bytes | None:
-    """Receive the next message from the socket; None if the other end has closed it. Raises
-    `TimeoutError` if the message is not complete at `deadline`, a time of `time.monotonic`.
-    """
-    head = _exactly(channel, LENGTH.size, deadline)
-    return None if head is None else _exactly(channel, LENGTH.unpack(head)[0], deadline)
-
-
-def _exactly(channel: socket.socket, size: int, deadline: float | None) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        if deadline is not None:
-            channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-        part = channel.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def score_reply(answer: Any, *, maps_scores: bool = False) -> dict[str, Any]:
+def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
     """The reply for what a verifier or session returned: {score, correct, metrics}, or {failure,
     detail} if it is no score. `maps_scores`: only scores from 0 to 1 are allowed, because
     `environment.correct` and `environment.wrong` map them to rewards.
@@ -62,38 +49,125 @@ def score_reply(answer: Any, *, maps_scores: bool = False) -> dict[str, Any]:
     return {"score": score.reward, "correct": score.correct, "metrics": score.metrics}
 
 
-class VerifierHost:
-    """Calls the verifier in a worker process. Every method returns a reply that can be written as
-    JSON.
-    """
+def late_verdict(limit_s: float) -> str:
+    """What is said of a verifier that exceeded its time limit."""
+    return f"no verdict within environment.time_limit_s = {limit_s:g} s"
+
+
+def said(error: BaseException) -> str:
+    """An error of the user's code in one line; its own text may fail to be made."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except BaseException:
+        return name
+
+
+class Host:
+    """Answers the requests to a worker process, each with one reply of the same number."""
+
+    def __init__(self, codec: Any, limit: MemoryLimit, config: EnvironmentConfig) -> None:
+        """`codec` decodes responses and encodes observations."""
+        self._codec, self._limit, self._config = codec, limit, config
+        self._calls: set[asyncio.Task[None]] = set()
+        self.num_late = 0
+        """Number of calls that exceeded their time limit."""
+
+    def serve(
+        self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop, *, beats: bool
+    ) -> None:
+        """Answer requests until the pool closes its end. `beats`: send a sign of life, the number
+        0, every `BEAT_S` seconds. Without it the pool knows that a call keeps the whole process.
+        """
+        self._channel, self._loop = channel, loop
+        beating = loop.create_task(self._beat()) if beats else None
+        # The loop stops with each request, so that a plain function can be called outside of it:
+        # such a function may run a loop of its own, and a thread can have only one.
+        while (request := loop.run_until_complete(channel.receive())) is not None:
+            number, (command, *arguments) = request
+            self._take(number, command, arguments)
+        if beating is not None:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            self._channel.send(0, {})
+            await asyncio.sleep(BEAT_S)
+
+    def _take(self, number: int, command: str, arguments: list[Any]) -> None:
+        """Begin to answer a request."""
+        made: Awaitable[Reply] = getattr(self, f"_{command}")(*arguments)
+        self._answer_later(number, made)
+
+    def _answer_later(self, number: int, reply: Awaitable[Reply]) -> None:
+        task = self._loop.create_task(self._answer(number, reply))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, number: int, awaited: Awaitable[Reply]) -> None:
+        reply: Reply = {}
+        with self._failing(reply):
+            reply |= await awaited
+        self._send(number, reply)
+
+    def _send(self, number: int, reply: Reply) -> None:
+        if self._retires(reply):
+            reply["retire"] = True
+        self._channel.send(number, reply)
+
+    def _retires(self, reply: Reply) -> bool:
+        """Whether the process should begin nothing further after `reply`."""
+        return self.num_late >= MOST_STOPPED
+
+    @contextlib.contextmanager
+    def _failing(self, reply: Reply) -> Iterator[None]:
+        """A context whose error becomes the failure in `reply`."""
+        try:
+            yield
+        except BadScore as error:
+            reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
+        except LimitExceeded as error:
+            self.num_late += 1
+            reply |= {"failure": "timeout", "detail": str(error)}
+        except MemoryError:
+            limit = self._limit.limit_mib
+            advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
+            reply |= {"failure": "error", "detail": f"{OUT_OF_MEMORY}{advice}"}
+        except BaseException as error:  # SystemExit and such must not end the process either
+            reply |= {"failure": "error", "detail": said(error)[:DETAIL_CHARACTERS]}
+
+    async def _decode(self, token_ids: Any) -> Reply:
+        return {"text": self._codec.decode(token_ids)}
+
+
+class VerifierHost(Host):
+    """Calls the verifier."""
 
     def __init__(
         self,
         verifier: Callable[[Any, str], Any],
         codec: Any,
         limit: MemoryLimit,
-        *,
-        maps_scores: bool = False,
+        config: EnvironmentConfig,
     ) -> None:
-        """`maps_scores`: see `score_reply`."""
-        self._verifier, self._codec, self._limit = verifier, codec, limit
-        self._maps_scores = maps_scores
-        self._loop = asyncio.new_event_loop()
+        super().__init__(codec, limit, config)
+        self._verifier = verifier
 
-    def judge(self, prompt: Any, response: Any, num_tokens: int | None = None) -> dict[str, Any]:
-        """Score a response: {score, correct, metrics}, or {failure, detail}; `retire` is True if
-        this process should not get another request. `num_tokens`: see `Judge.judge`.
+    def _take(self, number: int, command: str, arguments: list[Any]) -> None:
+        if command != "judge":
+            return super()._take(number, command, arguments)
+        reply: Reply = {}
+        with self._failing(reply):
+            made = self._call(*arguments)
+            if inspect.isawaitable(made):
+                return self._answer_later(number, self._score(made))
+            reply |= self._reply(made)
+        self._send(number, reply)
+
+    def _call(self, prompt: Any, response: Any, num_tokens: int | None) -> Any:
+        """What the verifier returns for a response, given as text or token ids. `num_tokens`: see
+        `megarl.environments.judging.Judge.judge`.
         """
-        reply = self._guarded(lambda: self._judge(prompt, response, num_tokens))
-        return reply | {
-            "retire": self._limit.is_tight() or OUT_OF_MEMORY in reply.get("detail", "")
-        }
-
-    def decode(self, token_ids: Any) -> dict[str, Any]:
-        """Decode token ids: {text}."""
-        return {"text": self._codec.decode(token_ids)}
-
-    def _judge(self, prompt: Any, response: Any, num_tokens: int | None) -> dict[str, Any]:
         text = response
         if not isinstance(response, str):
             text = self._codec.decode(response)
@@ -102,21 +176,19 @@ class VerifierHost:
             num_tokens = len(self._codec.encode(response))
         if num_tokens is not None:
             text = Counted.of(text, num_tokens)
-        # Not in a coroutine: a plain function may start an event loop of its own, which only one
-        # can be in a thread.
-        made = self._verifier(prompt, text)
-        answer = self._loop.run_until_complete(made) if inspect.isawaitable(made) else made
-        return score_reply(answer, maps_scores=self._maps_scores)
+        with ending_forks():
+            return self._verifier(prompt, text)
 
-    def _guarded(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _retires(self, reply: Reply) -> bool:
+        full = self._limit.is_tight() or OUT_OF_MEMORY in reply.get("detail", "")
+        return full or super()._retires(reply)
+
+    async def _score(self, made: Awaitable[Any]) -> Reply:
+        limit_s = self._config.time_limit_s
         try:
-            return call()
-        except BadScore as error:
-            return {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
-        except MemoryError:
-            limit = self._limit.limit_mib
-            advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
-            return {"failure": "error", "detail": f"{OUT_OF_MEMORY}{advice}"}
-        except BaseException as error:  # SystemExit and such must not end the process either
-            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
-            return {"failure": "error", "detail": detail}
+            return self._reply(await within(limit_s, made))
+        except LimitExceeded:
+            raise LimitExceeded(late_verdict(limit_s)) from None
+
+    def _reply(self, answer: Any) -> Reply:
+        return score_reply(answer, maps_scores=not self._config.maps_no_scores)

@@ -14,8 +14,10 @@ T = TypeVar("T")
 PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
 
 
-def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -> T:
-    """Use an environment and close it."""
+def run(
+    config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]], within_s: float = 60.0
+) -> T:
+    """Use an environment and close it, all within `within_s` seconds."""
 
     async def whole() -> T:
         environment = Environment(config)
@@ -25,7 +27,7 @@ def run(config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]]) -
             await environment.close()
             await environment.close()  # nothing is left to do
 
-    return asyncio.run(asyncio.wait_for(whole(), 60))
+    return asyncio.run(asyncio.wait_for(whole(), within_s))
 
 
 def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:

@@ -20,7 +20,6 @@ from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import Sources, prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
-from megarl.environments.worker import VerifierHost
 from megarl.environments.worker_handle import WorkerHandle
 from megarl.rollout.batch import own_metrics
 from megarl.types import Verdict
@@ -174,17 +173,10 @@ def test_what_is_no_exception_is_a_failure_too(
 ) -> None:
     write(tmp_path / "own.py", DEFINED)
     name = f"{tmp_path / 'own.py'}:{function}"
-    verify = load_verifier(
-        EnvironmentConfig(rewards={name: 1.0}) if several else EnvironmentConfig(verifier=name)
-    )
-    worker = VerifierHost(verify, None, MemoryLimit(None))
+    config = EnvironmentConfig(rewards={name: 1.0}) if several else EnvironmentConfig(verifier=name)
     expected = f"RuntimeError: {function}: {detail}" if several else detail
-    for _ in range(2):  # the loop goes on
-        assert worker.judge(PROMPT, "x") == {
-            "failure": "error",
-            "detail": expected,
-            "retire": False,
-        }
+    found = verdicts(config, "x", "x")
+    assert [(one.failure, one.detail) for one in found] == [("error", expected)] * 2
 
 
 def test_helpers_of_one_name_beside_two_files(

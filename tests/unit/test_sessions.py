@@ -59,6 +59,7 @@ class Mixed:
         if self.told == "loop":
             while True: pass
         if self.told == "sleep": time.sleep(60)
+        if self.told == "fork" and not os.fork(): sys.exit(0)
         if self.told == "exit": sys.exit(3)
         if self.told == "die": os._exit(7)
         if self.told == "raise": raise TimeoutError("a time-out of its own")
@@ -75,6 +76,10 @@ class Mixed:
 class Blocks(Mixed):
     async def step(self, text, token_ids):
         return super().step(text, token_ids)
+
+class Forks(Mixed):
+    async def start(self, prompt): return super().start(prompt)
+    async def step(self, text, token_ids): return super().step(text, token_ids)
 
 class Slow(Waits):
     def step(self, text, token_ids):
@@ -198,6 +203,21 @@ def test_a_bad_call_costs_its_own_rollout(
     assert outcome.failure == failure and detail in outcome.detail, outcome
 
 
+@pytest.mark.parametrize("name", ["Mixed", "Forks"])
+def test_a_session_may_fork(tmp_path: Path, name: str) -> None:
+    """The child ends with the call, and takes no turn of any session."""
+
+    async def use(pool: SessionPool) -> list[Outcome]:
+        keys = [str(number) for number in range(8)]
+        await asyncio.gather(*(pool.begin(key, prompt("fork")) for key in keys))
+        for _ in range(2):
+            found = await asyncio.gather(*(pool.step(key, SAID) for key in keys))
+            assert all(one.observation for one in found), found
+        return await asyncio.gather(*(pool.step(key, SAID) for key in keys))
+
+    assert [one.score for one in run(tmp_path, name, use)] == [1.0] * 8
+
+
 def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
     async def use(pool: SessionPool) -> list[Outcome]:
         begun = (pool.begin("bad", prompt("late start")), pool.begin("good", prompt()))
@@ -228,7 +248,7 @@ def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> N
 def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
     async def use(pool: SessionPool) -> Outcome:
         await pool.begin("a", prompt())
-        host = pool._hosts[0]
+        host = pool._workers.places[0]
         assert host is not None
         os.kill(host.handle.process.pid, signal.SIGKILL)
         while not host.lost:
@@ -236,7 +256,7 @@ def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
         return await pool.step("a", SAID)
 
     outcome = run(tmp_path, "Mixed", use)
-    assert outcome.failure == "error" and "the session is gone: it ended" in outcome.detail
+    assert outcome.failure == "error" and "the session ended by signal SIGKILL" in outcome.detail
 
 
 @pytest.mark.parametrize("kind", ["session", "verifier"])
@@ -245,11 +265,7 @@ def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
 
     async def use(pool: Any) -> tuple[str, str]:
         before = await pool.decode(SAID)
-        if kind == "session":
-            pid = pool._hosts[0].handle.process.pid
-        else:
-            (worker,) = pool._workers
-            pid = worker.process.pid
+        pid = pool._workers.places[0].handle.process.pid
         os.kill(pid, signal.SIGSTOP)  # the request is under way when the process is killed
         asked = asyncio.create_task(pool.decode(SAID))
         await asyncio.sleep(0.2)
@@ -267,7 +283,7 @@ def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
 def test_an_async_method_that_computes_without_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.environments.session_pool.GRACE_S", 0.5)
+    monkeypatch.setattr("megarl.environments.workers.GRACE_S", 0.5)
 
     async def use(pool: SessionPool) -> Outcome:
         await pool.begin("bad", prompt("loop"))
@@ -348,11 +364,11 @@ def test_a_process_with_stopped_calls_ends_after_its_sessions(
 
     async def use(pool: SessionPool) -> None:
         await pool.begin("open", prompt())
-        old = pool._hosts[0]
+        old = pool._workers.places[0]
         assert old is not None
         old.retires = True  # as a reply says after `MOST_STOPPED` stopped calls
         await pool.begin("new", prompt())
-        assert pool._hosts[0] is not old and old.lost is None
+        assert pool._workers.places[0] is not old and old.lost is None
         for _ in range(2):
             assert (await pool.step("open", SAID)).observation
         assert (await pool.step("open", SAID)).score == 1.0
@@ -368,23 +384,23 @@ def test_a_process_that_does_not_start_again_costs_calls_alone(
 ) -> None:
     """The user's code loaded once, so that a failure later is not its author's."""
     for name, value in (("FIRST_PAUSE_S", 0.01), ("PAUSE_S", 0.5)):
-        monkeypatch.setattr(f"megarl.environments.session_pool.{name}", value)
+        monkeypatch.setattr(f"megarl.environments.workers.{name}", value)
 
     async def use(pool: SessionPool) -> None:
         await pool.begin("a", prompt("die"))
-        starts, tries = pool._files.start_worker, []
+        starts, tries = pool._workers._start, []
 
-        def refuse(*_: Any) -> Any:
+        async def refuse(*_: Any) -> Any:
             tries.append(1)
             raise ValueError("no server")
 
-        monkeypatch.setattr(pool._files, "start_worker", refuse)
+        monkeypatch.setattr(pool._workers, "_start", refuse)
         assert (await pool.step("a", SAID)).failure == "error"
         for _ in range(2):  # the second without another try
             found = await pool.begin("b", prompt())
-            assert found.failure == "error" and "did not start: no server" in found.detail
+            assert found.failure == "error" and "did not start again: no server" in found.detail
         assert len(tries) == 3
-        monkeypatch.setattr(pool._files, "start_worker", starts)
+        monkeypatch.setattr(pool._workers, "_start", starts)
         await asyncio.sleep(0.5)
         assert (await pool.begin("c", prompt())).observation == []
 
