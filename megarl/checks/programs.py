@@ -8,16 +8,18 @@ from collections.abc import Iterable
 from megarl import console
 from megarl.checks.findings import Finding
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.code_tests import COLUMNS, BadTests, read_tests
+from megarl.environments.code_tests import COLUMNS, SETUPS, BadTests, read_tests
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import MOVES_SINCE, landlock_version
 from megarl.environments.sandbox import Sandbox
+from megarl.environments.sandbox_jobs import without_module
 from megarl.parallel import launcher
 from megarl.schema import require
 from megarl.types import Prompt
 
 READ_WITHIN_S = 5.0
 """Seconds in which tests of rows are read whole; of later rows only the columns are looked at."""
+SHOWN_ROWS = 5
 HOLDS = {
     "namespaces": "programs run in Linux namespaces: no network, a read-only view of the"
     " interpreter, no privileges, limits on time, memory, processes, files and output",
@@ -41,9 +43,11 @@ def say_protection(config: EnvironmentConfig) -> None:
 
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
     """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in every row that
-    it scores. `setting`: the section of the recipe that the prompts are read from.
+    it scores. Rows whose tests no program can pass, for want of a module, are named in a warning.
+    `setting`: the section of the recipe that the prompts are read from.
     """
     programs, until = config.programs, time.monotonic() + READ_WITHIN_S
+    unmet: dict[str, list[int]] = {}
     for prompt in prompts:
         if prompt.environment not in programs:  # scored by another verifier
             continue
@@ -52,12 +56,23 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: st
         if has_tests and time.monotonic() > until:
             continue
         try:
-            read_tests(prompt.fields, column)
+            tests = read_tests(prompt.fields, column)
+            if tests.kind == "asserts":
+                for used in without_module(tests.tests, **tests.more):
+                    unmet.setdefault(used, []).append(prompt.index)
         except BadTests as error:
             name = prompt.environment
             where = f"environment.mixture.{name}.code." if name else "environment.code."
             said = str(error).replace("environment.code.", where)
             raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {said}") from None
+    for used, rows in sorted(unmet.items()) if launcher.rank() == 0 else ():
+        more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
+        console.say(
+            f"megarl: warning: {setting}, verifier 'code': the tests of row"
+            f" {', '.join(map(str, rows[:SHOWN_ROWS]))}{more} use '{used}.', which neither they nor"
+            f" the row's {' or '.join(SETUPS)} define: every program gets the score 0; import it"
+            " there, or leave the rows out"
+        )
 
 
 def check_isolation() -> list[Finding]:

@@ -15,9 +15,11 @@ import ast
 import base64
 import builtins
 import contextlib
+import importlib
 import json
 import os
 import symtable
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -244,7 +246,8 @@ def _check(tests: list[str], setup: str, names: list[str], text: str) -> None:
     """Run tests in this process, the checker, and write a line for each to descriptor 5.
 
     `setup` is run first; `names`, and names that the tests use and nobody defines, are functions of
-    the program. So is a builtin that `_replaced` names. `text`: the program, which is only read.
+    the program, or modules of Python's library where the tests use their attributes. So is a
+    builtin that `_replaced` names. `text`: the program, which is only read.
     """
     kernel.prctl(kernel.SET_DUMPABLE, 0)  # the program may not open this process's memory
     program = _Program(3, 4)
@@ -260,6 +263,9 @@ def _check(tests: list[str], setup: str, names: list[str], text: str) -> None:
             passed, replaced = True, ""
             try:
                 unknown = _unknown(test, namespace)
+                modules = unknown & with_attributes(test) & sys.stdlib_module_names
+                namespace |= {name: importlib.import_module(name) for name in modules}
+                unknown -= modules
                 own |= unknown
                 namespace |= {name: program.function(name) for name in unknown}
                 if replaced := _replaced(test, own, namespace, defined):
@@ -299,6 +305,27 @@ def _unknown(test: str, namespace: dict[str, Any]) -> set[str]:
         elif isinstance(node, ast.arg):
             made.add(node.arg)
     return {name for name in read - made if name not in namespace and not hasattr(builtins, name)}
+
+
+def with_attributes(test: str) -> set[str]:
+    """Names of which a test uses an attribute, as `math` in `math.pi`."""
+    tree = list(ast.walk(ast.parse(test)))
+    found = (node.value for node in tree if isinstance(node, ast.Attribute))
+    return {value.id for value in found if isinstance(value, ast.Name)}
+
+
+def without_module(tests: list[str], setup: str, names: list[str]) -> set[str]:
+    """Names of which the tests use an attribute, and which only a program could define: a module
+    that it imports, for example. Tests see functions of a program alone, so that none passes.
+    """
+    found, known = set[str](), dict.fromkeys([*names, "candidate"])
+    for test in tests:
+        for body in ("", "    pass\n"):  # the last function of a setup may lack one
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+                unknown = _unknown(f"{setup}\n{body}{test}", known)
+                found |= unknown & with_attributes(test)
+                break
+    return set() if "import *" in setup else found - sys.stdlib_module_names
 
 
 def _defined(program: str) -> set[str]:

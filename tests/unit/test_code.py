@@ -185,6 +185,18 @@ def test_the_share_of_tests(partial: Verify) -> None:
     assert partial(asserts, "def f(n): return 4").reward == pytest.approx(1 / 3)
 
 
+def test_tests_may_use_modules_that_the_program_imports(verify: Verify) -> None:
+    """Of Python's library; they are imported for the tests, whose values the program cannot touch."""
+    right = "import math, operator\ndef area(r): return math.pi * r * r"
+    for test in (
+        "assert math.isclose(area(2), 4 * math.pi)",
+        "assert operator.ge(area(2), 12)",
+        "assert [*itertools.chain([area(0)], [1])] == [0, 1]",
+    ):
+        assert verify({"test_list": [test]}, right).reward == 1.0, test
+        assert verify({"test_list": [test]}, right.replace("r * r", "-r - 1")).reward == 0.0, test
+
+
 def test_a_wrong_program_ends_early(verify: Verify) -> None:
     """Of 100 tests that each take 0.2 s, only those of the first round are run."""
     row = {"input_output": {"inputs": ["1"] * 100, "outputs": ["2"] * 100}}
@@ -563,6 +575,29 @@ def test_every_row_is_looked_at_before_a_run(capfd: pytest.CaptureFixture[str]) 
     say_protection(EnvironmentConfig())
     assert capfd.readouterr().err.count("programs run in Linux namespaces") == 1
     assert check_sandbox()[0].status == "ok"
+
+
+ASSERTED = {
+    "np": {"test_list": ["assert np.allclose(f(1), 1)"]},
+    "pd": {"test": "def check(candidate):\n    assert pd.isna(candidate(1))", "entry_point": "f"},
+    "Point": {"test_list": ["assert Point.origin() == f(0)"]},
+    "": {
+        "test_list": ["assert np.allclose(f(1), 1) and math.isnan(f(2)) and f.count == g(3).x"],
+        "test_setup_code": "import numpy as np\ndef g(x):",
+        "test_imports": ["from own import f"],
+    },
+}
+
+
+@pytest.mark.parametrize("used", ASSERTED)
+def test_rows_that_no_program_passes_are_named(
+    used: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = EnvironmentConfig(verifier="code")
+    check_rows(config, [replace(prompt(ASSERTED[used]), index=n) for n in range(3, 11)], "prompts")
+    told = capfd.readouterr().err
+    assert told.count("warning") == bool(used)
+    assert not used or f"tests of row 3, 4, 5, 6, 7 and 3 more use '{used}.'" in told
 
 
 def test_settings_of_a_verifier_that_is_not_used_are_refused() -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from make_calculator import write_model as write_calculator
+from support.environments import run
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
@@ -32,7 +33,6 @@ from megarl.environments.tools.markup import TurnMarkup
 from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.session import ToolKit
 from megarl.environments.tools.tool import CallError, ToolUnavailable
-from megarl.environments.worker_handle import WorkerHandle
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -517,7 +517,11 @@ def test_tools_get_the_variables_that_the_recipe_names(
         functions=(f"{tmp_path}/own.py:own",),
         servers={"one": f"{sys.executable} {tmp_path}/server.py"},
     )
-    worker = WorkerHandle(EnvironmentConfig(tools=tools, **settings), None, {})
-    worker.discard()
-    told = [tool["function"]["description"].strip() for tool in worker.tools]
+    config = EnvironmentConfig(tools=tools, **settings)
+
+    async def use(environment: Environment) -> list[str]:
+        await environment.start()
+        return [tool["function"]["description"].strip() for tool in environment.tools]
+
+    told = run(config, use)
     assert told == [f"sees: {seen}".strip()] * 2
