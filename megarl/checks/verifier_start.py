@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from megarl import console
 from megarl.checks.programs import say_protection
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
-from megarl.environments.verifiers import own_files
+from megarl.environments.verifiers import own_files, setting_of
+from megarl.parallel import launcher
 
 
 def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
@@ -24,6 +26,8 @@ def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
             # What is built in ends; how long a user's file takes, only the user knows.
             own = own_files(config) and not config.tools.servers
             await environment.start(within_s=config.load_limit_s if own else None)
+            for name, form in environment.forms.items() if launcher.rank() == 0 else ():
+                console.say(f"{setting_of(config)}: {name} is called in the form of {form}")
             return environment.tools
         finally:
             await environment.close()

@@ -42,6 +42,8 @@ class WorkerPool:
         self._workers = Workers(config, codec, known, config.num_workers + 1)
         self._busy = [0] * config.num_workers
         """Requests under way in each place; the last place, for calls made again, has no number."""
+        self.forms: dict[str, str] = {}
+        """See `Worker.forms`; known once the pool has started."""
         self._room = asyncio.Semaphore(config.num_workers)
         self._is_wide = False
         self._alone = asyncio.Lock()
@@ -51,7 +53,9 @@ class WorkerPool:
         """Start a first process and load the verifier there; raises `ValueError` if the verifier
         does not load within `within_s` seconds.
         """
-        self._widen(await self._workers.at(0, within_s))
+        worker = await self._workers.at(0, within_s)
+        self.forms = worker.forms
+        self._widen(worker)
 
     @property
     def sources(self) -> Sources:

@@ -98,6 +98,13 @@ class Environment:
         """
         return self._sessions.tools if self._sessions is not None else []
 
+    @property
+    def forms(self) -> dict[str, str]:
+        """{name of a reward function: its form}, where that is another library's, once the
+        environment has started; see `megarl.environments.signatures`.
+        """
+        return self._judge.pool.forms
+
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
         """See `megarl.rollout.attempts.EnvironmentHandle`."""
         assert self._sessions is not None

@@ -172,16 +172,13 @@ def load(
     return found
 
 
-def check_two_parameters(found: Callable[..., Any], name: str, setting: str) -> None:
-    """Raise `ValueError` unless `found` can be called as `found(prompt, response)`."""
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # of a callable written in C
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ValueError(
-            f"{setting}: {name} is defined as {name.rpartition(':')[2]}{signature}, but is called"
-            " with (prompt, response); give it these two parameters"
-        ) from None
+def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
+    """Raise `ValueError` for what can be called, but gives no result when it is: a class, which
+    makes an instance, or a generator function.
+    """
+    what = ""
+    if inspect.isclass(found):
+        what = "is a class; write a function that makes an instance and calls it"
+    elif inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        what = "is a generator function, since it has `yield`; return one result"
+    require(not what, f"{setting}: {name} {what}")

@@ -28,8 +28,9 @@ from megarl.environments.matching import choice, format, regex
 from megarl.environments.mathematics import math
 from megarl.environments.numeric import numeric
 from megarl.environments.scores import BadScore, Score, add_up, read_score
+from megarl.environments.signatures import RewardFunction, recognised
 from megarl.environments.thinking import TAGS, answer_part
-from megarl.environments.user_code import Sources, check_two_parameters, load, split
+from megarl.environments.user_code import Sources, check_function, load, split
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -143,12 +144,12 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
 
 def load_functions(
     config: EnvironmentConfig, sources: Sources | None = None
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, RewardFunction]:
     """{name: function} of the user's functions that the recipe names. Raises `ValueError` if a file
     or function cannot be loaded. `sources`: content of files to be loaded from there instead of
     from disk.
     """
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, RewardFunction] = {}
     if config.mixture:
         for name, part in config.named_parts.items():
             with _in_part(name):
@@ -158,21 +159,21 @@ def load_functions(
     for name in [name for name in local(config) if name not in VERIFIERS]:
         path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
         found = load(path, attribute, setting, "function", inspect.isfunction, sources)
-        check_two_parameters(found, name, setting)
-        functions[name] = found
+        check_function(found, name, setting)
+        functions[name] = recognised(found, name, setting)
     return functions
 
 
-def may_overlap(config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]) -> bool:
+def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
     """Whether one process may have several calls of the verifier under way: `functions`, of the
     user's, are all `async`, and no program of a model is run, which is waited for.
     """
-    are_async = all(map(inspect.iscoroutinefunction, functions.values()))
+    are_async = all(function.is_async for function in functions.values())
     return bool(functions) and are_async and not config.programs
 
 
 def load_verifier(
-    config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]] | None = None
+    config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
     """Load the configured verifier, or the weighted sum of the configured reward functions. Those
     of reward servers are left out; if there are no others, every score is 0. Raises `ValueError` if
@@ -213,7 +214,7 @@ def load_verifier(
     return verify
 
 
-def _by_name(config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]) -> Verifier:
+def _by_name(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> Verifier:
     """A verifier that scores each response with the named verifier of its prompt."""
     verifiers: dict[str, Verifier] = {}
     for name, part in config.named_parts.items():
@@ -268,14 +269,14 @@ def _close(made: Sequence[Any]) -> None:
 
 
 def _load_one(
-    name: str, config: EnvironmentConfig, functions: Mapping[str, Callable[..., Any]]
+    name: str, config: EnvironmentConfig, functions: Mapping[str, RewardFunction]
 ) -> Verifier:
     """The verifier or reward function `name`. A user's plain function runs when it is called, and
     an `async` one when the result is awaited: the first may start an event loop of its own.
     """
     if name in VERIFIERS:
         return built_in(name, config)
-    found = functions[name]
+    found = functions[name].call
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
         score: Any = found(prompt, str(response))  # a plain text, not `length.Counted`

@@ -1,8 +1,8 @@
 """The program of a worker process: what `megarl.environments.worker_handle` starts.
 
 The first request is (configuration, codec, content of the user's files) and is answered with
-{imported, tools, beats}, or with {refused}; `megarl.environments.worker.Host` answers the others.
-The process is spoken to through its standard input, a socket.
+{imported, tools, forms, beats}, or with {refused}; `megarl.environments.worker.Host` answers the
+others. The process is spoken to through its standard input, a socket.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _load(
     """The host of the verifier, the session class or the tools, and what the pool is told of it."""
     own = own_files(config)
     user_code.prepare_imports(own, sources)
-    about: dict[str, Any] = {"tools": [], "beats": config.has_sessions}
+    about: dict[str, Any] = {"tools": [], "forms": {}, "beats": config.has_sessions}
     host: Host
     if config.tools.are_used:
         kit = ToolKit(config, codec, sources)
@@ -93,6 +93,7 @@ def _load(
     else:
         functions = load_functions(config, sources)
         about["beats"] = may_overlap(config, functions)
+        about["forms"] = {name: one.form for name, one in functions.items() if one.form}
         verifier = load_verifier(config, functions)
         limit = MemoryLimit(config.memory_limit_mib or (None if own else BUILT_IN_MEMORY_MIB))
         host = VerifierHost(verifier, codec, limit, config)

@@ -57,6 +57,8 @@ class Worker:
 
     tools: list[dict[str, Any]]
     """The recipe's tools, as `megarl.environments.tools.tool.Schema`."""
+    forms: dict[str, str]
+    """{name of a reward function: its form}, where that is not megarl's own."""
     beats = False
     """Whether it sends signs of life. A process that does not gets one request at a time, and is
     ended when that exceeds its time limit."""
@@ -106,7 +108,7 @@ class Worker:
             ) from None
         if "refused" in reply:
             raise ValueError(reply["refused"])
-        self.tools, self.beats = reply["tools"], reply["beats"]
+        self.tools, self.forms, self.beats = reply["tools"], reply["forms"], reply["beats"]
         if self.beats:
             self._tasks.append(asyncio.create_task(self._watch()))
         return reply["imported"]

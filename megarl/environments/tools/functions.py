@@ -14,7 +14,10 @@ from pydantic.errors import PydanticUserError
 
 from megarl.environments.plain_calls import LimitExceeded, PlainCalls, within
 from megarl.environments.tools.tool import CallError, as_text
+from megarl.environments.user_code import check_function
+from megarl.schema import require
 
+FUNCTIONS = "environment.tools.functions"
 SHOWN_PROBLEMS = 3
 """Number of wrong arguments that the model is told of at once."""
 
@@ -26,6 +29,13 @@ class FunctionTool:
         """`where`: the setting's value, for errors. `plain`: runs functions that are not `async`.
         Raises `ValueError` for a parameter without a type, or of a type that JSON cannot hold.
         """
+        check_function(function, where, FUNCTIONS)
+        is_named = inspect.isfunction(inspect.unwrap(function)) and function.__name__.isidentifier()
+        require(
+            is_named,
+            f"{FUNCTIONS}: {where} is a {_kind(function)}, without a name and docstring of its own"
+            " that a model can be shown; write it as a function with `def`",
+        )
         self._function, self._plain = function, plain
         fields: dict[str, Any] = {}
         try:
@@ -92,6 +102,10 @@ class FunctionTool:
         except BaseException as error:  # SystemExit too: a tool must not end the process
             raise CallError(f"{type(error).__name__}: {error}") from None
         return as_text(made)
+
+
+def _kind(found: Any) -> str:
+    return "lambda" if inspect.isfunction(found) else type(found).__name__
 
 
 def _problem(found: Any) -> str:

@@ -17,15 +17,13 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.plain_calls import PlainCalls
 from megarl.environments.session import Answer, Observation
-from megarl.environments.tools.functions import FunctionTool
+from megarl.environments.tools.functions import FUNCTIONS, FunctionTool
 from megarl.environments.tools.markup import TurnMarkup
 from megarl.environments.tools.parsers import Call, CallReader
 from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.tool import CallError, Schema, Tool, name_of
 from megarl.environments.user_code import Sources, load, split
 from megarl.types import Prompt
-
-FUNCTIONS = "environment.tools.functions"
 
 
 class ToolKit:
