@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import string
@@ -159,6 +160,19 @@ def unshown(a: threading_lock) -> int:  # type: ignore[valid-type]  # noqa: F821
     return 0
 
 
+def yields(a: int):  # noqa: ANN201
+    yield a
+
+
+async def yields_later(a: int):  # noqa: ANN201
+    yield a
+
+
+class Called:
+    def __call__(self, a: int) -> int:
+        return a
+
+
 unshown.__annotations__["a"] = type(os.scandir(os.curdir))
 
 
@@ -170,6 +184,12 @@ unshown.__annotations__["a"] = type(os.scandir(os.curdir))
         (positional, "'a' is positional only"),
         (foreign, "a type is unknown"),
         (unshown, "cannot be written as JSON"),
+        (Place, "is a class; write a function that makes an instance and calls it"),
+        (yields, "is a generator function"),
+        (yields_later, "is a generator function"),
+        (lambda a: a, "is a lambda, without a name"),
+        (functools.partial(strange, 1), "is a partial, without a name"),
+        (Called(), "is a Called, without a name"),
     ],
 )
 def test_a_function_that_is_no_tool_is_refused(function: Any, said: str) -> None:
