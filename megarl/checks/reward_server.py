@@ -60,17 +60,30 @@ def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> S
     return ServeInputs(", ".join(named(config.environment)), token)
 
 
+MIN_TOKEN, MIN_DIFFERENT = 20, 6
+"""Characters of a token on a network, and how many of them differ. 20 random hexadecimal digits
+have fewer different ones with a probability of 3e-7."""
+
+
 def server_token(server: RewardServerConfig) -> Token | None:
     """The token that requests to the server need; None if they need none, which is allowed only on
-    a loopback address. Raises `ValueError` elsewhere.
+    a loopback address. Raises `ValueError` elsewhere, and for a token there that could be guessed.
     """
-    name = server.token_variable
-    if name and os.environ.get(name):
-        return read_token(name, "server.token_variable")
+    name, is_local = server.token_variable, is_loopback(server.host)
+    reached = f"server.host is {server.host}, which other machines may reach, but"
+    make = f"export {name or 'MEGARL_REWARD_TOKEN'}=$(openssl rand -hex 32)"
+    if name and name in os.environ:
+        token = read_token(name, "server.token_variable")
+        assert token is not None
+        require(
+            is_local or (len(token.value) >= MIN_TOKEN and len({*token.value}) >= MIN_DIFFERENT),
+            f"{reached} the token in {name} could be guessed: it needs {MIN_TOKEN} characters,"
+            f" {MIN_DIFFERENT} of them different; {make}, or set server.host to 127.0.0.1",
+        )
+        return token
     require(
-        is_loopback(server.host),
-        f"server.host is {server.host}, which other machines may reach, but there is no token;"
-        f" export {name or 'MEGARL_REWARD_TOKEN'} with a long random text"
+        is_local,
+        f"{reached} there is no token; {make}"
         + ("" if name else " and set server.token_variable to its name")
         + ", or set server.host to 127.0.0.1",
     )

@@ -57,15 +57,15 @@ class Token:
 
 def read_token(variable: str, setting: str) -> Token | None:
     """The token in the environment variable `variable`; None if the name is empty. Raises
-    `ValueError` if the variable is not set, or holds what no HTTP header can.
+    `ValueError` if the variable is not set or empty, or holds what no HTTP header can.
     """
     if not variable:
         return None
     value = os.environ.get(variable, "")
     if not value:
         raise ValueError(
-            f"{setting} is {variable}, but that environment variable is not set; export it with the"
-            " reward server's token"
+            f"{setting} is {variable}, but that environment variable is not set, or empty; export"
+            " it with the reward server's token"
         )
     if not value.isascii() or not value.isprintable() or " " in value:
         raise ValueError(

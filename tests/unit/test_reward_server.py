@@ -437,6 +437,25 @@ def test_tokens_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     for host in ("0.0.0.0", "::", "10.0.0.1", "my-host"):  # noqa: S104
         with pytest.raises(ValueError, match="there is no token; export THE_TOKEN"):
             server_token(replace(named, host=host))
+    monkeypatch.setenv("THE_TOKEN", "")
+    with pytest.raises(ValueError, match=r"THE_TOKEN, but that .* is not set, or empty"):
+        server_token(named)
+
+
+@pytest.mark.parametrize("token", ["x", "hush" * 8, "x" * 64, "0123456789abcdef012"])
+def test_a_token_that_could_be_guessed_is_refused_on_a_network(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_TOKEN", token)
+    named = RewardServerConfig(token_variable="THE_TOKEN")  # noqa: S106
+    assert server_token(named) == Token(token)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "my-host"):  # noqa: S104
+        with pytest.raises(ValueError, match=r"could be guessed.*openssl rand -hex 32") as told:
+            server_token(replace(named, host=host))
+        assert len(token) == 1 or token not in str(told.value)
+        monkeypatch.setenv("THE_TOKEN", "0123456789abcdef0123")
+        assert server_token(replace(named, host=host)) == Token("0123456789abcdef0123")
+        monkeypatch.setenv("THE_TOKEN", token)
 
 
 @pytest.mark.parametrize(
