@@ -4,8 +4,8 @@
     megarl train --help rollout
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
 
-Exit codes: 0 success, 2 a mistake in recipe or data (one error message), 130 / 143 ended by a
-signal, 1 any other error.
+Exit codes: 0 success, 2 a mistake in recipe or data (one error message), 129 / 130 / 143
+ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()
         code = 1
-    except signals.Ended as ended:
+    except KeyboardInterrupt as caught:
+        ended = signals.ending(caught)
+        signals.say_end(command, ended, trains=COMMANDS[command].owns_folder)
         code = 128 + ended.number
     leave(code)
 
@@ -211,7 +213,7 @@ def fail(message: str) -> NoReturn:
         # mistake of this rank alone is printed after the wait.
         try:
             time.sleep(3)
-        except signals.Ended:  # the launcher, after rank 0 has printed it
+        except KeyboardInterrupt:  # the launcher, after rank 0 has printed it
             leave(2)
         console.say(f"megarl: error on rank {rank}: {message}")
     sys.exit(2)

@@ -1,5 +1,5 @@
-"""SIGTERM and Ctrl-C: the first ends a run in order, a second one at once, and nothing outlives the
-process.
+"""SIGTERM, Ctrl-C and SIGHUP (the terminal was closed): the first ends a run in order, a second one
+at once, and nothing outlives the process.
 
 * While a run starts, the first signal raises `Ended`.
 * Inside of `graceful`, the first signal sets a flag, on which the loop saves a checkpoint and ends;
@@ -25,8 +25,13 @@ from typing import NoReturn
 
 from megarl.console import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals on which a run stops its processes and exits."""
+SIGNALS = tuple(
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+)
+"""Signals on which a run stops its processes and exits. Under `nohup`, which starts a process with
+SIGHUP ignored, SIGHUP stays ignored."""
 
 SAME_WITHIN_S = 1.0
 """Signals that arrive within this many seconds are one: under torchrun a rank gets Ctrl-C from the
@@ -56,12 +61,26 @@ def save_within(seconds: float) -> None:
     _save_within_s = seconds
 
 
-class Ended(BaseException):
-    """SIGTERM or Ctrl-C: raised like an error, so that everything that was started is stopped."""
+class Ended(KeyboardInterrupt):
+    """A signal of `SIGNALS`: raised like an error, so that everything that was started is stopped.
 
-    def __init__(self, number: int) -> None:
+    A call of Ray ends on no other exception of a signal handler than `KeyboardInterrupt`, and then
+    raises one of its own. Catch `KeyboardInterrupt`; `ending` tells what `Ended` would have told.
+    """
+
+    def __init__(self, number: int, *, is_said: bool = False) -> None:
+        """`number`: the signal. `is_said`: the user has been told how the run has ended."""
         super().__init__(number)
-        self.number = number
+        self.number, self.is_said = number, is_said
+
+
+_ended = Ended(signal.SIGINT)
+"""What `_end` raised last."""
+
+
+def ending(caught: KeyboardInterrupt) -> Ended:
+    """The `Ended` for which `caught` stands."""
+    return caught if isinstance(caught, Ended) else _ended
 
 
 class Stop:
@@ -83,7 +102,7 @@ class Stop:
         if is_main:
             kept = f"the checkpoint of step {done} is saved" if done else "no step was finished"
             say(f"megarl: ended before step {done + 1}: {kept}; --resume auto goes on from there")
-        raise Ended(self.number or signal.SIGTERM)
+        raise Ended(self.number or signal.SIGTERM, is_said=True)
 
 
 def handle() -> None:
@@ -94,9 +113,11 @@ def handle() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Signal handler: raise `Ended` at the first signal and ignore later ones."""
+    global _ended
     for known in SIGNALS:
         signal.signal(known, signal.SIG_IGN)
-    raise Ended(number)
+    _ended = Ended(number)
+    raise _ended
 
 
 def ignore_while_closing() -> None:
@@ -154,7 +175,21 @@ def keep_blocked_signals() -> None:
 
 def name_of(number: int) -> str:
     """What a user calls a signal."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    return names.get(signal.Signals(number), signal.Signals(number).name)
+
+
+_is_under_way = False
+"""Whether `graceful` was entered."""
+
+
+def say_end(command: str, ended: Ended, *, trains: bool) -> None:
+    """On rank 0, print that a signal has ended `megarl COMMAND`, unless that was said. `trains`:
+    the command takes steps, inside of `graceful`.
+    """
+    if not ended.is_said and os.environ.get("RANK", "0") == "0":
+        stage = "while it was starting" if trains and not _is_under_way else "before it was done"
+        say(f"megarl: {name_of(ended.number)}: megarl {command} ended {stage}")
 
 
 @contextlib.contextmanager
@@ -162,7 +197,8 @@ def graceful() -> Iterator[Stop]:
     """Until the end of the block, the first signal only sets the flag that is returned; the loop
     looks at it between two steps. A second signal raises `Ended`.
     """
-    stop = Stop()
+    global _is_under_way
+    _is_under_way, stop = True, Stop()
     is_main = os.environ.get("RANK", "0") == "0"
 
     def too_late() -> None:

@@ -34,7 +34,7 @@ from torch.distributed.run import config_from_args, get_args_parser, main
 from megarl.errors import UserError
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
 from megarl.private_folder import run_folder
-from megarl.signals import AGENT, SHUTDOWN
+from megarl.signals import AGENT, SHUTDOWN, SIGNALS
 
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
@@ -129,6 +129,10 @@ def run(arguments: list[str]) -> int:
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[AGENT] = str(os.getpid())
+    # It takes SIGHUP for a signal to end even where `nohup` has it ignored.
+    os.environ.setdefault(
+        "TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join([*(one.name for one in SIGNALS), "SIGQUIT"])
+    )
     if waits := shutdown_timeout(arguments):
         os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:

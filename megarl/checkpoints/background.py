@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.console import say
-from megarl.signals import Ended
 
 LOOK_S = 0.1
 """Seconds between two looks for the reports of other ranks."""
@@ -109,7 +108,7 @@ class Writing:
             if not self._is_over(1.0):
                 say(f"writing the checkpoint of step {self.step} to the disk before the end")
                 self._is_over(timeout_s)
-        except Ended:
+        except KeyboardInterrupt:
             self._is_over(deadline - time.monotonic())
             raise
         finally:

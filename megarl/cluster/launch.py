@@ -150,7 +150,7 @@ def run(launch: Launch, again: str) -> int:
             interrupted = True
         return code
     except Ended as ended:
-        interrupted = ended.number == signal.SIGTERM
+        interrupted = ended.number != signal.SIGINT
         raise
     finally:
         if again and interrupted:

@@ -25,6 +25,7 @@ from megarl.cluster.node_process import END, KILL
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.cluster.slurm import srun
 from megarl.private_folder import PrivateFolder, kill_marked, refuse_open
+from megarl.signals import SIGNALS
 
 READY_WITHIN_S = 240.0
 """Seconds within which Ray must answer, on all nodes, after it is started."""
@@ -94,7 +95,6 @@ class Launcher:
     def run(self) -> int:
         """Returns the exit code: that of the ranks that failed first, or 1 if Ray fails."""
         state = Path(self.launch.addresses.state)
-        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         # DeepSpeed looks for ninja beside Python; ranks, Ray and its workers agree on the token.
         self.environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
@@ -107,7 +107,7 @@ class Launcher:
             code = self._run()
             return code
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in SIGNALS:
                 signal.signal(number, lambda *_: self.hurry.set())
             self.end()
             if folder is not None:

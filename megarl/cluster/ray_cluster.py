@@ -28,7 +28,7 @@ from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import UserError
 from megarl.private_folder import run_folder
 from megarl.rollout.config import RolloutConfig
-from megarl.signals import ignore_while_closing
+from megarl.signals import SIGNALS, ignore_while_closing
 from megarl.types import Prompt
 
 STOP_TIMEOUT_S = 5.0
@@ -72,7 +72,7 @@ class Cluster:
         self._service_ready: Any = None
         self._stack = contextlib.ExitStack()
         # Ray puts handlers of its own in place, which end the process on the spot.
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
         options: dict[str, Any] = {
             "namespace": namespace,
             "log_to_driver": True,

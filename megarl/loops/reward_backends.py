@@ -253,11 +253,11 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Processes that are started in the block do not get Ctrl-C, which a terminal sends to all
-    processes of a command: what is under way is to be answered first.
+    """Processes that are started in the block do not get Ctrl-C and SIGHUP, which a terminal sends
+    to all processes of a command: what is under way is to be answered first.
     """
     resource_tracker.ensure_running()  # its start unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

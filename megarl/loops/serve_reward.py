@@ -1,5 +1,5 @@
 """`megarl serve-reward`: verifiers, reward functions, a reward model or a judge as an HTTP server,
-which runs until SIGTERM or Ctrl-C and then answers what is under way.
+which runs until SIGTERM, Ctrl-C or SIGHUP and then answers what is under way.
 
     requests --RewardServer--> queue --Backend--> verifiers, torch or vLLM (`reward_backends`)
 """
@@ -12,6 +12,7 @@ import math
 import socket
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from unittest.mock import patch
 
 import uvicorn
 
@@ -29,14 +30,15 @@ from megarl.loops.reward_backends import (
     verifier_backend,
 )
 from megarl.serve_config import ServeRewardConfig
+from megarl.signals import SIGNALS
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open."""
 
 
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
-    """`megarl serve-reward`: answer requests over HTTP until SIGINT or SIGTERM arrives. The signal
-    is raised as `megarl.signals.Ended`, of which the command line makes the exit code 130 or 143.
+    """`megarl serve-reward`: answer requests over HTTP until a signal of `SIGNALS` arrives. It is
+    raised as `megarl.signals.Ended`, of which the command line makes the exit code.
     Raises `UserError` if the server's address cannot be used.
     """
     folder = Path(config.folder)
@@ -100,7 +102,8 @@ async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket
         needs = "with the token" if inputs.token is not None else "without a token"
         console.say(f"serving {inputs.what} at http://{shown}:{port}{ROUTE}, {needs}")
         try:
-            await web.serve(sockets=[listener])
+            with patch("uvicorn.server.HANDLED_SIGNALS", SIGNALS):
+                await web.serve(sockets=[listener])
         finally:
             await server.close()
         if server.lost:

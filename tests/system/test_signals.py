@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Done, command, finish, megarl, records, start, write_recipe
+from support.commands import Done, command, finish, marked, megarl, records, start, write_recipe
 from support.tiny import write_model
 
 
@@ -157,8 +157,29 @@ def ledger(run: Path) -> dict[str, Any]:
     return json.loads(finished.out)
 
 
-def test_ctrl_c_ends_fine_tuning_cleanly(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGHUP, 2)])
+def test_signals_end_fine_tuning_cleanly(
+    number: signal.Signals, ranks: int, place: Path, tmp_path: Path
+) -> None:
     recipe = ["sft", str(place / "sft.yaml"), "--steps", "1000000"]
-    done = end_after_steps(tmp_path / "sft", signal.SIGINT, *recipe, steps=2, ranks=1)
-    assert done.code == 130 and "Ctrl-C: the run saves" in done.err
+    done = end_after_steps(tmp_path / "sft", number, *recipe, steps=2, ranks=ranks)
+    said = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    assert f"megarl: {said[number]}: the run saves" in done.err
+    assert done.code == 128 + number or ranks > 1  # torchrun has a code of its own
     assert (tmp_path / "sft" / "report.html").exists()
+
+
+def test_sigterm_while_engines_start(place: Path, tmp_path: Path) -> None:
+    """Inside of a call of Ray, which takes exceptions of signal handlers for its own mistakes."""
+    problems = ["--evaluation.prompts.source", str(place / "rows.jsonl")]
+    recipe = ["eval", str(place / "recipe.yaml"), *problems, "--folder", str(tmp_path)]
+    process, mark = start(command(*recipe))
+    deadline = time.monotonic() + 120
+    while not any("EngineActor" in "".join(one.cmdline()) for one in marked(mark)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, mark, 60)
+    assert done.survivors == [] and done.code == 143
+    assert done.err.endswith("megarl: SIGTERM: megarl eval ended before it was done\n"), done.err
+    assert "Error" not in done.err

@@ -4,18 +4,27 @@ ends a loop in order, a second one at once.
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megarl import console, signals
+from megarl import cli, console, signals
 from megarl.errors import UserError
 from megarl.loops.evaluate import shown
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
 import os, subprocess, sys
@@ -238,6 +247,146 @@ def test_a_recipe_may_allow_more_time_to_save(more_s: int, code: int, out: str) 
     command = [sys.executable, "-c", PROGRAM, str(more_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, out), done.stderr
+
+
+# Its finder stops the command at its first import of a module that begins with WAITS_AT.
+WAITS = """
+import os, sys, time
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(os.environ["WAITS_AT"]):
+            sys.meta_path.remove(self)
+            open(os.environ["MARK"], "w").close()
+            time.sleep(100)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.Popen[str]:
+    """The command line `arguments`, once it has come to import `module`."""
+    (folder / "sitecustomize.py").write_text(WAITS)
+    mark = folder / "mark"
+    settings = {"WAITS_AT": module, "MARK": str(mark), "PYTHONPATH": str(folder)}
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=os.environ | settings,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not mark.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+RECIPES = {
+    "train": "grpo", "distill": "distill", "sft": "quickstart_sft", "preference": "dpo",
+    "reward-model": "reward_model", "eval": "grpo", "sample": "sample", "rollout": "grpo",
+    "serve-reward": "serve_reward", "launch": "grpo",
+}  # fmt: skip
+"""{command: a recipe for it}"""
+ENDS = list(itertools.product(("train", "eval", "launch"), signals.SIGNALS))
+ENDS += zip(
+    sorted(set(cli.COMMANDS) - {"train", "eval", "launch"}), itertools.cycle(signals.SIGNALS)
+)
+
+
+@pytest.mark.parametrize(("command", "number"), ENDS)
+def test_a_signal_at_the_start_ends_a_command_with_one_line(
+    command: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    arguments, module = [command], cli.COMMANDS[command].run.partition(":")[0]
+    if command in RECIPES:
+        arguments.append(f"launch/recipes/{RECIPES[command]}.yaml")
+        module = "megarl.config"
+    if command == "replay":
+        module = "megarl.checks.replay"
+    if command in ("replay", "ledger", "report", "status", "timeline"):
+        arguments.append(str(tmp_path))
+    process = waiting(tmp_path, [sys.executable, "-m", "megarl", *arguments], module)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    trains = cli.COMMANDS[command].owns_folder
+    stage = "while it was starting" if trains else "before it was done"
+    assert process.returncode == 128 + number
+    assert said == f"megarl: {signals.name_of(number)}: megarl {command} ended {stage}\n"
+
+
+def test_a_signal_while_the_verifier_loads(tmp_path: Path) -> None:
+    """Inside an event loop, with a worker process below."""
+    (tmp_path / "slow.py").write_text(
+        f"import time\nopen({str(tmp_path / 'mark')!r}, 'w').close()\ntime.sleep(100)\n"
+        "def score(prompt, response):\n    return 1.0\n"
+    )
+    (tmp_path / "serve.yaml").write_text(
+        f"folder: {tmp_path}/run\nenvironment: {{verifier: '{tmp_path}/slow.py:score'}}\n"
+    )
+    command = [sys.executable, "-m", "megarl", "serve-reward", str(tmp_path / "serve.yaml")]
+    process = waiting(tmp_path, command, "nothing.of.this.name")
+    workers = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+    assert said == "megarl: SIGTERM: megarl serve-reward ended before it was done\n"
+    assert workers and not psutil.wait_procs(workers, timeout=10)[1]
+
+
+def test_nohup_keeps_a_run_from_sighup(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "megarl", "doctor"]
+    process = waiting(tmp_path, command, "megarl.checks.doctor")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "SIGHUP" not in said
+
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+from megarl import cli, console, signals
+
+mark = Path(sys.argv[1])
+signals.handle()
+with console.diverted(), signals.graceful() as stop:
+    console.open_log(mark.parent)
+    mark.write_text("started")
+    while not stop:
+        time.sleep(0.01)
+    console.say("to a terminal that is gone")
+    mark.write_text(f"saved after {stop.number}")
+cli.leave(128 + stop.number)
+"""
+
+
+def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    ours, theirs = pty.openpty()
+
+    def own_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVES, str(mark)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=own_terminal,
+    )
+    os.close(theirs)
+    deadline = time.monotonic() + 60
+    while not mark.exists() or mark.read_text() != "started":
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.close(ours)
+    assert process.wait(60) == 129
+    assert mark.read_text() == "saved after 1"
+    assert "SIGHUP (the terminal was closed): the run saves" in (tmp_path / "run.log").read_text()
 
 
 def test_what_is_not_saved_in_time_is_said(
