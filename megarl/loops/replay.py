@@ -26,7 +26,7 @@ from megarl.errors import UserError
 from megarl.loops import distill, rl
 from megarl.loops.rl import Method, refuse_lost, serve, tell
 from megarl.loops.rl_setup import TrainingParts, build_training
-from megarl.loops.schedule import due
+from megarl.loops.schedule import save_due
 from megarl.observe.observer import METRICS
 from megarl.observe.report import write_report
 from megarl.observe.sinks import read_records
@@ -79,7 +79,7 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
     """Train on the first `steps` batches of the folder `run`. A signal ends the replay after the
     step that it is in. All ranks of the policy call it together.
     """
-    world, data, config = parts.context.mesh.world, parts.context.mesh.data, parts.config
+    world, data = parts.context.mesh.world, parts.context.mesh.data
     for step in range(parts.first_step, steps):
         if broadcast_object(bool(stop), world):
             break
@@ -103,7 +103,7 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
             metrics = report.metrics | {"time/train_s": train_s}
             parts.observer.step(replace(report, metrics=metrics))
             parts.report.refresh()
-        if due(step + 1, config.training.checkpoint.every, steps):
+        if save_due(parts.context, step + 1, steps):
             save(parts, step + 1)
     else:
         step = steps

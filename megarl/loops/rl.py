@@ -23,7 +23,7 @@ from megarl.activity.spans import activity, step_begins
 from megarl.config import RunConfig, made_with
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
-from megarl.loops.schedule import due, reached
+from megarl.loops.schedule import due, reached, save_due
 from megarl.observe.report import write_report
 from megarl.observe.summary import summary
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
@@ -143,7 +143,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         observe(parts, replace(report, metrics=report.metrics | sent | times), batch.transcripts)
         if step + 1 == config.steps:
             parts.learner.empty_steps.end(step, len(batch.rewards), batch.metrics)
-        if due(step + 1, config.training.checkpoint.every, config.steps):
+        if save_due(parts.context, step + 1, config.steps):
             save(parts, step + 1)
             saved = step + 1
         if due(step + 1, config.evaluation.every, config.steps) and not evaluate(parts, step + 1):

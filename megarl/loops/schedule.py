@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from megarl.errors import UserError
 from megarl.observe.config import STEP_METRICS, EarlyStopConfig
+from megarl.parallel.collectives import broadcast_object
+from megarl.trainer.context import RunContext
 
 
 def due(done: int, every: int, last: int) -> bool:
@@ -13,6 +16,20 @@ def due(done: int, every: int, last: int) -> bool:
     (0: never), and after the last step.
     """
     return done == last or (every > 0 and done % every == 0)
+
+
+def save_due(run: RunContext, done: int, last: int) -> bool:
+    """Whether a checkpoint is due after step number `done` of `last`. All ranks of the run's mesh
+    call it together, and get the same: the clock is rank 0's.
+    """
+    config = run.config.training.checkpoint
+    is_due = due(done, config.every, last)
+    if not is_due and config.minutes > 0:
+        is_late = time.monotonic() - run.saved_at >= 60.0 * config.minutes
+        is_due = broadcast_object(is_late, run.mesh.world)
+    if is_due:
+        run.saved_at = time.monotonic()
+    return is_due
 
 
 def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megarl import console
 from megarl.activity.spans import activity, step_begins
 from megarl.errors import UserError
-from megarl.loops.schedule import due
+from megarl.loops.schedule import due, save_due
 from megarl.observe.report import LiveReport, write_report
 from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
@@ -134,7 +134,7 @@ def train(context: RunContext, make: MakeTask) -> None:
                 metrics = found.metrics | checkpoints.take_times()
                 observer.step(replace(found, metrics=metrics))
                 report.refresh()
-            if due(step + 1, config.training.checkpoint.every, config.steps):
+            if save_due(context, step + 1, config.steps):
                 checkpoints.save(step=step + 1, next_ordinal=ordinal + size)
                 saved = step + 1
             if due(step + 1, every, config.steps):

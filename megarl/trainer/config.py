@@ -208,7 +208,11 @@ class CheckpointConfig:
     """
 
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Number of steps between checkpoints; 0 writes one only after the last step."""
+    """Number of steps between checkpoints, beside the one after the last step; 0: none by their
+    number, but by time (`every_minutes`)."""
+    every_minutes: Annotated[float | None, Range(0.0, 10**6)] = None
+    """Minutes after which the next step is followed by a checkpoint, since the start or the last
+    one; 0: never. None: 20 where `every` is 0, otherwise 0."""
     keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
     background: bool = True
@@ -222,6 +226,13 @@ class CheckpointConfig:
     owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
     """Seconds after which a run takes over the run folder of a run on another host that gives no
     sign of life; a run gives one every 5 seconds. On one host the process itself is looked for."""
+
+    @property
+    def minutes(self) -> float:
+        """`every_minutes`, with the default filled in."""
+        if self.every_minutes is None:
+            return 0.0 if self.every else 20.0
+        return self.every_minutes
 
 
 @config

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -116,6 +117,8 @@ class RunContext:
     """Random id of the run, the same on every rank; "" where nobody owns the run folder."""
     stack: ExitStack
     """Exit stack for what the training loop opens; closed in reverse order, also after an error."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """Time of the last checkpoint that was due, at first of the start, by `time.monotonic`."""
 
     @property
     def is_main(self) -> bool:

@@ -19,7 +19,7 @@ def test_a_policy_learns_from_a_teacher_on_a_rank_of_its_own(tmp_path: Path) -> 
     tree["rollout"] |= {"groups_per_step": 8, "group_size": 1, "max_staleness": 1, "top_p": 0.95}
     tree["teacher"] = {"model": {"path": str(teacher)}, "ranks": [1]}
     tree["distillation"] = {"divergence": "jensen_shannon", "beta": 0.9}
-    tree["training"] |= {"zero_stage": 2}
+    tree["training"] |= {"zero_stage": 2, "checkpoint": {"every_minutes": 1e-6}}  # each step
     done = megarl("distill", write_recipe(tmp_path / "recipe.yaml", tree), ranks=2)
     assert done.code == 0, done.err[-4000:]
     assert json.loads(done.out)["steps"] == 5
@@ -30,4 +30,6 @@ def test_a_policy_learns_from_a_teacher_on_a_rank_of_its_own(tmp_path: Path) -> 
     assert max(one["probe/max_abs"] for one in steps) < PROBE_BOUND
     assert "mismatch/mean_abs" not in steps[0], "the engines' law is truncated by top_p"
     assert max(one["groups/rejected"] for one in steps) == 0, "equal rewards are no reason"
-    assert (tmp_path / "run" / "checkpoints" / "step_000005" / "model" / "config.json").exists()
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["step_000004", "step_000005"]
+    assert (saved[-1] / "model" / "config.json").exists()

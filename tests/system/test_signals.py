@@ -57,11 +57,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": 30,
         "samples_per_step": 32,
         "demonstrations": {"source": str(folder / "rows.jsonl")},
-        "training": {"optimizer": {"learning_rate": 1e-2}, "zero_stage": 1},
+        "training": {
+            "optimizer": {"learning_rate": 1e-2},
+            "zero_stage": 1,
+            "checkpoint": {"every_minutes": 1e-6, "keep": 3},  # each step
+        },
     }
     done = megarl("sft", write_recipe(folder / "sft.yaml", tuned), ranks=2)
     assert done.code == 0, done.err[-4000:]
     told = json.loads(done.out)
+    saved = sorted(path.name for path in (folder / "sft" / "checkpoints").iterdir())
+    assert saved == ["step_000028", "step_000029", "step_000030"]
     assert told["steps"] == 30 and told["loss_last"] < told["loss_first"]
     losses = [row["loss"] for row in records(folder / "sft" / "metrics.jsonl")]
     assert losses[-1] < 0.5 * losses[0]
@@ -162,6 +168,7 @@ def test_signals_end_fine_tuning_cleanly(
     number: signal.Signals, ranks: int, place: Path, tmp_path: Path
 ) -> None:
     recipe = ["sft", str(place / "sft.yaml"), "--steps", "1000000"]
+    recipe += ["--training.checkpoint.every_minutes", "0"]
     done = end_after_steps(tmp_path / "sft", number, *recipe, steps=2, ranks=ranks)
     said = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
     assert f"megarl: {said[number]}: the run saves" in done.err
@@ -172,6 +179,7 @@ def test_signals_end_fine_tuning_cleanly(
 def test_sigterm_while_engines_start(place: Path, tmp_path: Path) -> None:
     """Inside of a call of Ray, which takes exceptions of signal handlers for its own mistakes."""
     problems = ["--evaluation.prompts.source", str(place / "rows.jsonl")]
+    problems += ["--evaluation.prompts.max_prompt_tokens", "32"]
     recipe = ["eval", str(place / "recipe.yaml"), *problems, "--folder", str(tmp_path)]
     process, mark = start(command(*recipe))
     deadline = time.monotonic() + 120

@@ -19,7 +19,7 @@ from support.tiny import groups, write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.loops import rl
+from megarl.loops import rl, schedule
 from megarl.loops.schedule import reached
 from megarl.observe.config import (
     EVALUATION_METRICS,
@@ -38,6 +38,7 @@ from megarl.rollout.repeated import pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
 from megarl.rollout.verdicts import failure_warning
+from megarl.trainer.config import CheckpointConfig, TrainingConfig
 from megarl.types import (
     START,
     Cursor,
@@ -704,6 +705,44 @@ def test_an_early_stop_names_a_metric_that_is_there() -> None:
             EarlyStopConfig(**wrong)
     with pytest.raises(ValueError, match=r"EarlyStopConfig\.at_most"):
         EarlyStopConfig(metric="loss", at_most=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        ({}, [2, 4, 6, 8]),  # 20 minutes
+        ({"every_minutes": 30.0}, [3, 6, 8]),
+        ({"every": 3}, [3, 6, 8]),
+        ({"every": 3, "every_minutes": 20.0}, [2, 3, 5, 6, 8]),
+        ({"every_minutes": 0.0}, [8]),
+    ],
+)
+def test_when_a_checkpoint_is_due(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], saves: list[int]
+) -> None:
+    """Eight steps of eleven minutes: on rank 0 by its clock, on another rank, whose clock is an hour
+    ahead, by what rank 0 says.
+    """
+    config = SimpleNamespace(training=TrainingConfig(checkpoint=CheckpointConfig(**settings)))
+    now, said = [0.0], list[bool]()
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule, "broadcast_object", lambda late, world: said.append(late) or late)
+
+    def steps(start_s: float) -> list[int]:
+        run: Any = SimpleNamespace(
+            config=config, saved_at=start_s, mesh=SimpleNamespace(world=None)
+        )
+        found = []
+        for step in range(1, 9):
+            now[0] = start_s + 660.0 * step
+            if schedule.save_due(run, step, 8):
+                found.append(step)
+        return found
+
+    assert steps(0.0) == saves
+    heard = iter(list(said))
+    monkeypatch.setattr(schedule, "broadcast_object", lambda late, world: next(heard))
+    assert steps(3600.0) == saves and next(heard, None) is None
 
 
 @pytest.mark.parametrize(("reached_at", "ends"), [(3, True), (2, False), (0, False)])
