@@ -82,6 +82,7 @@ class Checkpoints:
         owner: Lease | None = None,
         run_id: str = "",
         in_background: bool = False,
+        generation: bytes | None = None,
     ) -> None:
         """`engine`: the model that is exported, trained on `mesh`; None on ranks outside it.
         `others`: {name: model} of further roles that are trained on this rank; their state is saved
@@ -91,8 +92,10 @@ class Checkpoints:
         model's weights, which is written beside the adapters. `owner`: on rank 0, the lease of this
         run on its folder; None where the folder has no other user. `run_id`: id of the run, the
         same on every rank, which is in the name of its temporary folders. `in_background`: have
-        `save` return once the state is copied; else it calls `finish` itself.
+        `save` return once the state is copied; else it calls `finish` itself. `generation`: see
+        `write_description`.
         """
+        self.generation = generation
         self.in_background, self.base_digest = in_background, base_digest
         self._writing: Writing | None = None
         self._times = dict[str, float]()
@@ -273,7 +276,7 @@ class Checkpoints:
         adapters = {name: tensor.clone() for name, tensor in adapters.items()}
 
         def write_small_files() -> list[Path]:
-            written = write_description(folder, model, self.tokenizer)
+            written = write_description(folder, model, self.tokenizer, self.generation)
             if adapters:
                 written += write_adapter(
                     aside / "adapter",

@@ -30,15 +30,26 @@ gets a file of its own."""
 BAND_BYTES = 32 * 2**20
 
 
+GENERATION = "generation_config.json"
+
+
 def write_description(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: bytes | None = None,
 ) -> list[Path]:
     """Write what a Hugging Face model has beside its weights: config, generation config and
-    tokenizer; returns the paths.
+    tokenizer; returns the paths. `generation`: content of the generation config; None for what
+    transformers makes of the config.
     """
     model.config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    if model.generation_config is not None:  # a classifier has none
+        # Unchecked: many published files have settings that transformers calls a contradiction.
+        if generation is None:
+            model.generation_config.to_json_file(folder / GENERATION)
+        else:
+            (folder / GENERATION).write_bytes(generation)
     tokenizer.save_pretrained(str(folder))
     return [
         path

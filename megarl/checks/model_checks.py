@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+import tempfile
 from pathlib import Path
 
 import transformers
@@ -37,6 +38,24 @@ def check_model(
     tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
     check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)
     return tokenizer, hf
+
+
+def check_export(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf: transformers.PretrainedConfig
+) -> None:
+    """Raise `ValueError` unless config and tokenizer can be written, as each checkpoint does."""
+    for name, what, setting in (
+        (config.path, hf, "the config of model.path"),
+        (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
+    ):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            opening(
+                f"{setting} {name!r} can be read but not saved again",
+                fix="correct its files, or choose another model: each checkpoint needs it",
+            ),
+        ):
+            what.save_pretrained(folder)
 
 
 def unused_weights(config: ModelConfig) -> str:

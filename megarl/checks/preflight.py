@@ -28,7 +28,7 @@ from megarl.checks.folder_checks import (
 from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
-from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
+from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
 from megarl.checks.programs import check_rows
 from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.verifier_start import check_verifier
@@ -121,6 +121,7 @@ def check_run(
     _check_shared_prompts(config, prompts.longest if prompts is not None else 0)
     check_positions(config, hf, roles, longest)
     if new:
+        check_export(config.model, tokenizer, hf)
         parameter_table(hf.to_dict())
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
         check_placement(config, layout.size, num_ranks, shares_gpus=not on_cpu, started=started)

@@ -53,7 +53,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     """
     from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
     from megarl.checks.layout_checks import check_cut, check_layout
-    from megarl.checks.model_checks import check_model, stop_tokens
+    from megarl.checks.model_checks import check_export, check_model, stop_tokens
     from megarl.checks.preflight import find_checkpoint, ranks_to_check
     from megarl.checks.roles import check_role
     from megarl.rollout.batch_files import refuse_gaps
@@ -81,6 +81,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     check_observe(config.observe)
     tokenizer, hf = check_model(config.model)
     check_cut(config.training, config.model, hf)
+    check_export(config.model, tokenizer, hf)
     policy = RolePlace(members, layout)
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in config.other_roles}
     check_weights(config.model)

@@ -17,7 +17,7 @@ from megarl.checks.folder_checks import (
     check_writable,
 )
 from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.model_checks import check_model, stop_tokens, unused_weights
+from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
 from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
 from megarl.config import with_steps
 from megarl.data.demonstrations import load_demonstrations
@@ -112,6 +112,7 @@ def check_supervised(
     tokenizer, hf = check_model(config.model)
     warn(unused_weights(config.model))
     check_cut(config.training, config.model, hf, head)
+    check_export(config.model, tokenizer, hf)
     check_weights(config.model, head)
     warn(check_adapters(config.training.lora, config.model, head))
     rows = held_out = None

@@ -15,7 +15,6 @@ from megarl.trainer.loading import (
     load_model,
     load_weights,
     open_weights,
-    use_generation_config,
 )
 from megarl.trainer.lora import adapter_weights
 from megarl.trainer.model import RoleModel
@@ -47,8 +46,6 @@ def build_network(
         model = load_model(config, dtype=dtype, seed=seed, head=head)
         return RoleModel(model, mesh, training, head)
     network = RoleModel(empty_model(config), mesh, training, head)
-    if head not in SCORING:
-        use_generation_config(network.model, config)
     fill_network(network, config, training, mesh, device, seed=seed, needs_score=needs_score)
     return network
 

@@ -43,6 +43,7 @@ from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.trainer.attention import attention_line
 from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
+from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, role_training
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
@@ -207,6 +208,7 @@ class RunContext:
             owner=self.inputs.owner,
             run_id=self.run_id,
             in_background=self.config.training.checkpoint.background,
+            generation=generation_config(self.config.model) if self.is_main else None,
         )
         self.stack.callback(made.close)
         return made

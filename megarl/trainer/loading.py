@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from megarl.checkpoints.adapter_files import SCORE
+from megarl.checkpoints.export import GENERATION
 from megarl.parallel.reshard.boxes import Owned, matrix
 from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.tensor import Shard, whole_shapes
@@ -253,14 +255,15 @@ def output_rows(
     return weight[rows].to(device, dtype, copy=True)
 
 
-def use_generation_config(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Set the model's generation config from generation_config.json, if the checkpoint has one, so
-    that exports contain it.
+def generation_config(config: ModelConfig) -> bytes | None:
+    """The content of the model's generation_config.json, which exports have too; None if it has
+    none, or if only its shape is used.
     """
     if config.from_scratch:
-        return
+        return None
     with contextlib.suppress(OSError):  # some old models have none
-        model.generation_config = GenerationConfig.from_pretrained(config.path)
+        found = cached_file(config.path, GENERATION)
+        return Path(found).read_bytes() if found else None
 
 
 def load_model(
@@ -274,6 +277,4 @@ def load_model(
     if head in SCORING:
         use_score_head(model)
     load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))
-    if head not in SCORING:
-        use_generation_config(model, config)
     return model

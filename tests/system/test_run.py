@@ -27,10 +27,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
+# As several published models have it: transformers reads these settings, and refuses to save them.
+GENERATION = '{"do_sample": false, "temperature": 0.6,  "our_own": [1]}\n'
+
+
 @pytest.fixture(scope="module")
 def done(place: Path) -> Done:
     """One run, looked at by several tests."""
     model = write_model(place / "model")
+    (model / "generation_config.json").write_text(GENERATION)
     finished = megarl("train", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
     assert finished.code == 0, finished.err[-4000:]
     return finished
@@ -115,6 +120,7 @@ def test_the_checkpoint_is_a_hugging_face_model(done: Done, place: Path) -> None
         AutoModelForCausalLM.from_pretrained(place / "model"),
     )
     assert AutoTokenizer.from_pretrained(folder).encode("1+1=")
+    assert (folder / "generation_config.json").read_text() == GENERATION
     changed = [
         float((a - b).abs().max().detach())
         for a, b in zip(saved.parameters(), first.parameters(), strict=True)

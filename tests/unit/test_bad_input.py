@@ -72,6 +72,17 @@ def config_change(**changes: Any) -> Callable[[Path], None]:
     return spoil
 
 
+def named_template(name: str) -> Callable[[Path], None]:
+    """The model's tokenizer gets a second chat template, which is saved in a file of its name."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "tokenizer_config.json"
+        templates = [{"name": one, "template": "x"} for one in ("default", name)]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+
+    return spoil
+
+
 def to_gemma(folder: Path) -> None:
     """Random weights of a model of another family, as large as the one that is there."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -549,6 +560,10 @@ CASES = {
         prepare=lambda folder: (
             (folder / "model" / "generation_config.json").write_text("[]") and None
         ),
+    ),
+    "a chat template that cannot be saved": Case(
+        ["the tokenizer of model.path", "can be read but not saved", "Invalid chat template name"],
+        prepare=named_template("a/b"),
     ),
     "a stop token that the model has not": Case(
         ["eos_token_id 10000", "tokens are 0 to 39"],

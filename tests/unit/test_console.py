@@ -290,10 +290,11 @@ RECIPES = {
     "serve-reward": "serve_reward", "launch": "grpo",
 }  # fmt: skip
 """{command: a recipe for it}"""
-ENDS = list(itertools.product(("train", "eval", "launch"), signals.SIGNALS))
-ENDS += zip(
-    sorted(set(cli.COMMANDS) - {"train", "eval", "launch"}), itertools.cycle(signals.SIGNALS)
-)
+THOROUGH = ("train", "eval", "launch")
+ENDS = [
+    *itertools.product(THOROUGH, signals.SIGNALS),
+    *zip(sorted(set(cli.COMMANDS) - {*THOROUGH}), itertools.cycle(signals.SIGNALS)),
+]
 
 
 @pytest.mark.parametrize(("command", "number"), ENDS)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.api import Result
 from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.export import write_description
 from megarl.checkpoints.manifest import damage, digest_files, seal, write_manifest
 from megarl.checkpoints.progress import (
     Progress,
@@ -27,8 +28,10 @@ from megarl.checkpoints.progress import (
     write_progress,
 )
 from megarl.checkpoints.state_files import StateFiles, read_state
+from megarl.checks.model_checks import check_export, check_model, stop_tokens
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.loading import check_weights, empty_model, load_model
+from megarl.trainer.heads import use_score_head
+from megarl.trainer.loading import check_weights, empty_model, generation_config, load_model
 from megarl.trainer.weights import RandomWeights
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -333,3 +336,31 @@ def test_state_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     files.save({"x": 1}, str(tmp_path / "no other" / "bad.pt"))
     assert "no folder" in files.problem
     assert torch.equal(read_state(tmp_path / "good.pt")["x"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"do_sample": false, "temperature": 0.6}',
+        '{"eos_token_id": 1, "our_own": {"x": [1, 2]},   "top_k": "many"}\n\n',
+        '{"num_beams": 1, "length_penalty": 0.5, "early_stopping": true}',
+    ],
+)
+def test_a_generation_config_is_carried_over_as_it_is(tmp_path: Path, content: str) -> None:
+    config = ModelConfig(path=str(write_model(tmp_path)))
+    file, out = tmp_path / "generation_config.json", tmp_path / "out"
+    file.write_text(content)
+    tokenizer, hf = check_model(config)
+    stop_tokens(tokenizer, config, hf)
+    check_export(config, tokenizer, hf)
+    model, kept = empty_model(config), generation_config(config)
+    file.unlink()
+    write_description(out, model, tokenizer, kept)
+    assert (out / "generation_config.json").read_text() == content
+    again = tmp_path / "again"
+    write_description(again, model, tokenizer, generation_config(config))
+    derived = json.loads((again / "generation_config.json").read_text())
+    assert derived["eos_token_id"] == 1, "without a file, what the config says"
+    use_score_head(model)
+    write_description(tmp_path / "judge", model, tokenizer, kept)
+    assert not (tmp_path / "judge" / "generation_config.json").exists()
