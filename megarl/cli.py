@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from megarl import console, signals
-from megarl.command_line import pages
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
 from megarl.private_folder import run_folder
@@ -36,6 +35,7 @@ LONGEST_MESSAGE = 2000
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line; always ends the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    signals.handle()
     console.prepare()
     if sys.flags.optimize > 1:
         fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
@@ -44,15 +44,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if page is not None:
             console.result(page)
             leave(0 if arguments else 2)
-    except UserError as error:
-        fail(str(error))
-    command, rest = arguments[0], arguments[1:]
-    if COMMANDS[command].owns_folder:
-        signals.die_with_launcher()
-    signals.guard(COMMANDS[command].end_within_s)
-    signals.handle()
-    try:
-        code = dispatch(command, rest)
+        command = COMMANDS[arguments[0]]
+        if command.owns_folder:
+            signals.die_with_launcher()
+        signals.guard(command.end_within_s)
+        code = dispatch(arguments[0], arguments[1:])
     except UserError as error:
         fail(str(error))
     except console.Reported as reported:
@@ -63,7 +59,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 1
     except KeyboardInterrupt as caught:
         ended = signals.ending(caught)
-        signals.say_end(command, ended, trains=COMMANDS[command].owns_folder)
+        found = COMMANDS.get(arguments[0])
+        signals.say_end(arguments[0], ended, trains=found is not None and found.owns_folder)
         code = 128 + ended.number
     leave(code)
 
@@ -72,6 +69,8 @@ def told(arguments: list[str]) -> str | None:
     """What words ask for that start nothing: pages of help, versions, completion; None for a
     command to run. Raises `UserError` for a command that is not known.
     """
+    from megarl.command_line import pages  # here: signals are heard by now
+
     words = list(arguments) or ["--help"]
     if words[0] == "help" or pages.asks(words[0]):
         words = [*words[1:2], "--help", *words[2:]]
@@ -95,6 +94,8 @@ def dispatch(name: str, rest: list[str]) -> int:
 
     Raises `UserError` for what the user can correct in recipe, data or machine.
     """
+    from megarl.command_line import pages
+
     command = COMMANDS[name]
     rest = [typed(word) for word in rest]
     pages.refuse_unknown(name, rest)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import transformers
