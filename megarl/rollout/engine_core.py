@@ -122,7 +122,9 @@ def name_shared_memory() -> None:
     """Have this process, and those that vLLM starts from it, name shared memory after the run's
     folder. vLLM leaves some where it ends well, and all of it where it is killed.
     """
-    from vllm.v1.executor import multiproc_executor
+    import vllm.v1.executor.multiproc_executor as executor
+
+    multiproc_executor: Any = executor
 
     shared_memory._make_filename = lambda: f"/{shared_name()}"  # pyright: ignore
     # On the CPU the name of this file begins that of the memory.
