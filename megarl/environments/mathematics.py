@@ -242,6 +242,8 @@ def are_near(first: Any, second: Any) -> bool:
     """
     if not all(getattr(one, "is_number", False) for one in (first, second)):
         return True
+    if first.is_Rational and abs(first) >= SMALL:
+        return True
     size = abs(complex(first.evalf()))
     return size >= SMALL or abs(complex((first - second).evalf())) <= LARGEST_ERROR * size
 
@@ -363,6 +365,7 @@ def in_tags(response: str) -> tuple[str, str | None]:
     return inside, inside if is_line else None
 
 
+@lru_cache(maxsize=1024)  # all rollouts of a group have one reference answer
 def cleaned(text: str) -> str:
     r"""A final expression without what does not change its value: Markdown's `**`, `$` or `\(`
     around it, a final percent sign, brackets that are doubled. Characters such as ½ and ², and

@@ -154,7 +154,7 @@ def test_exact_match(marker: str, response: str, right: bool) -> None:
         ("5", "#### Conclusion\nThe answer is 5.", True), ("5", "\\boxed{5", False), ("5", "", False),
         ("-3", "#### \u22123", True), ("10", "#### x = 10", True), ("5", "The answer is 5. \\boxed{}", False),
         ("18", "#### 18 eggs and 3 chicks", False), ("70000", "#### $ 70,000", True), ("7", "#### " + "9" * 5000, False),
-        ("Ann has 3+4 = <<3+4=7>>7 clips.\n#### 7", "#### 7", True), ("2", "\\boxed{\\sqrt{4}}", True),
+        ("Ann has 3+4 = <<3+4=7>>7 clips.\n#### 7", "#### 7", True), ("2", "\\boxed{\\sqrt{4}}", False),
     ],
 )  # fmt: skip
 def test_mathematics(answer: str, response: str, right: bool) -> None:
