@@ -373,7 +373,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"environment__mixture__spare": {}}, ["spare", "'spare'|no row of the data names"]),
     ({"environment__mixture__a b": {}}, ["'a b'", "letters"]),
     ({"environment__verifier": "math"}, ["environment.mixture", "verifier", "one of them"]),
-    ({"environment__mixture__math__answer_after": "#"}, ["environment.mixture.math.answer_after", "remove"]),
+    ({"environment__mixture__math__answer_after": "#"}, ["environment.mixture.math.answer_after", "leave"]),
     ({"environment__mixture__math__verifier": "maths"}, ["environment.mixture.math", "'maths'", "exact_match"]),
     ({"environment__mixture": {}}, ["prompts.sources[0].environment is 'math'", "empty"]),
     ({"epochs": 2.0}, ["epochs", "prompts.sources", "steps"]),
