@@ -617,7 +617,7 @@ CASES = {
         prepare=verifier("while True:\n    pass\n"),
     ),
     "a verifier that ends the process": Case(
-        ["mine.py:score", "ended at start", "exit code 3"],
+        ["mine.py:score", "ended with exit code 3 at start"],
         {"environment.verifier": "{folder}/mine.py:score"},
         prepare=verifier("import os\nos._exit(3)\n"),
     ),
