@@ -23,7 +23,7 @@ from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.service_process import ServiceActor
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.session_pool import GRACE_S
+from megarl.environments.workers import GRACE_S
 from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
