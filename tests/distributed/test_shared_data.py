@@ -112,5 +112,5 @@ def test_a_bad_row_is_one_message_of_the_run(model: str, tmp_path: Path) -> None
     done = megarl("sft", recipe(tmp_path, model, rows), ranks=2)
     assert done.code != 0
     assert done.err.count("megarl: error") == 1
-    assert "data.jsonl, line 8 (row 7, counted from 0): prompt and response have" in done.err
+    assert "data.jsonl, line 8 (row 7, counted from 0)" in done.err
     assert not (tmp_path / "run").exists(), "nothing was started"
