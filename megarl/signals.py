@@ -74,13 +74,21 @@ class Ended(KeyboardInterrupt):
         self.number, self.is_said = number, is_said
 
 
-_ended = Ended(signal.SIGINT)
-"""What `_end` raised last."""
+_ended: Ended | None = None
+"""What `_end` raised; None before."""
 
 
 def ending(caught: KeyboardInterrupt) -> Ended:
     """The `Ended` for which `caught` stands."""
-    return caught if isinstance(caught, Ended) else _ended
+    return caught if isinstance(caught, Ended) else _ended or Ended(signal.SIGINT)
+
+
+def raise_again() -> None:
+    """Raise the `Ended` of a signal that was heard. Call it after a library's function that may
+    swallow `KeyboardInterrupt`, as vLLM's start does while it waits for its core.
+    """
+    if _ended is not None:
+        raise _ended
 
 
 class Stop:

@@ -26,6 +26,7 @@ from megarl.environments.wire import Sample
 from megarl.errors import EngineLost, UserError
 from megarl.rollout.config import EngineConfig
 from megarl.serve_config import ServeRewardConfig
+from megarl.signals import raise_again
 from megarl.trainer.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
         with console.phase(what), uninterrupted():
             try:
                 await engine.start()
+                raise_again()
             except Exception as error:
                 raise UserError(
                     f"vLLM does not start {what} ({type(error).__name__}: {error}); see run.log"
