@@ -83,12 +83,31 @@ def ending(caught: KeyboardInterrupt) -> Ended:
     return caught if isinstance(caught, Ended) else _ended or Ended(signal.SIGINT)
 
 
-def raise_again() -> None:
-    """Raise the `Ended` of a signal that was heard. Call it after a library's function that may
-    swallow `KeyboardInterrupt`, as vLLM's start does while it waits for its core.
+class _Signal(BaseException):
+    """A signal, raised as no `KeyboardInterrupt`."""
+
+
+@contextlib.contextmanager
+def past_interrupts() -> Iterator[None]:
+    """For a block in which a library swallows `KeyboardInterrupt`, as vLLM does while it waits for
+    its core: a signal of `SIGNALS` leaves the block as another exception, and is raised as `Ended`
+    behind it. Only where Ray is not called.
     """
-    if _ended is not None:
-        raise _ended
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for known in SIGNALS:
+            signal.signal(known, signal.SIG_IGN)
+        raise _Signal(number)
+
+    before = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    except _Signal as caught:
+        raise Ended(caught.args[0]) from None
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:  # not where a signal was heard
+                signal.signal(number, handler)
 
 
 class Stop:

@@ -26,7 +26,7 @@ from megarl.environments.wire import Sample
 from megarl.errors import EngineLost, UserError
 from megarl.rollout.config import EngineConfig
 from megarl.serve_config import ServeRewardConfig
-from megarl.signals import raise_again
+from megarl.signals import past_interrupts
 from megarl.trainer.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -239,8 +239,8 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
     try:
         with console.phase(what), uninterrupted():
             try:
-                await engine.start()
-                raise_again()
+                with past_interrupts():
+                    await engine.start()
             except Exception as error:
                 raise UserError(
                     f"vLLM does not start {what} ({type(error).__name__}: {error}); see run.log"
