@@ -45,8 +45,8 @@ class PrivateFolder:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: where to make it; by default a new name in `PLACE`. Raises `UserError` where it
-        cannot be made.
+        """Make the folder. `path`: the folder, which must not exist; None: one with a new name in
+        `PLACE`. Raises `UserError` if the folder cannot be made.
         """
         self.path = path or PLACE / f"megarl-{os.getpid()}-{secrets.token_hex(4)}"
         try:

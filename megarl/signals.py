@@ -83,6 +83,11 @@ def ending(caught: KeyboardInterrupt) -> Ended:
     return caught if isinstance(caught, Ended) else _ended or Ended(signal.SIGINT)
 
 
+def _ignore_all() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class _Signal(BaseException):
     """A signal, raised as no `KeyboardInterrupt`."""
 
@@ -95,8 +100,7 @@ def past_interrupts() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        for known in SIGNALS:
-            signal.signal(known, signal.SIG_IGN)
+        _ignore_all()
         raise _Signal(number)
 
     before = {number: signal.signal(number, end) for number in SIGNALS}
@@ -141,8 +145,7 @@ def handle() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     """Signal handler: raise `Ended` at the first signal and ignore later ones."""
     global _ended
-    for known in SIGNALS:
-        signal.signal(known, signal.SIG_IGN)
+    _ignore_all()
     _ended = Ended(number)
     raise _ended
 

@@ -316,8 +316,9 @@ class EngineGroup:
                 self.dead.discard(number)
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Kill what is left of the engines `numbers` and begin to start new ones in parallel under
-        the same numbers. `members` and waiting: see `hold`.
+        """Kill the processes that are left of the engines `numbers`, and begin to start new engines
+        with the same numbers, all at once. Waits while fewer engines are ready than a publication
+        needs; `members` are then the engines that are ready.
         """
         self.restart(numbers)
         self._find_members()

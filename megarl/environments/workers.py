@@ -53,15 +53,18 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """One worker process, with the requests that wait for its replies. Belongs to an event loop."""
+    """A process that runs the user's verifier or sessions, and the requests for whose replies the
+    pool waits. All methods are called in one event loop.
+    """
 
     tools: list[dict[str, Any]]
     """The recipe's tools, as `megarl.environments.tools.tool.Schema`."""
     forms: dict[str, str]
     """{name of a reward function: its form}, where that is not megarl's own."""
     beats = False
-    """Whether it sends signs of life. A process that does not gets one request at a time, and is
-    ended when that exceeds its time limit."""
+    """Whether the process sends a message now and then that it is alive, which it does for `async`
+    functions and sessions. Then it gets many requests at once. Without such messages it gets one
+    request at a time, and is killed when the request takes longer than its time limit."""
 
     def __init__(self, handle: WorkerHandle, config: EnvironmentConfig) -> None:
         self.handle, self._config = handle, config
@@ -77,7 +80,7 @@ class Worker:
         """Keys of the rollouts whose sessions it runs."""
 
     async def connect(self) -> None:
-        """Begin to read the replies."""
+        """Begin to read the process's replies and to wait for its end."""
         self._reader, self._writer = await asyncio.open_connection(
             sock=self.handle.channel, limit=2**20
         )
@@ -216,7 +219,9 @@ class Worker:
 
 
 class Workers:
-    """A number of places, each with a worker process once it is needed."""
+    """A fixed number of places for worker processes. The process of a place starts with the first
+    request to the place, and another one follows where a process ended.
+    """
 
     def __init__(
         self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None, places: int

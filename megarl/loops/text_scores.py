@@ -41,8 +41,8 @@ class Text(NamedTuple):
 
 
 class TextScorer:
-    """A reward model in this process. All calls are from one thread, and a process has one at a
-    time.
+    """A reward model that scores texts in this process. A process may have one `TextScorer` at a
+    time, which only one thread may call.
     """
 
     def __init__(
@@ -54,8 +54,9 @@ class TextScorer:
         template: TemplateName,
         seed: int,
     ) -> None:
-        """Load the model. `template`: how the prompts are read. Precision, `micro_batch_tokens` and
-        time limits are those of `training`.
+        """Load the model. `template`: how a prompt and a response become the text that is scored
+        (`prompts.template`). Precision, `micro_batch_tokens` and time limits are those of
+        `training`.
         """
         self._tokenizer = tokenizer
         self._template: TemplateName = template

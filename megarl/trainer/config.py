@@ -208,11 +208,12 @@ class CheckpointConfig:
     """
 
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Number of steps between checkpoints, beside the one after the last step; 0: none by their
-    number, but by time (`every_minutes`)."""
+    """Number of steps between two checkpoints. 0: the number of steps causes none; `every_minutes`
+    may. One more is written after the last step of a run."""
     every_minutes: Annotated[float | None, Range(0.0, 10**6)] = None
-    """Minutes after which the next step is followed by a checkpoint, since the start or the last
-    one; 0: never. None: 20 where `every` is 0, otherwise 0."""
+    """Minutes between two checkpoints, or between the start and the first: a checkpoint is written
+    at the end of the step in which they have passed. 0: time causes no checkpoint. None, the
+    default: 20 where `every` is 0, otherwise 0."""
     keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
     background: bool = True
@@ -229,7 +230,9 @@ class CheckpointConfig:
 
     @property
     def minutes(self) -> float:
-        """`every_minutes`, with the default filled in."""
+        """Minutes between two checkpoints: `every_minutes`, or what its None stands for. 0: time
+        causes no checkpoint.
+        """
         if self.every_minutes is None:
             return 0.0 if self.every else 20.0
         return self.every_minutes

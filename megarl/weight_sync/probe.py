@@ -151,12 +151,15 @@ class Probe:
         or with others.
         """
         own, worst = trainer.change, 0.0
-        size, eps = _mean(own), max(torch.finfo(getattr(torch, one)).eps for one in self.dtypes)
+        size, eps = (
+            _mean_size(own),
+            max(torch.finfo(getattr(torch, one)).eps for one in self.dtypes),
+        )
         share = max(SHARES[name] for name in self.dtypes)
         for number, engine in zip(numbers, engines, strict=True):
             change = engine.change
-            gap = _mean([a - b for a, b in zip(change, own, strict=True)])
-            base = _mean([a - b for a, b in zip(trainer.base, engine.base, strict=True)])
+            gap = _mean_size([a - b for a, b in zip(change, own, strict=True)])
+            base = _mean_size([a - b for a, b in zip(trainer.base, engine.base, strict=True)])
             worst = max(worst, gap)
             found = (
                 f"engine {number} does not compute with the adapters of version {version}: they"
@@ -166,7 +169,7 @@ class Probe:
                 raise RuntimeError(f"{found}, and the engine's not at all")
             if gap > max(BASE_GAPS * base + share * size, 4 * eps):
                 raise RuntimeError(
-                    f"{found}, and the engine's by {_mean(change):.2e}; the changes differ by"
+                    f"{found}, and the engine's by {_mean_size(change):.2e}; the changes differ by"
                     f" {gap:.2e} in the mean, those of the base model alone by {base:.2e}"
                 )
         return worst
@@ -200,6 +203,6 @@ class Probe:
             )
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_size(values: Sequence[float]) -> float:
     """Mean of absolute values."""
     return sum(map(abs, values)) / len(values)
