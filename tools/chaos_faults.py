@@ -24,6 +24,8 @@ BAD_VERIFIER_S = 4.0
 """Seconds for which the verifier is bad."""
 BAD_SHARE = 0.15
 """Share of the calls that go wrong meanwhile."""
+LARGE_BYTES = 100 * 2**20
+"""Every process of vLLM holds more, and no helper process of multiprocessing does."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,19 @@ def titled(*starts: str) -> Callable[[psutil.Process], bool]:
     return matches
 
 
-def is_core(process: psutil.Process) -> bool:
-    """Whether a process is the core of an engine: vLLM's largest process below the engine's actor.
-    On the CPU the core has no title of its own.
+def below_engine(generations: int) -> Callable[[psutil.Process], bool]:
+    """Whether a process is one of vLLM's, so many generations below an engine's actor: the core is
+    a child of the actor, and the ranks of a tensor-parallel engine are children of the core. Not
+    by title: setproctitle cannot write one where the first variable of the environment was set
+    anew. The helper processes of Python's multiprocessing are small.
     """
-    above = [one for one in process.parents() if titled("ray::Engine")(one)]
-    if not above or titled("VLLM::Worker")(process):
-        return False
-    below = [one for one in above[0].children(recursive=True) if not titled("VLLM::Worker")(one)]
-    return process == max(below, key=lambda one: one.memory_info().rss)
+
+    def matches(process: psutil.Process) -> bool:
+        above = process.parents()[:generations]
+        is_below = len(above) == generations and titled("ray::Engine")(above[-1])
+        return is_below and process.memory_info().rss > LARGE_BYTES
+
+    return matches
 
 
 def is_verifier(process: psutil.Process) -> bool:
@@ -87,8 +93,8 @@ def is_rank(process: psutil.Process) -> bool:
 ENGINE_SAYS = r"{name}\b.*(dead|lost|no step|not said|failed|not ready)"
 PROCESSES: dict[str, tuple[Callable[[psutil.Process], bool], str]] = {
     "engine": (titled("ray::Engine"), ENGINE_SAYS),
-    "core": (is_core, ENGINE_SAYS),
-    "tensor worker": (titled("VLLM::Worker"), ENGINE_SAYS),
+    "core": (below_engine(1), ENGINE_SAYS),
+    "tensor worker": (below_engine(2), ENGINE_SAYS),
     "service": (titled("ray::Service"), r"rollout service"),
     "environment": (titled("ray::Environment"), r"environment"),
     "verifier": (is_verifier, r"verifier|worker of the environment"),

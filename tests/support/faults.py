@@ -12,14 +12,22 @@ plain, begin = shared_memory.Sender.commit, shared_memory.Sender.begin
 WeightSyncConfig.bucket_bytes = 2**13
 state = {"version": -1, "killed": False}
 
-def called(title):
+def victims(kind):
     # Ray's processes are below this one. Not by the mark in their environment: a long title is
-    # written over it.
+    # written over it. vLLM's own processes may have no title: setproctitle cannot write one where
+    # the first variable of the environment has been set anew. A tensor rank is the largest
+    # process below the core, which is a child of the engine's actor.
     for process in psutil.Process().children(recursive=True):
         try:
-            words = process.cmdline()[:1]
-            if words and words[0].startswith(title):
+            if not process.cmdline() or not process.cmdline()[0].startswith("ray::Engine"):
+                continue
+            if kind == "engine":
                 yield process
+                continue
+            ranks = [one for core in process.children() for one in core.children()]
+            sizes = {one.memory_info().rss: one for one in ranks}
+            if sizes:
+                yield sizes[max(sizes)]
         except psutil.Error:
             continue
 
@@ -31,8 +39,10 @@ def commit(self, bucket, watch):
     if state["version"] == 2 and bucket.number == 3 and not state["killed"]:
         state["killed"] = True
         # On a busy machine a process may not tell its title at the first look.
-        looks = (list(called(os.environ["VICTIM"])) or time.sleep(0.1) for _ in range(100))
-        victim = min(next(filter(None, looks)), key=lambda process: process.pid)
+        looks = (list(victims(os.environ["VICTIM"])) or time.sleep(0.1) for _ in range(100))
+        found = next(filter(None, looks), None)
+        assert found, [one.cmdline() for one in psutil.Process().children(recursive=True)]
+        victim = min(found, key=lambda process: process.pid)
         for process in [*victim.children(recursive=True), victim]:
             process.kill()
     plain(self, bucket, watch)
@@ -41,5 +51,5 @@ shared_memory.Sender.begin, shared_memory.Sender.commit = begins, commit
 from megarl.cli import main
 sys.exit(main())
 """
-"""Kills the process whose title begins with $VICTIM while version 2 is on its way, after three
-buckets."""
+"""Kills an engine's actor (VICTIM=engine) or one of its tensor ranks (VICTIM=rank) while version 2
+is on its way, after three buckets."""

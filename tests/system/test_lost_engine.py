@@ -246,7 +246,7 @@ def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
     assert done.survivors == []
 
 
-@pytest.mark.parametrize(("victim", "tensor"), [("ray::Engine", 1), ("VLLM::Worker_TP1", 2)])
+@pytest.mark.parametrize(("victim", "tensor"), [("engine", 1), ("rank", 2)])
 def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path: Path) -> None:
     """Two engines, one of which loses its actor, or one rank of two; requests are under way."""
     model = write_model(tmp_path / "model")

@@ -75,7 +75,7 @@ def loses_its_engine(folder: Path, *, gpu: bool) -> None:
     """The engine is killed while it receives a version; another takes its turn."""
     path = recipe(folder, "shared_memory", 2, gpu=gpu)
     command = [sys.executable, "-c", KILLER, "train", path]
-    process, mark = start(command, VICTIM="ray::Engine", **({} if gpu else HIDDEN))
+    process, mark = start(command, VICTIM="engine", **({} if gpu else HIDDEN))
     done = finish(process, mark, 400)
     assert "was lost while it received version 2" in done.err, done.err[-4000:]
     rows = check(done, folder, gpu)
