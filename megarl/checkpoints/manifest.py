@@ -60,13 +60,18 @@ def damage(folder: Path) -> str:
         return f"its {DIGESTS} cannot be read ({error})"
     if not isinstance(found, dict) or found.get("algorithm") != ALGORITHM:
         return f"its {DIGESTS} has no {ALGORITHM} digests: another version of megarl wrote it"
-    expected = found["files"]
+    expected = found.get("files")
+    if not isinstance(expected, dict):
+        return f"its {DIGESTS} names no files"
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
     if present != set(expected):
         return f"files are missing or foreign: {sorted(present ^ set(expected))[:3]}"
     for name, wanted in expected.items():
-        if digest(folder / name) != wanted:
-            return f"{name} is damaged (its digest differs)"
+        try:
+            if digest(folder / name) != wanted:
+                return f"{name} is damaged (its digest differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return ""
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from megarl import signals
 from megarl.checkpoints import lease
 from megarl.config import AnyConfig
-from megarl.console import say
-from megarl.ledger.journal import FILE, Reader
 from megarl.observe.config import ObserveConfig
 from megarl.parallel import launcher
 from megarl.schema import require
@@ -95,20 +93,6 @@ def check_time_to_save(checkpoint: CheckpointConfig) -> None:
         f"training.checkpoint.save_within_s is {checkpoint.save_within_s:g}, but torchrun kills its"
         f" ranks {waits_s} s after a signal; give it --shutdown-timeout {needs_s}",
     )
-
-
-def check_ledger(folder: str) -> None:
-    """Raise `ValueError` if the run folder holds a ledger to which a run cannot append: a damaged
-    one, or one of a newer format. A torn tail is said; the run will cut it off.
-    """
-    path = Path(folder) / FILE
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            torn = Reader(path).verify()
-        except (PermissionError, IsADirectoryError) as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}); move it away") from None
-        if torn:
-            say(f"megarl: {path}: cutting off a torn tail of {torn} bytes")
 
 
 @contextlib.contextmanager

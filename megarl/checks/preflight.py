@@ -20,7 +20,6 @@ from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
 from megarl.checks.folder_checks import (
     check_folder,
-    check_ledger,
     check_observe,
     check_time_to_save,
     check_writable,
@@ -31,14 +30,13 @@ from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
 from megarl.checks.programs import check_rows
 from megarl.checks.roles import check_positions, check_role, refuse_rejection
+from megarl.checks.run_files import check_run_files
 from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.data.config import TemplateName
 from megarl.data.source import PromptList, load_prompts
-from megarl.ledger.journal import FILE
-from megarl.ledger.position import difference
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -205,14 +203,13 @@ def read_prompts(
 
 
 def check_places(config: RunConfig) -> None:
-    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if its
-    ledger cannot be continued, if a package is missing that its metrics need, or if dynamic
-    sampling and reward models are used together.
+    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if a
+    package is missing that its metrics need, or if dynamic sampling and reward models are used
+    together.
     """
     refuse_rejection(config)
     check_folder(config.folder, resume=bool(config.resume))
     check_time_to_save(config.training.checkpoint)
-    check_ledger(config.folder)
     if config.weight_sync.folder:
         check_writable(config.weight_sync.folder, setting="weight_sync.folder")
     check_observe(config.observe)
@@ -229,11 +226,20 @@ def find_checkpoint(
 
     `data`: fingerprint of the prompts or demonstrations. `roles`: {name: layout} of the roles
     beside the policy that are trained. `head`: that of the trained model. Raises `ValueError` if
-    `resume` is true and there is no checkpoint, or if there are some but none of them can be
-    resumed.
+    `resume` is true and there is no checkpoint, if there are some but none of them can be resumed,
+    or if a file of the run folder is broken.
     """
-    if not config.resume or launcher.rank() != 0:
+    if launcher.rank() != 0:
         return None
+    chosen = _chosen(config, layout, data, roles, head) if config.resume else None
+    check_run_files(Path(config.folder), chosen)
+    return chosen
+
+
+def _chosen(
+    config: AnyConfig, layout: Layout, data: str, roles: Mapping[str, str] | None, head: HeadName
+) -> Path | None:
+    """What `find_checkpoint` finds for a run that resumes."""
     folder = Path(config.folder) / "checkpoints"
     require(
         config.resume == "auto" or bool(newest_first(folder)),
@@ -253,16 +259,8 @@ def find_checkpoint(
         base=base_digest(config.model.path) if config.training.lora.is_on else "",
     )
     if chosen is not None and isinstance(config, RunConfig):
-        progress, ledger = read_progress(chosen), Path(config.folder) / FILE
-        why = refusal(config.rollout.dispatch, progress.cursor)
+        why = refusal(config.rollout.dispatch, read_progress(chosen).cursor)
         require(not why, f"checkpoint {chosen} cannot be resumed: {why}")
-        # Without one, such as beside a copied checkpoint, a new ledger begins here.
-        why = difference(ledger, progress.ledger) if ledger.exists() else ""
-        require(
-            not why,
-            f"{ledger} is not the ledger of checkpoint {chosen.name}: {why}; put the run's ledger"
-            " back, or move the file away to go on with a new one",
-        )
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
     return chosen

@@ -40,6 +40,13 @@ def parts_of(path: Path) -> list[Part]:
     return sorted(found)
 
 
+def read_again(path: Path, step: int) -> Path:
+    """The file that a run reads which goes on after `step` steps: the full part of the file `path`
+    that has later steps, or `path`.
+    """
+    return next((part.path for part in parts_of(path) if part.last > step), path)
+
+
 class RotatedFile:
     """Writes records of ascending steps.
 

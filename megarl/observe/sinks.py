@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,16 +55,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 return
+            fix = f"delete the line: sed -i {number}d {shlex.quote(str(path))}"
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number} is not JSON ({error}); delete the line"
-                ) from None
+                raise ValueError(f"{path}, line {number} is not JSON ({error}); {fix}") from None
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError(
-                    f"{path}, line {number} has no whole number `step`; delete the line"
-                )
+                raise ValueError(f"{path}, line {number} has no whole number `step`; {fix}")
             yield record
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
-from megarl.config import AnyConfig, dump
+from megarl.config import AnyConfig, as_plain
+from megarl.recipe_file import read_tree
 from megarl.schema import shortened
 
 OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
@@ -18,11 +17,7 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """The settings of `config` that are not those of the run folder's file `recipe`, each as
     "section.key (old -> new)"; none where that file cannot be read.
     """
-    try:
-        old = yaml.safe_load(recipe.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    before, now = dict(_leaves(old)), dict(_leaves(yaml.safe_load(dump(config))))
+    before, now = _settings(recipe), dict(_leaves(as_plain(config)))
     return [
         f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
         for name, value in now.items()
@@ -34,12 +29,18 @@ def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
     where that file cannot be read.
     """
+    now = {name for name, _ in _leaves(as_plain(config))}
+    return [name for name in _settings(recipe) if name not in now]
+
+
+def _settings(recipe: Path) -> dict[str, object]:
+    """{dotted name: value} of the file `recipe`; empty where it cannot be read, which
+    `megarl.checks.run_files` tells.
+    """
     try:
-        old = yaml.safe_load(recipe.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    now = {name for name, _ in _leaves(yaml.safe_load(dump(config)))}
-    return [name for name, _ in _leaves(old) if name not in now]
+        return dict(_leaves(read_tree(recipe)))
+    except ValueError:
+        return {}
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:

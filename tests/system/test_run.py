@@ -196,31 +196,40 @@ def changed_in_the_middle(lines: list[bytes]) -> bytes:
     return b"".join([*lines[:middle], changed, *lines[middle + 1 :]])
 
 
+AWAY = "move the file away"
 WRONG = {
-    "another run's": (of_another_run, "is not the ledger of checkpoint step_000004"),
-    "a shorter one": (lambda lines: b"".join(lines[:40]), "when the checkpoint was written"),
-    "a line changed": (changed_in_the_middle, "is damaged"),
-    "a line missing": (lambda lines: b"".join(lines[:30] + lines[31:]), "is damaged"),
+    "another run's": (FILE, of_another_run, "is not the ledger of checkpoint step_000004", AWAY),
+    "a shorter one": (FILE, lambda lines: b"".join(lines[:40]), "the checkpoint was written", AWAY),
+    "a line changed": (FILE, changed_in_the_middle, "is damaged", AWAY),
+    "a line missing": (FILE, lambda lines: b"".join(lines[:30] + lines[31:]), "is damaged", AWAY),
+    "metrics": (
+        "metrics.jsonl",
+        lambda lines: b"".join([lines[0], lines[1][:30] + b"\n", *lines[2:]]),
+        "line 2 is not JSON",
+        "delete the line: sed -i 2d ",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_resume_with_a_wrong_ledger_is_refused_before_engines_start(
+def test_a_resume_with_a_wrong_file_is_refused_before_engines_start(
     done: Done, place: Path, kind: str
 ) -> None:
-    change, wanted = WRONG[kind]
+    name, change, wanted, fix = WRONG[kind]
     folder = place / kind.replace(" ", "_").replace("'", "")
     shutil.copytree(place / "run", folder)
-    path = folder / FILE
+    path = folder / name
     path.write_bytes(change(path.read_bytes().splitlines(keepends=True)))
     before = path.read_bytes()
     arguments = ["--folder", str(folder), "--steps", str(STEPS + 2), "--resume", "auto"]
+    # `--check` runs the same checks.
+    arguments += ["--check"] if kind in ("metrics", "a line missing") else []
     finished = megarl("train", str(place / "recipe.yaml"), *arguments)
     assert finished.code == 2 and finished.out == ""
-    (said,) = [line for line in finished.err.splitlines() if FILE in line]
-    assert wanted in said and str(path) in said and "move the file away" in said
+    (said,) = [line for line in finished.err.splitlines() if name in line]
+    assert wanted in said and str(path) in said and fix in said
     assert not re.search("Traceback|Ray|engine", finished.err)
-    assert path.read_bytes() == before, "a run that is refused leaves the ledger as it is"
+    assert path.read_bytes() == before, "a run that is refused leaves the file as it is"
 
 
 def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, place: Path) -> None:

@@ -22,7 +22,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.checkpoints.lease import path_of, take
-from megarl.checks.folder_checks import check_ledger
 from megarl.cluster.owned_ledger import with_ledger
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
@@ -806,24 +805,6 @@ def test_the_commands_mistakes_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             main([str(tmp_path)])
         (tmp_path / FILE).unlink()
-
-
-def test_a_damaged_ledger_is_refused_before_a_run_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    check_ledger(str(tmp_path))
-    check_ledger(str(tmp_path / "new"))
-    path = tmp_path / FILE
-    path.write_bytes(example(3) + b"half a li")
-    check_ledger(str(tmp_path))
-    assert "cutting off a torn tail of 9 bytes" in capfd.readouterr().err
-    path.write_bytes(example(3).replace(b'"value":1', b'"value":7'))
-    with pytest.raises(ValueError, match=r"ledger.jsonl, line 3 is damaged .*move the file away"):
-        check_ledger(str(tmp_path))
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(ValueError, match="cannot be read"):
-        check_ledger(str(tmp_path))
 
 
 CARRIED = [

@@ -271,6 +271,9 @@ def test_a_newer_checkpoint_with_other_digests_is_not_passed_over(tmp_path: Path
     for content in ("{", "[]", json.dumps(found | {"format": "x"})):
         (newer / "run.json").write_text(content)
         assert chosen() == older
+    for content in ("{", '{"algorithm": "xxh3_128"}', '{"algorithm": "xxh3_128", "files": [1]}'):
+        (newer / "digests.json").write_text(content)
+        assert chosen() == older
 
 
 def test_checkpoints_have_the_order_of_their_steps(

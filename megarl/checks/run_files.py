@@ -1,0 +1,100 @@
+"""Checks that the files of a run folder are those with which its run can go on.
+
+A resume reads, beside the checkpoint (whose digests tell damage): `recipe.yaml`, to tell changed
+settings; `metrics.jsonl`, `evaluations.jsonl` and the newest part of `transcripts.jsonl`, to drop
+what came after the checkpoint; `ledger.jsonl`, to go on with it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from megarl.checkpoints.progress import Progress, read_progress
+from megarl.console import say
+from megarl.ledger.journal import FILE, Reader
+from megarl.ledger.position import difference
+from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
+from megarl.observe.rotated import read_again
+from megarl.observe.sinks import read_records
+from megarl.recipe_file import read_tree
+from megarl.schema import require
+
+RECIPE = "recipe.yaml"
+
+
+def check_run_files(folder: Path, checkpoint: Path | None) -> None:
+    """Raise `ValueError` for a file of the run folder `folder` with which a run cannot go on from
+    `checkpoint` (None: from its beginning): the file, the number of the broken line, and a way out.
+    A last line that a killed process has left half written is sound: the run cuts it off. Files
+    that are lost, and a recipe that cannot be read, are warned of on standard error.
+    """
+    progress = read_progress(checkpoint) if checkpoint is not None else None
+    step = progress.step if progress is not None else 0
+    for path in (folder / METRICS, folder / EVALUATIONS, read_again(folder / TRANSCRIPTS, step)):
+        try:
+            for _ in read_records(path):
+                pass
+        except OSError as error:
+            raise _unreadable(path, error) from None
+    _check_ledger(folder / FILE, checkpoint, progress)
+    recipe = folder / RECIPE
+    if progress is not None:
+        _tell_lost(folder, progress)
+        if recipe.exists():
+            try:
+                read_tree(recipe)
+            except ValueError as error:
+                said = str(error).partition(";")[0]
+                warn = f"{said}: changed settings cannot be told, and the file is written anew"
+                say(f"megarl: warning: {warn}")
+
+
+def _check_ledger(path: Path, checkpoint: Path | None, progress: Progress | None) -> None:
+    """Raise `ValueError` if a run cannot append to the ledger `path`: a damaged one, one of a newer
+    format, or not that of `checkpoint`. A torn tail is said. Without a ledger, a new one begins.
+    """
+    if not path.exists():
+        return
+    reader = None
+    try:
+        reader = Reader(path)
+        torn = reader.verify()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        at = reader.num_lines + 1 if reader is not None else 1
+        held = progress.ledger.get("bytes") if progress is not None else 0
+        if reader is None or held is None or reader.num_bytes < int(held) or at == 1:
+            raise
+        needs = f" ({checkpoint.name} was written before)" if checkpoint is not None else ""
+        cut = f"sed -i '{at},$d' {shlex.quote(str(path))}"
+        raise ValueError(f"{error}, or remove it from line {at} on: {cut}{needs}") from None
+    if torn:
+        say(f"megarl: {path}: cutting off a torn tail of {torn} bytes")
+    if checkpoint is not None and progress is not None:
+        why = difference(path, progress.ledger)
+        require(
+            not why,
+            f"{path} is not the ledger of checkpoint {checkpoint.name}: {why}; put the run's ledger"
+            " back, or move the file away to go on with a new one",
+        )
+
+
+def _tell_lost(folder: Path, progress: Progress) -> None:
+    """Warn of files that the run has written and that are not there. A checkpoint without any of
+    them was copied alone.
+    """
+    written = [RECIPE, METRICS, EVALUATIONS, TRANSCRIPTS, *([FILE] if progress.ledger else [])]
+    lost = [name for name in written if not (folder / name).exists()]
+    if lost and len(lost) < len(written):
+        names = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
+        them, it = ("one", "it") if len(lost) == 1 else ("ones", "them")
+        say(
+            f"megarl: warning: {folder} has no {names}: new {them} will tell only of what comes"
+            f" after step {progress.step}; put {it} back before the run goes on, if you have {it}"
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{path} cannot be read ({error.strerror or error}); move it away")
