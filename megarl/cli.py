@@ -151,6 +151,9 @@ def dispatch(name: str, rest: list[str]) -> int:
             raise mistake(error) from error
         if "--check" in flags:
             console.say(f"checked: {inputs}")
+            if command.owns_folder:
+                told = load("megarl.checks.run_files:outlook")(config, inputs)
+                console.say(told) if told else None
             return 0
         with quick_imports():
             run = load(command.run)

@@ -248,7 +248,12 @@ def override(tree: dict[str, Any], kind: Any, words: list[str]) -> dict[str, Any
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ValueError(f"{word!r} is no setting; write --section.key value")
+            key, equals, value = word.lstrip("-").partition("=")
+            fix = "write --section.key value"
+            if has_key(kind, key.replace("-", "_")):
+                value = value if equals else words[0] if words else "VALUE"
+                fix = f"did you mean --{key} {value}?"
+            raise ValueError(f"{word!r} is no setting; {fix}")
         name, equals, value = word[2:].partition("=")
         keys = name.replace("-", "_").split(".")
         values = [value] if equals else []

@@ -16,8 +16,12 @@ from megarl.checkpoints import lease
 from megarl.config import AnyConfig
 from megarl.observe.config import ObserveConfig
 from megarl.parallel import launcher
+from megarl.recipe_file import read_tree
 from megarl.schema import require
 from megarl.trainer.config import CheckpointConfig
+
+RECIPE = "recipe.yaml"
+"""Name of the file in the run folder with every setting of its run."""
 
 MIN_FREE_BYTES = 64 * 2**20
 """Minimum free disk space in bytes; with less, a run does not start."""
@@ -62,24 +66,37 @@ def check_folder(folder: str, *, resume: bool) -> None:
     be written there. A run that ended before its first step left nothing to keep.
     """
     # Imported here: it imports torch, and `owned_folder` refuses a second start without it.
-    from megarl.checkpoints.progress import newest_first
+    from megarl.checkpoints.progress import newest_first, step_of
 
     path, holds_run, checkpoints = Path(folder), False, []
     with contextlib.suppress(OSError):  # said by check_writable
         metrics = path / "metrics.jsonl"
         holds_run = metrics.is_file() and metrics.stat().st_size > 0
         checkpoints = newest_first(path / "checkpoints")
-    require(
-        resume or not checkpoints,
-        f"folder {folder} already holds a run; set resume to true to continue it, or folder to a"
-        " new one",
-    )
+    if checkpoints and not resume:
+        done, steps = step_of(checkpoints[0])[0], planned_steps(path)
+        where = f"step {done}" + (f" of {steps}" if steps else "")
+        raise ValueError(
+            f"folder {folder} already holds a run, which is finished ({where}); set folder to a new"
+            " one, or resume to true and steps to more to train it further"
+            if steps and done >= steps
+            else f"folder {folder} already holds a run, at {where}; set resume to true to continue"
+            " it (--resume auto), or folder to a new one"
+        )
     require(
         resume or not holds_run,
         f"folder {folder} already holds a run that has no checkpoint to resume from; set folder to"
         " a new one, or remove it",
     )
     check_writable(folder, setting="folder")
+
+
+def planned_steps(run: Path) -> int | None:
+    """The steps that a run was started for, by its folder's recipe; None where that tells none."""
+    with contextlib.suppress(ValueError):
+        steps = read_tree(run / RECIPE).get("steps")
+        return steps if isinstance(steps, int) else None
+    return None
 
 
 def check_time_to_save(checkpoint: CheckpointConfig) -> None:

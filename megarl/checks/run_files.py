@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.checkpoints.progress import Progress, read_progress
+from megarl.checks.folder_checks import RECIPE
+from megarl.config import AnyConfig, with_steps
 from megarl.console import say
 from megarl.ledger.journal import FILE, Reader
 from megarl.ledger.position import difference
@@ -20,7 +23,8 @@ from megarl.observe.sinks import read_records
 from megarl.recipe_file import read_tree
 from megarl.schema import require
 
-RECIPE = "recipe.yaml"
+if TYPE_CHECKING:
+    from megarl.trainer.context import RunInputs
 
 
 def check_run_files(folder: Path, checkpoint: Path | None) -> None:
@@ -48,6 +52,24 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
                 said = str(error).partition(";")[0]
                 warn = f"{said}: changed settings cannot be told, and the file is written anew"
                 say(f"megarl: warning: {warn}")
+
+
+def outlook(config: AnyConfig, inputs: RunInputs) -> str:
+    """What `--check` says of the run that the run folder holds: where it stands, and what a start
+    would do with it. "" where a start begins a new run.
+    """
+    if inputs.resume_from is None:
+        return ""
+    done, steps = read_progress(inputs.resume_from).step, with_steps(config, inputs.num_rows).steps
+    if done >= steps:
+        return (
+            f"{config.folder} holds a run that is finished, at step {done} of {steps}: a start"
+            " trains nothing; raise steps to go on"
+        )
+    return (
+        f"{config.folder} holds a run at step {done} of {steps}: a start continues it (resume is"
+        f" {str(config.resume).lower()})"
+    )
 
 
 def _check_ledger(path: Path, checkpoint: Path | None, progress: Progress | None) -> None:

@@ -13,13 +13,15 @@ from megarl.activity.files import FOLDER, Life, SpanRecord, of_run, read
 from megarl.activity.overdue import below, last_report, table
 from megarl.activity.state import condition
 from megarl.checkpoints.lease import RUNS, Record, decode, is_here, lives, newest
+from megarl.checks.folder_checks import planned_steps
 from megarl.console import result
 from megarl.errors import UserError
 from megarl.ledger.journal import FILE as LEDGER
+from megarl.observe.observer import METRICS
 
 FLAGS = {"--json", "--stacks"}
 TAIL_BYTES = 2**18
-"""Bytes at the end of the ledger in which the newest trained step is looked for."""
+"""Bytes at the end of a file in which the newest trained step is looked for."""
 SAYS_STEP = tuple(f'"event":"{name}"'.encode() for name in ("trained", "restored"))
 """How lines of the ledger that tell the number of trained steps name their event. A run that was
 resumed has trained those of its checkpoint; what it had trained beyond counts no longer."""
@@ -63,7 +65,9 @@ def heading(run: Path, found: list[Life]) -> list[str]:
     said = f"{run}: "
     said += f"step {step}, weights {version}" if step else "no step has begun"
     if done is not None:
-        said += f"; {done} steps trained"
+        steps = planned_steps(run)
+        said += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
+        said += ": finished" if is_finished(done, steps) else ""
     if owner is None:
         return [said, "owner: none"]
     return [said, f"owner: {owner}, {owner_state(owner)}"]
@@ -86,7 +90,7 @@ def lines(found: list[Life], traces: dict[str, str]) -> list[str]:
 def summary(run: Path, found: list[Life], traces: dict[str, str]) -> dict[str, Any]:
     """The same as JSON data. Times are seconds since the epoch."""
     step, version = place(found)
-    done = trained(run)
+    done, steps = trained(run), planned_steps(run)
     owner, report = owner_of(run), last_report(run / FOLDER)
     owned = asdict(owner) | {"is": owner_state(owner)} if owner is not None else None
     return {
@@ -95,6 +99,8 @@ def summary(run: Path, found: list[Life], traces: dict[str, str]) -> dict[str, A
         "step": step,
         "version": max(version, done or 0),
         "trained": done,
+        "steps": steps,
+        "finished": is_finished(done, steps),
         "owner": owned,
         "last_report": report[1] if report is not None else "",
         "processes": [
@@ -133,20 +139,28 @@ def place(found: list[Life]) -> tuple[int, int]:
     return max(((step, version) for _, step, version in steps), default=(0, 0))
 
 
+def is_finished(done: int | None, steps: int | None) -> bool:
+    """Whether a run has trained all `steps` of its recipe; False where either is not known."""
+    return done is not None and steps is not None and done >= steps
+
+
 def trained(run: Path) -> int | None:
-    """Steps trained, as the end of the ledger tells; None where it tells none."""
-    try:
-        with (run / LEDGER).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            tail = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(tail):
-        if line.endswith(b"}") and any(name in line for name in SAYS_STEP):
-            try:
-                return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue
+    """Steps trained, as the end of the ledger tells, or of the metrics where there is no ledger, as
+    of fine-tuning; None where they tell none.
+    """
+    for name, says_step in ((LEDGER, SAYS_STEP), (METRICS, (b'{"step": ',))):
+        try:
+            with (run / name).open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+                tail = file.read().split(b"\n")
+        except OSError:
+            continue
+        for line in reversed(tail):
+            if line.endswith(b"}") and any(one in line for one in says_step):
+                try:
+                    return int(json.loads(line)["step"])
+                except (ValueError, KeyError, TypeError):
+                    continue
     return None
 
 

@@ -160,6 +160,10 @@ def test_resuming_a_finished_run_says_so_and_starts_nothing(done: Done, place: P
     assert "the run is finished" in finished.err and "raise steps" in finished.err
     assert "Ray:" not in finished.err and "engines" not in finished.err
     assert json.loads(finished.out)["steps"] == STEPS
+    checked = megarl("train", str(place / "recipe.yaml"), "--resume", "True", "--check")
+    assert checked.code == 0
+    assert f"a run that is finished, at step {STEPS} of {STEPS}" in checked.err.splitlines()[-1]
+    assert f"{STEPS} of {STEPS} steps trained: finished" in megarl("status", str(place / "run")).out
 
 
 def test_a_checkpoint_knows_the_ledger_of_its_steps(done: Done, place: Path) -> None:

@@ -564,6 +564,24 @@ def test_status_of_a_resumed_run_forgets_what_counts_no_longer(
         assert f"no step has begun; {trained} steps trained" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
+def test_status_tells_whether_a_run_is_finished(
+    opened: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the steps of the recipe; a run without a ledger is one of fine-tuning."""
+    run = opened.parent
+    line = {"ledger.jsonl": '{"n":5,"event":"trained","step":%d}', "metrics.jsonl": '{"step": %d}'}
+    (run / "recipe.yaml").write_text("steps: 4\n")
+    for step, finished in ((3, False), (4, True)):
+        (run / name).write_text(line[name] % step + "\n")
+        assert status([str(run), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["trained"], found["steps"], found["finished"]) == (step, 4, finished)
+        assert status([str(run)]) == 0
+        said = capsys.readouterr().out.splitlines()[0]
+        assert f"{step} of 4 steps trained" in said and said.endswith("finished") is finished
+
+
 @pytest.mark.parametrize("command", [status, timeline])
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["--what", "a"], ["absent"]])
 def test_a_wrong_command_line_is_one_error(

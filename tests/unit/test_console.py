@@ -454,7 +454,15 @@ def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
         check_folder(str(tmp_path), resume=False)
     check_folder(str(tmp_path), resume=True)
     (checkpoints / "step_000001").mkdir()
-    with pytest.raises(ValueError, match="set resume to true"):
+    with pytest.raises(ValueError, match="already holds a run, at step 1; set resume to true"):
+        check_folder(str(tmp_path), resume=False)
+    (tmp_path / "recipe.yaml").write_text("steps: 3\n")
+    with pytest.raises(ValueError, match=r"holds a run, at step 1 of 3; .*--resume auto"):
+        check_folder(str(tmp_path), resume=False)
+    (checkpoints / "step_000003").mkdir()
+    with pytest.raises(
+        ValueError, match=r"which is finished \(step 3 of 3\); .*resume to true and"
+    ):
         check_folder(str(tmp_path), resume=False)
 
 

@@ -6,12 +6,17 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megarl.checkpoints.progress import Progress, write_progress
-from megarl.checks.run_files import check_run_files
+from megarl.checks.run_files import check_run_files, outlook
+from megarl.config import SftConfig
+from megarl.data.config import DemonstrationsConfig
 from megarl.ledger.journal import FILE, SEAL, sealed
+from megarl.trainer.config import ModelConfig
 
 STEP = 6
 
@@ -153,3 +158,21 @@ def test_what_is_no_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=rf"{name} cannot be read \(.*directory\); move it away"):
         check_run_files(tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(("steps", "says"), [(20, "a start continues it"), (6, "is finished")])
+def test_check_says_what_a_start_would_do(tmp_path: Path, steps: int, says: str) -> None:
+    config = SftConfig(
+        folder=str(tmp_path),
+        steps=steps,
+        resume="auto",
+        model=ModelConfig(path="model"),
+        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
+    )
+    # Of the inputs, only these are looked at.
+    inputs: Any = SimpleNamespace(resume_from=run_folder(tmp_path), num_rows=20)
+    said = outlook(config, inputs)
+    assert f"holds a run {'that is finished, ' if steps == 6 else ''}at step 6 of {steps}" in said
+    assert says in said
+    inputs.resume_from = None
+    assert outlook(config, inputs) == ""
