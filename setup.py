@@ -23,6 +23,7 @@ setup(
         "sentencepiece",
         "numpy",
         "datasets",
+        "httpx2",
         "jsonschema",
         "math-verify",
         "mcp",

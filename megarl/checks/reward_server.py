@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megarl.checks.folder_checks import check_writable
 from megarl.checks.verifier_start import check_verifier
+from megarl.environments.addresses import Token, read_token
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.reward_client import Token, read_token
 from megarl.environments.verifiers import named
 from megarl.parallel import launcher
 from megarl.schema import require

@@ -20,9 +20,9 @@ from megarl.activity.spans import activity
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
+from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.reward_client import Token
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import Sources
 from megarl.errors import EngineLost, EngineUnreachable

@@ -21,9 +21,9 @@ from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.remote import ENVIRONMENT, EnvironmentActor
 from megarl.console import say
+from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.reward_client import Token
 from megarl.environments.user_code import Sources
 from megarl.environments.workers import GRACE_S, START_WITHIN_S
 from megarl.errors import EngineLost, EngineUnreachable, SessionLost

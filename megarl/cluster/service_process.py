@@ -15,8 +15,8 @@ from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
+from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
-from megarl.environments.reward_client import Token
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated

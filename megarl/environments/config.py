@@ -6,8 +6,14 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
+from megarl.environments.addresses import (
+    SECRET,
+    VARIABLE,
+    check_address,
+    check_variable,
+    is_remote,
+)
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.tools.config import ToolsConfig
 from megarl.environments.verifier_config import (
@@ -27,51 +33,8 @@ from megarl.environments.verifier_config import (
 )
 from megarl.schema import MOST_TOKENS, CodeText, Range, config, require
 
-SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Pattern of environment variable names that an isolated verifier's process does not have."""
-VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
-
-
-def is_remote(name: str) -> bool:
-    """Whether the verifier or reward function `name` is the address of a reward server."""
-    return name.lower().startswith(("http://", "https://"))
-
-
-def check_address(name: str, setting: str) -> None:
-    """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`. What may
-    be a secret is not repeated in the message.
-    """
-    try:
-        parts = urlsplit(name)
-        host, user, _ = parts.hostname, parts.username, parts.port
-    except ValueError as error:
-        raise ValueError(
-            f"{setting} is no address ({error}); set it to http://host:port/v1/score"
-        ) from None
-    require(
-        user is None and "@" not in parts.netloc and not parts.query and not parts.fragment,
-        f"{setting} holds a user, a query or a fragment, in which a secret could stand; set it to"
-        " http://host:port/path and environment.remote.token_variable to the variable that holds"
-        " the token",
-    )
-    require(
-        bool(host) and not re.search(r"[\s\x00-\x1f]", name),
-        f"{setting} is '{name}', which names no host; set it to http://host:port/v1/score",
-    )
-
-
-def check_variable(name: str, setting: str) -> None:
-    """Raise `ValueError` unless `name` is the name of an environment variable that verifiers cannot
-    see. The message does not repeat `name`, which may be a token set there by mistake.
-    """
-    require(
-        not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),
-        f"{setting} is not the name of a variable for a secret; set it to the name, in capital"
-        " letters, of an environment variable with TOKEN, KEY, SECRET or PASSWORD as a word, such"
-        " as REWARD_TOKEN (such variables are kept from verifiers), never to the token itself",
-    )
 
 
 @config
@@ -377,18 +340,21 @@ class EnvironmentConfig:
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """What of the environment variables `environ` a process of verifiers, sessions or tools
-        has. Raises `ValueError` if one of `pass_variables` is not there.
+        has. Raises `ValueError` if one that the recipe names is not there.
         """
-        for name in self.pass_variables:
+        named = dict.fromkeys(self.pass_variables, "pass_variables")
+        for server, name in self.tools.server_tokens.items():
+            named[name] = f"tools.server_tokens.{server}"
+        for name, setting in named.items():
             require(
                 name in environ,
-                f"environment.pass_variables names {name}, but that environment variable is not"
+                f"environment.{setting} names {name}, but that environment variable is not"
                 " set; export it before the run, and before Ray if that was started by hand",
             )
         return {
             name: value
             for name, value in environ.items()
-            if not self.isolate or name in self.pass_variables or not SECRET.search(name)
+            if not self.isolate or name in named or not SECRET.search(name)
         }
 
     @property

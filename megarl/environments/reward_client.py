@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.breaker import Breaker
 from megarl.environments.config import EnvironmentConfig, RemoteConfig
@@ -46,33 +46,6 @@ POLL_S = 0.02
 """Seconds between two looks at an open breaker while another request probes the server."""
 WORDS = 300
 """Most characters of a server's own words in a message."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A bearer token. Its text is not part of its representation."""
-
-    value: str = field(repr=False)
-
-
-def read_token(variable: str, setting: str) -> Token | None:
-    """The token in the environment variable `variable`; None if the name is empty. Raises
-    `ValueError` if the variable is not set or empty, or holds what no HTTP header can.
-    """
-    if not variable:
-        return None
-    value = os.environ.get(variable, "")
-    if not value:
-        raise ValueError(
-            f"{setting} is {variable}, but that environment variable is not set, or empty; export"
-            " it with the reward server's token"
-        )
-    if not value.isascii() or not value.isprintable() or " " in value:
-        raise ValueError(
-            f"the environment variable {variable} ({setting}) holds a space, a line break or a"
-            " character beyond ASCII, which no bearer token has; export it anew"
-        )
-    return Token(value)
 
 
 @dataclass

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megarl.environments.addresses import Token, read_token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
 from megarl.environments.outcome import Outcome
-from megarl.environments.reward_client import Token, read_token
 from megarl.environments.session_pool import SessionPool
 from megarl.environments.thinking import TAGS, with_tags, without_opening
 from megarl.environments.user_code import Sources

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl.environments.addresses import is_remote
 from megarl.environments.answers import after_last, without_thousands
 from megarl.environments.code import code
-from megarl.environments.config import EnvironmentConfig, is_remote
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.json_schema import json_schema
 from megarl.environments.length import length_reward
 from megarl.environments.matching import choice, format, regex

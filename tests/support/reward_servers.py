@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -74,14 +74,16 @@ class Scripted:
 
 
 @contextmanager
-def serving(app: Any, port: int = 0, path: str = "/v1/score") -> Iterator[str]:
+def serving(
+    app: Any, port: int = 0, path: str = "/v1/score", *, lifespan: Literal["on", "off"] = "off"
+) -> Iterator[str]:
     """Serve an ASGI application, or a `RewardServer`; yields the address of `path`."""
     listener = socket.create_server(("127.0.0.1", port))
     is_ours = isinstance(app, RewardServer)
     web = uvicorn.Server(
         uvicorn.Config(
             app.app if is_ours else app,
-            lifespan="off",
+            lifespan=lifespan,
             log_level="critical",
             timeout_graceful_shutdown=1,
         )

@@ -30,11 +30,11 @@ from megarl.checks.reward_server import server_token
 from megarl.checks.verifier_trial import try_verifier
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
 from megarl.environments.judging import Judge
 from megarl.environments.outcome import Outcome
-from megarl.environments.reward_client import Token
 from megarl.environments.reward_server import Backend, RewardServer
 from megarl.environments.scoring import Environment
 from megarl.environments.wire import (

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from make_calculator import write_model as write_calculator
-from support.environments import run
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
@@ -31,9 +29,8 @@ from megarl.environments.scoring import Environment
 from megarl.environments.tools.config import ToolsConfig
 from megarl.environments.tools.functions import FunctionTool
 from megarl.environments.tools.markup import TurnMarkup
-from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.session import ToolKit
-from megarl.environments.tools.tool import CallError, ToolUnavailable
+from megarl.environments.tools.tool import CallError
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -436,112 +433,3 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_parser_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parser is 'hermas'; set one of .*hermes"):
         kit(tmp_path, functions=(f"{CALCULATOR}:add",), parser="hermas")
-
-
-# ------------------------------------------------------------------------------------------ servers
-
-SERVER = """
-import os, sys
-from mcp.server import MCPServer
-server = MCPServer("numbers")
-
-@server.tool()
-def double(a: int) -> int:
-    "Twice a number."
-    return 2 * a
-
-@server.tool()
-def fails(a: int) -> int:
-    raise ValueError("no such number")
-
-@server.tool()
-def ends() -> int:
-    os._exit(3)
-
-@server.tool()
-async def waits() -> int:
-    import anyio
-    await anyio.sleep(60)
-    return 0
-
-@server.tool()
-def secrets() -> str:
-    return " ".join(sorted(os.environ))
-
-open(sys.argv[1], "a").write(f"{os.getpid()}\\n")
-server.run("stdio")
-"""
-
-
-def test_the_tools_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_API_KEY", "secret")
-    (tmp_path / "server.py").write_text(SERVER)
-    marks = tmp_path / "pids"
-
-    async def go() -> None:
-        server = ToolServer("numbers", f"{sys.executable} {tmp_path}/server.py {marks}")
-        try:
-            await server.start()
-            tools = {tool.schema["function"]["name"]: tool for tool in server.tools}
-            about = tools["double"].schema["function"]
-            assert about["description"] == "Twice a number."
-            assert about["parameters"]["properties"]["a"]["type"] == "integer"
-            assert await tools["double"].call('{"a": 21}', 5.0) == "42"
-            with pytest.raises(CallError, match="Error executing tool fails"):
-                await tools["fails"].call('{"a": 1}', 5.0)
-            with pytest.raises(CallError):
-                await tools["double"].call('{"a": "one"}', 5.0)
-            with pytest.raises(CallError, match="not an object"):
-                await tools["double"].call("[1]", 5.0)
-            with pytest.raises(CallError, match=r"did not answer within 0.5 s"):
-                await tools["waits"].call("{}", 0.5)
-            assert "SOME_API_KEY" not in await tools["secrets"].call("{}", 5.0)
-            with pytest.raises(ToolUnavailable, match="ended during a call"):
-                await tools["ends"].call("{}", 5.0)
-            assert await tools["double"].call('{"a": 4}', 30.0) == "8", "it is started again"
-        finally:
-            await server.close()
-
-    asyncio.run(asyncio.wait_for(go(), 100))
-    pids = [int(line) for line in marks.read_text().split()]
-    assert len(pids) == 2
-    left = [pid for pid in pids if psutil.pid_exists(pid)]
-    assert all(psutil.Process(pid).status() == "zombie" for pid in left), "nothing is left"
-
-
-def test_a_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"servers.broken: `false` gave no list of tools"):
-        kit(tmp_path, servers={"broken": "false"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "seen"),
-    [({}, ""), ({"pass_variables": ("A_KEY",)}, "A_KEY"), ({"isolate": False}, "A_KEY B_KEY")],
-)
-def test_tools_get_the_variables_that_the_recipe_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], seen: str
-) -> None:
-    """In a worker process as in a run: what a function and a server see is in their descriptions."""
-    for name in ("A_KEY", "B_KEY"):
-        monkeypatch.setenv(name, "hush")
-    sees = (
-        'import os\nSEES = "sees: " + " ".join(n for n in ("A_KEY", "B_KEY") if n in os.environ)\n'
-    )
-    (tmp_path / "own.py").write_text(f"{sees}def own() -> int:\n    return 1\nown.__doc__ = SEES\n")
-    (tmp_path / "server.py").write_text(
-        f"{sees}from mcp.server import MCPServer\nserver = MCPServer('one')\n"
-        "def its() -> int:\n    return 1\n"
-        "server.add_tool(its, description=SEES)\nserver.run('stdio')\n"
-    )
-    tools = ToolsConfig(
-        functions=(f"{tmp_path}/own.py:own",),
-        servers={"one": f"{sys.executable} {tmp_path}/server.py"},
-    )
-    config = EnvironmentConfig(tools=tools, **settings)
-
-    async def use(environment: Environment) -> list[str]:
-        await environment.start()
-        return [tool["function"]["description"].strip() for tool in environment.tools]
-
-    told = run(config, use)
-    assert told == [f"sees: {seen}".strip()] * 2

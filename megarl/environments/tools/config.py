@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+from megarl.environments.addresses import check_address, check_variable, is_remote
 from megarl.schema import CodeText, Range, config, require
 
 
@@ -18,8 +19,12 @@ class ToolsConfig:
     """Typed Python functions, each as `path/to/file.py:function`. Their names, signatures and
     docstrings are what the model is shown."""
     servers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """{name: command line} of MCP servers, which are started beside each worker process and spoken
-    to over their standard input and output. All their tools are offered."""
+    """{name: command line or address} of MCP servers. A command line is started beside each worker
+    process and spoken to over its standard input and output; an address (http://host:port/mcp) is
+    spoken to by streamable HTTP. All their tools are offered."""
+    server_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
+    """{name of a server with an address: name of the environment variable that holds its bearer
+    token}. The functions run where this variable can be read; it is written nowhere."""
     parser: str = "hermes"
     """vLLM's tool-call parser for the model: hermes, qwen3_coder, llama3_json, mistral, ..."""
     time_limit_s: Annotated[float, Range(0.01, 3600.0)] = 5.0
@@ -42,5 +47,17 @@ class ToolsConfig:
         for name, command in self.servers.items():
             require(
                 bool(command.strip()),
-                f"environment.tools.servers.{name} is empty; set the command line of an MCP server",
+                f"environment.tools.servers.{name} is empty; set the command line or the address"
+                " of an MCP server",
             )
+            if is_remote(command):
+                where = f"environment.tools.server_tokens.{name}"
+                check_address(command, f"environment.tools.servers.{name}", "/mcp", where)
+        for name, variable in self.server_tokens.items():
+            setting = f"environment.tools.server_tokens.{name}"
+            require(
+                is_remote(self.servers.get(name, "")),
+                f"{setting} is set, but environment.tools.servers has no address (http://...) of"
+                " that name; set one, or leave it out",
+            )
+            check_variable(variable or "an empty text", setting)

@@ -1,44 +1,60 @@
-"""MCP servers as a source of tools, through the official client over standard input and output.
+"""MCP servers as a source of tools, through the official client.
 
     async with ToolServer(name, command) as server: server.tools -> [Tool]
 
-A server that ends is started again for the next call; the rollout that was calling it fails.
+A server is a command, whose process is started here, or the address of one that runs. A server
+that ends, or forgets the session, is started or asked for a new one with the next call; the rollout
+that was calling it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shlex
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from anyio import BrokenResourceError, ClosedResourceError
+from mcp import ClientSession
+from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, PaginatedRequestParams
+from pydantic import ValidationError
+
+from megarl.environments.addresses import is_remote, read_token
 from megarl.environments.tools.tool import CallError, Schema, ToolUnavailable, read_object
+from megarl.environments.tools.transports import FAILED, LOST, LastWords, over_http, over_pipes
+from megarl.schema import shortened
 
 START_WITHIN_S = 60.0
 END_WITHIN_S = 5.0
-ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
-# The server ends with this process, even one that is killed.
-PROGRAM = """import sys
-sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
-from megarl.environments.die_with_parent import run
-run(int(sys.argv[2]), sys.argv[3:])"""
+ERROR_CHARACTERS = 300
+NO_ANSWER = (FAILED, LOST, CONNECTION_CLOSED, PARSE_ERROR, INVALID_REQUEST)
+"""Codes of errors over HTTP that are nothing which a model could mend."""
 
 
 class ToolServer:
-    """One MCP server process. All methods belong to one event loop."""
+    """One MCP server. All methods belong to one event loop."""
 
-    def __init__(self, name: str, command: str, variables: Mapping[str, str] | None = None) -> None:
-        """`variables`: environment variables that the server has beside those that the client
-        passes on (PATH, HOME, USER and the like).
+    def __init__(
+        self,
+        name: str,
+        command: str,
+        variables: Mapping[str, str] | None = None,
+        token_variable: str = "",
+        limit_s: float = 60.0,
+    ) -> None:
+        """`command`: a command line, or an address. `variables`: environment variables that a
+        process has beside those that the client passes on (PATH, HOME, USER and the like).
+        `token_variable`: the one that holds the bearer token for an address; empty: none is sent.
+        `limit_s`: longest time limit of a call.
         """
         self.name, self._command, self._variables = name, command, dict(variables or {})
+        self._token_variable, self._limit_s = token_variable, limit_s
         self.tools: list[ServerTool] = []
         self._task: asyncio.Task[None] | None = None
         self._session: Any = None
         self._starting = asyncio.Lock()
+        self._words: LastWords | None = None
+        self._nonsense = ""
 
     async def start(self) -> None:
         """Start the server and read its list of tools. Raises `ValueError` if it does not answer
@@ -47,7 +63,7 @@ class ToolServer:
         ready: asyncio.Future[list[Schema]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         # One task opens and closes the client, as its cancel scopes require.
-        self._task = asyncio.create_task(self._serve(ready))
+        self._task = asyncio.create_task(self._serve(ready, self._stop))
         try:
             async with asyncio.timeout(START_WITHIN_S):
                 schemas = await ready
@@ -56,42 +72,78 @@ class ToolServer:
             raise
         except Exception as error:
             self._task.cancel()
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            timed_out = isinstance(error, TimeoutError)
+            what = f" within {START_WITHIN_S:g} s" if timed_out else f" ({error})"
             raise ValueError(
                 f"environment.tools.servers.{self.name}: `{self._command}` gave no list of tools"
-                f" within {START_WITHIN_S:g} s ({said}); run the command by hand to see why"
+                f"{what}{await self._last_words()}; {self._advice(str(error))}"
             ) from None
         if not self.tools:
             self.tools = [ServerTool(self, schema) for schema in schemas]
 
-    async def _serve(self, ready: asyncio.Future[list[Schema]]) -> None:
-        from mcp import ClientSession
-        from mcp.client.stdio import StdioServerParameters, stdio_client
+    def _advice(self, said: str) -> str:
+        if not is_remote(self._command):
+            return "run the command by hand to see why"
+        if "HTTP 401" in said or "HTTP 403" in said:
+            setting = f"environment.tools.server_tokens.{self.name}"
+            return (
+                f"export {self._token_variable} ({setting}) with the server's token"
+                if self._token_variable
+                else f"set {setting} to the name of the environment variable that holds its token"
+            )
+        return "set the address at which it speaks MCP by streamable HTTP, and see its log"
 
-        command = [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())]
-        parameters = StdioServerParameters(
-            command=command[0],
-            args=[*command[1:], *shlex.split(self._command)],
-            env=self._variables,
-        )
+    async def _last_words(self) -> str:
+        """What the server has written that explains a failure, for messages."""
+        wrote = await self._words.read() if self._words is not None else ""
+        said = f"; on standard output it wrote what is no message: {self._nonsense}"
+        return (f"; it wrote: {wrote}" if wrote else "") + (said if self._nonsense else "")
+
+    @contextlib.asynccontextmanager
+    async def _streams(self) -> AsyncIterator[Any]:
+        if is_remote(self._command):
+            setting = f"environment.tools.server_tokens.{self.name}"
+            token = read_token(self._token_variable, setting)
+            async with over_http(self._command, token, START_WITHIN_S + self._limit_s) as streams:
+                yield streams
+        else:
+            if self._words is not None:
+                self._words.close()
+            self._words = LastWords()
+            async with over_pipes(self._command, self._variables, self._words) as streams:
+                yield streams
+
+    async def _note(self, message: Any) -> None:
+        """Keep the first line of a server's output that is no message."""
+        if isinstance(message, ValidationError) and not self._nonsense:
+            self._nonsense = shortened(repr(message.errors()[0]["input"]), ERROR_CHARACTERS)
+
+    async def _serve(self, ready: asyncio.Future[list[Schema]], stop: asyncio.Event) -> None:
+        session = None
         try:
             async with (
-                stdio_client(parameters) as (reads, writes),
-                ClientSession(reads, writes) as session,
+                self._streams() as streams,
+                ClientSession(*streams, message_handler=self._note) as session,
             ):
                 await session.initialize()
                 listed = await session.list_tools()
+                tools = list(listed.tools)
+                while listed.next_cursor:
+                    more = PaginatedRequestParams(cursor=listed.next_cursor)
+                    listed = await session.list_tools(params=more)
+                    tools += listed.tools
                 self._session = session
                 if not ready.done():
-                    ready.set_result([_schema(tool) for tool in listed.tools])
-                await self._stop.wait()
+                    ready.set_result([_schema(tool) for tool in tools])
+                await stop.wait()
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(RuntimeError(_said(error)))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self._session = None
+            if self._session is session:  # not that of a server started since
+                self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], limit_s: float) -> str:
         """Call a tool of the server; see `megarl.environments.tools.tool.Tool`."""
@@ -108,17 +160,23 @@ class ToolServer:
             await asyncio.wait({asked, task}, timeout=limit_s, return_when="FIRST_COMPLETED")
             if not asked.done():
                 if task.done():
-                    raise ToolUnavailable(f"the MCP server '{self.name}' ended during a call")
+                    raise ToolUnavailable(await self._gone())
                 raise CallError(f"the tool did not answer within {limit_s:g} s")
             found = asked.result()
         except (CallError, ToolUnavailable):
             raise
         except Exception as error:
+            code = getattr(error, "code", 0)
+            if is_remote(self._command) and code in NO_ANSWER:
+                if code == LOST:
+                    self._end_session()
+                said = shortened(str(error), ERROR_CHARACTERS)
+                raise ToolUnavailable(
+                    f"the MCP server '{self.name}' did not answer a call ({said})"
+                ) from None
             if _is_closed(error):
-                self._stop.set()
-                self._session = None
-                said = f"the MCP server '{self.name}' ended during a call"
-                raise ToolUnavailable(said) from None
+                self._end_session()
+                raise ToolUnavailable(await self._gone()) from None
             raise CallError(f"{type(error).__name__}: {error}") from None
         finally:
             asked.cancel()
@@ -127,12 +185,21 @@ class ToolServer:
             raise CallError(text)
         return text
 
+    def _end_session(self) -> None:
+        self._stop.set()
+        self._session = None
+
+    async def _gone(self) -> str:
+        return f"the MCP server '{self.name}' ended during a call{await self._last_words()}"
+
     async def close(self) -> None:
-        """End the server."""
+        """End the server, or the session with one that was not started here."""
         if self._task is not None:
             self._stop.set()
             await asyncio.wait({self._task}, timeout=END_WITHIN_S)
             self._task.cancel()
+        if self._words is not None:
+            self._words.close()
 
 
 class ServerTool:
@@ -160,8 +227,6 @@ def _schema(tool: Any) -> Schema:
 
 def _is_closed(error: Exception) -> bool:
     """Whether an error of the client says that the server is gone."""
-    from anyio import BrokenResourceError, ClosedResourceError
-
     closed = isinstance(error, BrokenResourceError | ClosedResourceError)
     return closed or "onnection closed" in str(error)
 
@@ -170,4 +235,4 @@ def _said(error: BaseException) -> str:
     """The first error inside a group of errors, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return shortened(f"{type(error).__name__}: {error}", ERROR_CHARACTERS)

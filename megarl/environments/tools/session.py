@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from megarl.environments.session import Answer, Observation
 from megarl.environments.tools.functions import FUNCTIONS, FunctionTool
 from megarl.environments.tools.markup import TurnMarkup
 from megarl.environments.tools.parsers import Call, CallReader
-from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.tool import CallError, Schema, Tool, name_of
 from megarl.environments.user_code import Sources, load, split
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.environments.tools.servers import ToolServer
 
 
 class ToolKit:
@@ -53,9 +55,7 @@ class ToolKit:
             path, name = split(where, FUNCTIONS)
             function = load(path, name, FUNCTIONS, "function", inspect.isfunction, self._sources)
             found.append((where, FunctionTool(function, where, plain)))
-        kept = self._config.pass_variables if self._config.isolate else os.environ
-        variables = {name: os.environ[name] for name in kept}
-        self._servers = [ToolServer(*one, variables) for one in settings.servers.items()]
+        self._servers = self._make_servers() if settings.servers else []
         await asyncio.gather(*(server.start() for server in self._servers))
         for server in self._servers:
             found += [(f"the server '{server.name}'", tool) for tool in server.tools]
@@ -73,6 +73,19 @@ class ToolKit:
         if self._codec is not None:
             self.markup = TurnMarkup(self._codec.tokenizer, self.schemas)
             self.reader = CallReader(settings.parser, self._codec.tokenizer, self.schemas)
+
+    def _make_servers(self) -> list[ToolServer]:
+        from megarl.environments.tools.servers import ToolServer  # imports for a second
+
+        settings = self._config.tools
+        kept = self._config.pass_variables if self._config.isolate else os.environ
+        variables = {name: os.environ[name] for name in kept}
+        return [
+            ToolServer(
+                *one, variables, settings.server_tokens.get(one[0], ""), settings.time_limit_s
+            )
+            for one in settings.servers.items()
+        ]
 
     def session(self) -> ToolSession:
         """A session of one rollout."""

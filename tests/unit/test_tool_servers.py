@@ -1,0 +1,383 @@
+"""MCP servers as tools: over standard input and output, and over HTTP; how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mcp.server import MCPServer
+from support.environments import run
+from support.reward_servers import free_port, serving
+
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.tools import servers
+from megarl.environments.tools.config import ToolsConfig
+from megarl.environments.tools.servers import ToolServer
+from megarl.environments.tools.tool import CallError, ToolUnavailable
+from megarl.environments.tools.transports import WORDS
+
+SERVER = """
+import os, sys
+from mcp.server import MCPServer
+server = MCPServer("numbers")
+
+@server.tool()
+def double(a: int) -> int:
+    "Twice a number."
+    return 2 * a
+
+@server.tool()
+def fails(a: int) -> int:
+    raise ValueError("no such number")
+
+@server.tool()
+def ends() -> int:
+    print("out of disk", file=sys.stderr, flush=True)
+    os._exit(3)
+
+@server.tool()
+async def waits() -> int:
+    import anyio
+    await anyio.sleep(60)
+    return 0
+
+@server.tool()
+def secrets() -> str:
+    return " ".join(sorted(os.environ))
+
+open(sys.argv[1], "a").write(f"{os.getpid()}\\n")
+server.run("stdio")
+"""
+
+
+def test_the_tools_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    (tmp_path / "server.py").write_text(SERVER)
+    marks = tmp_path / "pids"
+
+    async def go() -> None:
+        server = ToolServer("numbers", f"{sys.executable} {tmp_path}/server.py {marks}")
+        try:
+            await server.start()
+            tools = {tool.schema["function"]["name"]: tool for tool in server.tools}
+            about = tools["double"].schema["function"]
+            assert about["description"] == "Twice a number."
+            assert about["parameters"]["properties"]["a"]["type"] == "integer"
+            assert await tools["double"].call('{"a": 21}', 5.0) == "42"
+            with pytest.raises(CallError, match="Error executing tool fails"):
+                await tools["fails"].call('{"a": 1}', 5.0)
+            with pytest.raises(CallError):
+                await tools["double"].call('{"a": "one"}', 5.0)
+            with pytest.raises(CallError, match="not an object"):
+                await tools["double"].call("[1]", 5.0)
+            with pytest.raises(CallError, match=r"did not answer within 0.5 s"):
+                await tools["waits"].call("{}", 0.5)
+            assert "SOME_API_KEY" not in await tools["secrets"].call("{}", 5.0)
+            with pytest.raises(
+                ToolUnavailable, match=r"ended during a call; it wrote: .*out of disk"
+            ):
+                await tools["ends"].call("{}", 5.0)
+            assert await tools["double"].call('{"a": 4}', 30.0) == "8", "it is started again"
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(go(), 100))
+    pids = [int(line) for line in marks.read_text().split()]
+    assert len(pids) == 2
+    left = [pid for pid in pids if psutil.pid_exists(pid)]
+    assert all(psutil.Process(pid).status() == "zombie" for pid in left), "nothing is left"
+
+
+def using(server: ToolServer, use: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+    """Start a server, use its tools {name: tool}, and close it."""
+
+    async def whole() -> None:
+        try:
+            await server.start()
+            await use({tool.schema["function"]["name"]: tool for tool in server.tools})
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 100))
+
+
+async def nothing(_: object) -> None:
+    pass
+
+
+def refused(command: str, **settings: Any) -> str:
+    """What is said of a server that does not start; in one line."""
+    with pytest.raises(ValueError) as told:
+        using(ToolServer("broken", command, **settings), nothing)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 2 * WORDS + 300
+    return str(told.value)
+
+
+DIES = "import sys; sys.exit('no such folder:\\n/data')"
+CHATTY = "import sys; sys.stderr.write('x' * 10**6 + ' the end'); sys.exit(1)"
+BANNER = "import sys; print('Listening', flush=True); sys.exit('port taken')"
+OTHER = """import json, sys; sys.stderr.write('speaking LSP'); sys.stderr.flush()
+asked = json.loads(sys.stdin.readline())
+print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'], 'result': {'capabilities': 3}}), flush=True)
+sys.stdin.read()"""
+OPEN = """import os, sys
+if os.fork() == 0:
+    os.closerange(0, 2)
+    os.execlp('sleep', 'sleep', '30')
+sys.exit('ends')"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (DIES, "it wrote: no such folder: /data;"),
+        (CHATTY, "it wrote: x+ the end;"),
+        (BANNER, "it wrote: port taken.*no message: 'Listening'"),
+        (OTHER, "InitializeResult.*it wrote: speaking LSP"),
+        (OPEN, "it wrote: ends;"),
+    ],
+    ids=["dies", "chatty", "banner", "other", "pipe kept open"],
+)
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, program: str, said: str) -> None:
+    (tmp_path / "server.py").write_text(program)
+    told = refused(f"{sys.executable} {tmp_path}/server.py")
+    assert re.search(f"servers.broken: `.*` gave no list of tools.*{said}", told), told
+
+
+PAGES = """import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    page = int((asked.get("params") or {}).get("cursor", 0))
+    found = {"tools": [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]}
+    if page < 2:
+        found["nextCursor"] = str(page + 1)
+    if asked["method"] == "initialize":
+        found = {"protocolVersion": "2025-03-26", "capabilities": {}}
+        found["serverInfo"] = {"name": "pages", "version": "1"}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)"""
+
+
+def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(PAGES)
+
+    async def use(tools: dict[str, Any]) -> None:
+        assert list(tools) == ["tool0", "tool1", "tool2"]
+
+    using(ToolServer("pages", f"{sys.executable} {tmp_path}/server.py"), use)
+
+
+def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "START_WITHIN_S", 0.5)
+    assert "`sleep 60` gave no list of tools within 0.5 s; run" in refused("sleep 60")
+    monkeypatch.setattr(servers, "START_WITHIN_S", 60.0)
+    assert "broken: `false` gave no list of tools (" in refused("false")
+
+
+# --------------------------------------------------------------------------------------------- HTTP
+
+
+class Http:
+    """An MCP server of the official package over HTTP, with a token; as an ASGI application."""
+
+    def __init__(self, *, json: bool) -> None:
+        server = MCPServer("numbers")
+        server.add_tool(self.double)
+        server.add_tool(self.waits)
+        self._app = server.streamable_http_app(json_response=json)
+        self.sessions: list[bytes | None] = []
+        self.forgotten: bytes | None = None
+        """A session that the server is to know no longer."""
+        self.fault: tuple[int, str, bytes] | None = None
+        """(status, type, body) with which calls are answered."""
+
+    def double(self, a: int) -> int:
+        """Twice a number."""
+        return 2 * a
+
+    async def waits(self) -> int:
+        """Never."""
+        await asyncio.sleep(600)
+        return 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        heads = dict(scope["headers"])
+        session = heads.get(b"mcp-session-id")
+        if heads.get(b"authorization") != b"Bearer hush":
+            return await answer(send, 401, "text/plain", b"who are you, Bearer wrong?")
+        if scope["method"] == "POST":
+            self.sessions.append(session)
+            if self.fault and session is not None:
+                return await answer(send, *self.fault)
+        if session is not None and session == self.forgotten:
+            heads[b"mcp-session-id"] = b"unknown"
+            scope = {**scope, "headers": list(heads.items())}
+        await self._app(scope, receive, send)
+
+
+async def answer(send: Any, status: int, kind: str, body: bytes) -> None:
+    """Answer an HTTP request."""
+    head = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize("json", [True, False], ids=["json", "sse"])
+def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: bool) -> None:
+    monkeypatch.setenv("NUMBERS_TOKEN", "hush")
+    app = Http(json=json)
+
+    async def use(tools: dict[str, Any]) -> None:
+        double = tools["double"]
+        assert await double.call('{"a": 21}', 60.0) == "42"
+        with pytest.raises(CallError, match="validation error"):
+            await double.call('{"a": "one"}', 60.0)
+        for fault, said in (
+            ((503, "text/plain", b"busy, hush"), "HTTP 503 Service Unavailable: busy, \\*\\*\\*"),
+            ((200, "text/html", b"<p>hello"), "HTTP 200 OK: <p>hello"),
+            ((200, "application/json", b"nonsense"), "Invalid JSON"),
+            ((200, "text/event-stream", b""), "ended without a response"),
+            ((202, "application/json", b""), "answered a request with 202"),
+        ):
+            app.fault = fault
+            with pytest.raises(ToolUnavailable, match=said):
+                await double.call('{"a": 1}', 60.0)
+            app.fault = None
+        held = asyncio.create_task(tools["waits"].call("{}", 60.0))
+        with pytest.raises(CallError, match=r"did not answer within 0.5 s"):
+            await tools["waits"].call("{}", 0.5)
+        assert await double.call('{"a": 4}', 60.0) == "8"
+        assert len(set(app.sessions)) == 2, "none before the first answer, and one since"
+        assert not held.done(), "the other calls go on"
+        app.forgotten = app.sessions[-1]
+        with pytest.raises(ToolUnavailable, match="HTTP 404"):
+            await double.call('{"a": 1}', 60.0)
+        with pytest.raises(ToolUnavailable):
+            await held
+        assert await double.call('{"a": 5}', 60.0) == "10", "in a new session"
+        assert len(set(app.sessions)) == 3
+
+    with serving(app, path="/mcp", lifespan="on") as address:
+        using(ToolServer("numbers", address, {}, "NUMBERS_TOKEN"), use)
+        monkeypatch.setenv("NUMBERS_TOKEN", "wrong")
+        told = refused(address, token_variable="NUMBERS_TOKEN")  # noqa: S106 - a name
+        assert "HTTP 401 Unauthorized: who are you, Bearer ***?" in told
+        assert "export NUMBERS_TOKEN (environment.tools.server_tokens.broken)" in told
+        told = refused(address)
+        assert "HTTP 401" in told and "set environment.tools.server_tokens.broken" in told
+
+
+async def silent(scope: Any, receive: Any, send: Any) -> None:
+    """Take a request and never answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def page(scope: Any, receive: Any, send: Any) -> None:
+    """Answer each request with a page."""
+    await answer(send, 200, "text/html", b"<html>" * 1000)
+
+
+def test_an_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ConnectError" in refused(f"http://127.0.0.1:{free_port()}/mcp")
+    with serving(page, path="/") as address:
+        assert "HTTP 200 OK: <html><html>" in refused(address)
+    monkeypatch.setattr(servers, "START_WITHIN_S", 0.5)
+    with serving(silent, path="/") as address:
+        assert "gave no list of tools within 0.5 s; set the address" in refused(address)
+
+
+def test_a_server_that_goes_away_costs_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBERS_TOKEN", "hush")
+    port = free_port()
+
+    async def use(tools: dict[str, Any]) -> None:
+        assert await tools["double"].call('{"a": 1}', 60.0) == "2"
+        await asyncio.to_thread(first.__exit__, None, None, None)
+        with pytest.raises(ToolUnavailable, match="ConnectError"):
+            await tools["double"].call('{"a": 1}', 60.0)
+        with serving(Http(json=True), port, "/mcp", lifespan="on"):
+            with pytest.raises(ToolUnavailable, match="HTTP 404"):  # the session was the first's
+                await tools["double"].call('{"a": 1}', 60.0)
+            assert await tools["double"].call('{"a": 2}', 60.0) == "4"
+
+    first = serving(Http(json=True), port, "/mcp", lifespan="on")
+    address = first.__enter__()
+    using(ToolServer("numbers", address, {}, "NUMBERS_TOKEN"), use)
+
+
+def test_a_worker_process_reaches_a_server_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token's variable is passed on to the worker process, and required before the run."""
+    with serving(Http(json=True), path="/mcp", lifespan="on") as address:
+        tools = ToolsConfig(servers={"numbers": address}, server_tokens={"numbers": "SOME_TOKEN"})
+
+        async def use(environment: Any) -> list[str]:
+            await environment.start()
+            return [tool["function"]["name"] for tool in environment.tools]
+
+        monkeypatch.delenv("SOME_TOKEN", raising=False)
+        with pytest.raises(ValueError, match=r"tools.server_tokens.numbers names SOME_TOKEN, but"):
+            run(EnvironmentConfig(tools=tools), use)
+        monkeypatch.setenv("SOME_TOKEN", "hush")
+        assert run(EnvironmentConfig(tools=tools), use) == ["double", "waits"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "tokens", "said"),
+    [
+        ({"a": "http:///mcp"}, {}, r"servers.a is 'http:///mcp', which names no host"),
+        ({"a": "https://x/mcp?key=hush"}, {}, r"servers.a holds a user, a query"),
+        ({"a": "https://x/mcp"}, {"a": "hush-123"}, r"server_tokens.a is not the name"),
+        ({"a": "https://x/mcp"}, {"a": ""}, r"server_tokens.a is not the name"),
+        ({"a": "true"}, {"a": "A_TOKEN"}, r"server_tokens.a is set, but .*no address"),
+        ({"a": "https://x/mcp"}, {"b": "A_TOKEN"}, r"server_tokens.b is set, but .*no address"),
+        ({"a": " "}, {}, r"servers.a is empty; set the command line or the address"),
+    ],
+)
+def test_wrong_settings_of_servers(
+    servers: dict[str, str], tokens: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as told:
+        ToolsConfig(servers=servers, server_tokens=tokens)
+    assert "hush" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [({}, ""), ({"pass_variables": ("A_KEY",)}, "A_KEY"), ({"isolate": False}, "A_KEY B_KEY")],
+)
+def test_tools_get_the_variables_that_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], seen: str
+) -> None:
+    """In a worker process as in a run: what a function and a server see is in their descriptions."""
+    for name in ("A_KEY", "B_KEY"):
+        monkeypatch.setenv(name, "hush")
+    sees = (
+        'import os\nSEES = "sees: " + " ".join(n for n in ("A_KEY", "B_KEY") if n in os.environ)\n'
+    )
+    (tmp_path / "own.py").write_text(f"{sees}def own() -> int:\n    return 1\nown.__doc__ = SEES\n")
+    (tmp_path / "server.py").write_text(
+        f"{sees}from mcp.server import MCPServer\nserver = MCPServer('one')\n"
+        "def its() -> int:\n    return 1\n"
+        "server.add_tool(its, description=SEES)\nserver.run('stdio')\n"
+    )
+    tools = ToolsConfig(
+        functions=(f"{tmp_path}/own.py:own",),
+        servers={"one": f"{sys.executable} {tmp_path}/server.py"},
+    )
+    config = EnvironmentConfig(tools=tools, **settings)
+
+    async def use(environment: Any) -> list[str]:
+        await environment.start()
+        return [tool["function"]["description"].strip() for tool in environment.tools]
+
+    told = run(config, use)
+    assert told == [f"sees: {seen}".strip()] * 2
