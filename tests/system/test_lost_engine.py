@@ -246,12 +246,17 @@ def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
     assert done.survivors == []
 
 
-@pytest.mark.parametrize(("victim", "tensor"), [("engine", 1), ("rank", 2)])
-def test_the_run_goes_on_with_a_fresh_engine(victim: str, tensor: int, tmp_path: Path) -> None:
-    """Two engines, one of which loses its actor, or one rank of two; requests are under way."""
+@pytest.mark.parametrize(("victim", "engines", "tensor"), [("engine", 2, 1), ("rank", 1, 2)])
+def test_the_run_goes_on_with_a_fresh_engine(
+    victim: str, engines: int, tensor: int, tmp_path: Path
+) -> None:
+    """One of two engines loses its actor, or the only one loses one rank of two; requests are
+    under way.
+    """
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=4)
-    tree["rollout"] |= {"num_engines": 2, "max_staleness": 1, "engine": {"tensor": tensor}}
+    tree["rollout"] |= {"num_engines": engines, "max_staleness": 1}
+    tree["rollout"] |= {"engine": {"tensor": tensor}}
     tree["algorithm"] = {"correction": {"kind": "tis"}}
     tree["observe"] = {"batches": True}
     command = [sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
