@@ -149,7 +149,7 @@ def _run(command: str, config: AnyConfig, ranks: int) -> Result:
         )
     with tempfile.TemporaryDirectory(prefix="megarl-") as place:
         path = Path(place) / "recipe.yaml"
-        path.write_text(configs.dump(config))
+        path.write_text(configs.dump(config), encoding="utf-8")
         start = [sys.executable, "-m"]
         if ranks > 1:
             start += ["megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
@@ -157,7 +157,9 @@ def _run(command: str, config: AnyConfig, ranks: int) -> Result:
         arguments = [*start, "megarl", command, str(path)]
         printed = Path(place) / "stdout"
         with printed.open("w") as to:
-            process = subprocess.Popen(arguments, text=True, stdout=to, stderr=subprocess.PIPE)
+            process = subprocess.Popen(
+                arguments, encoding="utf-8", errors="replace", stdout=to, stderr=subprocess.PIPE
+            )
         assert process.stderr is not None
         said = ""
         try:
@@ -170,7 +172,7 @@ def _run(command: str, config: AnyConfig, ranks: int) -> Result:
                 process.send_signal(signal.SIGINT)
             process.wait()
             raise
-        out = printed.read_text()
+        out = printed.read_text(encoding="utf-8")
     if code == 2:
         raise ValueError(said.removeprefix("megarl: error: "))
     if code != 0:

@@ -11,6 +11,7 @@ ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
 from __future__ import annotations
 
 import importlib
+import locale
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ LONGEST_MESSAGE = 2000
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line; always ends the process."""
+    if arguments is None:
+        use_utf8()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     signals.handle()
     console.prepare()
@@ -63,6 +66,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         signals.say_end(arguments[0], ended, trains=found is not None and found.owns_folder)
         code = 128 + ended.number
     leave(code)
+
+
+def use_utf8() -> None:
+    """Under a locale that is not UTF-8, start this command again, as the same process, in Python's
+    UTF-8 mode. File names, and text files that libraries and verifiers open without naming an
+    encoding, are then UTF-8, in this process and, by its environment, in all that it starts.
+    """
+    is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower().replace("-", "") == "utf8"
+    if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # it is ignored under python -E
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 
 def told(arguments: list[str]) -> str | None:

@@ -71,7 +71,7 @@ def write_data(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, data in every format, rewards in every shape, and recipe.yaml."""
-    folder = tmp_path_factory.mktemp("hour")
+    folder = tmp_path_factory.mktemp("größe_日")
     model = write_model(folder / "model")
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
@@ -138,7 +138,8 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
     folder = place / "stopped"
     done = newest(folder)
     more = ["--steps", str(done + 1), "--training.zero_stage", "0"]
-    again = megarl("train", str(place / "stopped.yaml"), *more)
+    # Under a locale in which Python takes files for ASCII.
+    again = megarl("train", str(place / "stopped.yaml"), *more, LC_ALL="POSIX", PYTHONUTF8="0")
     assert again.code == 0, again.err[-4000:]
     assert "converting" in again.err
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == list(range(1, done + 2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import pty
 import signal
@@ -509,6 +510,33 @@ def test_output_is_utf8_in_any_locale(settings: dict[str, str], tmp_path: Path) 
         [*words, "--check"], capture_output=True, env=os.environ | settings, timeout=120
     )
     assert done.returncode == 2 and "modèl" in done.stderr.decode()
+
+
+def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
+    """Their names, and what is in them: a verifier opens its file without naming an encoding."""
+    from support.tiny import write_model
+
+    write_model(tmp_path / "modèl")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "note": "日本"} for n in range(20)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "größen.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "wörter.txt").write_text("é 日本", encoding="utf-8")
+    (tmp_path / "prüfer.py").write_text(
+        "# größe\nwords = open(__file__.replace('prüfer.py', 'wörter.txt')).read()\n"
+        "def score(prompt, response):\n    print(words)\n    return float(words == 'é 日本')\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "rezept.yaml").write_text(
+        f"folder: {tmp_path}/läufe\nmodel: {{path: modèl}}\n"
+        "prompts: {source: größen.jsonl}\nenvironment: {verifier: 'prüfer.py:score'}\n"
+        "rollout: {max_new_tokens: 8, stop: [日本]}\n",
+        encoding="utf-8",
+    )
+    words = [sys.executable, "-m", "megarl", "train", str(tmp_path / "rezept.yaml"), "--check"]
+    settings = {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    done = subprocess.run(words, capture_output=True, env=os.environ | settings, timeout=240)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "größen.jsonl" in done.stderr.decode(), "it is told that files are beside the recipe"
 
 
 def test_greedy_and_sampled_accuracy_are_told_apart() -> None:
