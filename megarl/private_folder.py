@@ -22,8 +22,12 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    import psutil
 
 PLACE = Path("/tmp")
 """Where the folders are made. Not TMPDIR: the path of a socket may have 107 characters."""
@@ -165,6 +169,25 @@ def marked_processes(mark: str, leaders: Collection[int] = ()) -> list[int]:
                 found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     own = psutil.Process()
     return sorted(found - {own.pid, *(one.pid for one in own.parents())})
+
+
+def is_of_this_run(process: psutil.Process) -> bool:
+    """Whether a process belongs to the run that this process is of: by the run's mark, or by that
+    of the torchrun that started its ranks. False for a process whose environment cannot be read.
+    """
+    import psutil
+
+    # The process that made the run's folder, of which the mark has the id, is not marked itself.
+    if process.pid == os.getpid() or f"/megarl-{process.pid}-" in os.environ.get(MARK, ""):
+        return True
+    with contextlib.suppress(psutil.Error, OSError):
+        found = process.environ()
+        names = ((MARK,), ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+        return any(
+            all(os.environ.get(name) and found.get(name) == os.environ[name] for name in part)
+            for part in names
+        )
+    return False
 
 
 def _open(path: Path) -> int:

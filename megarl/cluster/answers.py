@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
+from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import EngineLost
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
@@ -77,8 +78,8 @@ class Answers:
             return None, "it did not answer in time; raise weight_sync.timeout_s", True
         except RayTaskError as error:
             return None, str(error.cause) or repr(error.cause), is_dead(error)
-        except RayActorError as error:
-            return None, f"its process died ({str(error).splitlines()[0]})", True
+        except DEATHS as error:
+            return None, f"its process died ({why_dead(error)})", True
 
 
 def is_dead(error: RayTaskError) -> bool:

@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
-    RayActorError,
     RayTaskError,
 )
 
+from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import UserError
 
 UNREACHABLE_S = 15.0
@@ -74,11 +74,11 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from None
             raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
-        except RayActorError as error:
+        except DEATHS as error:
             is_away = isinstance(error, ActorUnavailableError)
             raise (ActorUnreachable if is_away else ActorDied)(
                 f"{which} {'cannot be reached' if is_away else 'died'} ({doing}):"
-                f" {str(error).splitlines()[0]} See run.log for what it printed last;"
+                f" {why_dead(error)} See run.log for what it printed last;"
                 " `--resume auto` goes on from the newest checkpoint"
             ) from error
     return answers

@@ -24,10 +24,10 @@ from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
-    RayActorError,
 )
 
 from megarl.activity.busy import Busy
+from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import ArraysLost, EngineLost, EngineUnreachable
 from megarl.types import TokenArrays
 
@@ -260,7 +260,7 @@ class Mailbox:
         ]
         try:
             await self._submit_to.remote(self._name, requests, *places)
-        except RayActorError:
+        except DEATHS:
             raise
         except Exception as error:
             if len(batch) > 1:
@@ -314,8 +314,8 @@ class Mailbox:
             for number in self._pending:  # they are asked again, under other numbers
                 self._drop(number)
             error = EngineUnreachable(f"it could not be reached ({str(error).splitlines()[0]})")
-        elif isinstance(error, RayActorError):
-            error = EngineLost(f"its process died ({str(error).splitlines()[0]})")
+        elif isinstance(error, DEATHS):
+            error = EngineLost(f"its process died ({why_dead(error)})")
         self._outbox = []
         for waiting in self._pending.values():
             if not waiting.done():

@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.activity.busy import Busy
 from megarl.cluster.asking import kill_actor
+from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace, store
 from megarl.cluster.processes import Process, end
@@ -121,8 +122,8 @@ class Relay:
             try:
                 with self._watched():
                     await self.handle.connect.remote(number, handle)
-            except RayActorError as error:  # its engines would not be those of the service
-                await self._end(str(error).splitlines()[0])
+            except DEATHS as error:  # its engines would not be those of the service
+                await self._end(why_dead(error))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -156,7 +157,7 @@ class Relay:
 
     async def _lives(self) -> None:
         """Wait until the relay answers, or is dead, which is seen elsewhere."""
-        with contextlib.suppress(RayActorError):
+        with contextlib.suppress(*DEATHS):
             await self.handle.process.remote()
 
     async def _end(self, why: str) -> None:

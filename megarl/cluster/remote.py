@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import psutil
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError
 
 from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import activity
+from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
@@ -177,8 +178,8 @@ class RemoteEngine:
             return 0.0
         except ActorUnavailableError as error:
             raise EngineUnreachable(str(error).splitlines()[0]) from error
-        except RayActorError as error:
-            raise EngineLost(f"its process died ({str(error).splitlines()[0]})") from error
+        except DEATHS as error:
+            raise EngineLost(f"its process died ({why_dead(error)})") from error
         if not is_named:
             self._busy.judged(last_s, found)
         return found

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording
 from megarl.cluster.asking import kill_actor
+from megarl.cluster.deaths import DEATHS
 from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.remote import ENVIRONMENT, EnvironmentActor
@@ -174,7 +175,7 @@ class RemoteEnvironment:
                 await handle.process.remote()
         except TimeoutError:
             return False
-        except RayActorError:
+        except DEATHS:
             return True
         return True
 

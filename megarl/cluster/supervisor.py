@@ -19,13 +19,16 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError
 
 from megarl.cluster.asking import ask_service
+from megarl.cluster.deaths import DEATHS, others_filled_memory, why_dead
 from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup
 from megarl.cluster.ray_health import RayHealth
 from megarl.console import say
 from megarl.rollout.engine import Pulse
+
+GOES_ON = "`--resume auto` goes on from the newest checkpoint"
 
 BEAT_S = 1.0
 """Seconds between two looks at the engines."""
@@ -77,6 +80,8 @@ class EngineSupervisor:
         self._watched: dict[int, Watched] = {}
         self._told: dict[int, Any] = {}
         """{number: actor} of the new engines of which the service knows that they are ready."""
+        self._starved: set[int] = set()
+        """Engines that were ended since the machine's memory was full."""
         self._steps, self._telling = 0, None
         """Engine steps that the service has not been told, and the reference of a call that tells
         it of others."""
@@ -95,7 +100,7 @@ class EngineSupervisor:
         health = RayHealth()
         while not self._close.wait(BEAT_S):
             if problem := health.problem():
-                self._fail(f"{problem}; `--resume auto` goes on from the newest checkpoint")
+                self._fail(f"{problem}; {GOES_ON}")
                 return
 
     def _run(self) -> None:
@@ -105,11 +110,11 @@ class EngineSupervisor:
                 self._replace()
                 if not self._close.is_set():
                     self._report(steps)
-            except RayActorError as error:
+            except DEATHS as error:
                 # The ranks that ask the service say so; one that waits for an engine asks nobody.
                 if self._group.broken:
                     return
-                self._group.broken = f"the rollout service died ({str(error).splitlines()[0]})"
+                self._group.broken = f"the rollout service died ({why_dead(error)})"
                 say(f"megarl: {self._group.broken}; the run ends at its next question to it")
                 return
             except Exception as error:
@@ -147,11 +152,22 @@ class EngineSupervisor:
             except ActorUnavailableError:  # unreachable for a moment; it counts as silence
                 known.asked, known.is_away = None, True
                 problem = known.problem(time.monotonic(), self._stall_s)
-            except RayActorError as error:
-                problem = f"is dead ({str(error).splitlines()[0]})"
+            except DEATHS as error:
+                problem = f"is dead ({why_dead(error)})"
+                if isinstance(error, OutOfMemoryError) and not self._once_more(number, error):
+                    self._fail(f"engine {number} {problem}; {GOES_ON}")
+                    return steps
             if problem:
                 self._lose(number, known, problem)
         return steps
+
+    def _once_more(self, number: int, error: OutOfMemoryError) -> bool:
+        """Whether an engine that was ended for want of memory is replaced: once, if others than
+        this run had filled the memory. Another one would be ended as well.
+        """
+        again = number not in self._starved and others_filled_memory(error)
+        self._starved.add(number)
+        return again
 
     def _lose(self, number: int, known: Watched, problem: str) -> None:
         """Kill an engine that is dead or hangs, unless it has been replaced meanwhile."""

@@ -1,0 +1,102 @@
+"""An actor that Ray ends as the machine's memory is full: one line, and one replacement."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
+
+from megarl.cluster.deaths import why_dead
+from megarl.cluster.supervisor import EngineSupervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: {ip}, \
+ID: 138a) was 22.50GB used / 23.54GB limit (0.955)
+OOM kill reason: Memory usage 24159191040B exceeded threshold of 24012677120B (95.0% of 25276502016B limit)
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+{pid}\t{gib:.2f}\tpython3 fill.py /and/a/very/long/command/line/of/more/than/forty/characters
+1\t1.00\t/sbin/init
+{gone}\t0.90\tVLLM::EngineCore
+2\t0.10\tkthreadd
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io"""
+
+
+def full(pid: int, gib: float, ip: str = "") -> OutOfMemoryError:
+    """Ray's error: process `pid` used `gib` GiB, and one that has ended since 0.9."""
+    ip = ip or ray.util.get_node_ip_address()
+    return OutOfMemoryError(FULL.format(ip=ip, pid=pid, gib=gib, gone=2**22 + 1))
+
+
+def test_a_full_memory_is_one_line() -> None:
+    user = psutil.Process().username()
+    said = why_dead(full(os.getpid(), 15.0))
+    assert "was full: 22.5 of 23.54 GiB used, limit 22.4; the largest: python3 fill.py" in said
+    assert f"(process {os.getpid()}, 15.0 GiB, of this run)" in said
+    assert "VLLM::EngineCore (process 4194305, 0.9 GiB, of this run)" in said
+    assert "this run's part is 15.9 GiB: lower rollout.engine.kv_cache_gib or rollout.num" in said
+    assert "kthreadd" not in said and len(said) < 600
+    with subprocess.Popen(["sleep", "60"], env={}) as other:
+        said = why_dead(full(other.pid, 15.0))
+        other.kill()
+    assert f"(process {other.pid}, 15.0 GiB, of {user}, not of this run)" in said
+    assert "end other programs there, or lower rollout.engine.kv_cache_gib" in said
+    assert "not visible from here" in why_dead(full(7, 15.0, "203.0.113.9"))
+    assert why_dead(OutOfMemoryError("other words\nof Ray")) == "other words"
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_engine_that_others_left_no_memory_is_replaced_once(is_own: bool) -> None:
+    supervisor: Any = object.__new__(EngineSupervisor)  # without its threads
+    supervisor._starved = set()
+    error = full(os.getpid(), 15.0, "" if is_own else "203.0.113.9")
+    for number in (0, 1):
+        assert supervisor._once_more(number, error) is not is_own
+        assert not supervisor._once_more(number, error)
+
+
+KILLED = """
+import os
+os.environ |= {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
+import ray
+from megarl.cluster.answers import Answers
+from megarl.cluster.asking import ask
+from megarl.private_folder import run_folder
+
+class Holds:
+    def pulse(self):
+        import time
+        time.sleep(60)
+
+with run_folder():
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    actor = ray.remote(Holds).options(max_concurrency=4).remote()
+    for call in (lambda: ask({"engine 0": actor.pulse.remote()}, 50, "x"),
+                 lambda: Answers([actor.pulse.remote()]).result(timeout_s=50)):
+        try:
+            call()
+        except Exception as error:
+            print(type(error).__name__, str(error).replace("\\n", "|"))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.engine
+def test_rays_memory_monitor_ends_an_actor() -> None:
+    """The real error, which is no `RayActorError`."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
+    first, second = done.stdout.splitlines()
+    assert first.startswith("ActorDied engine 0 died (x): Ray ended it as the memory of "), first
+    assert second.startswith("EngineLost its process died (Ray ended it as the memory of "), second
+    for said in (first, second):
+        assert "GiB used, limit" in said and "|" not in said and "rollout.num_engines" in said
+        assert len(said) < 700
