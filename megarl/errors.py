@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 class UserError(Exception):
     """What the user can correct: a mistake in recipe or data, or a run that cannot go on, such as
@@ -32,3 +35,11 @@ class ArraysLost(RuntimeError):
 
 class SessionLost(RuntimeError):
     """A session of an environment that was lost with its process: its rollout begins anew."""
+
+
+def disk_advice(error: Exception | str) -> str:
+    """What to do about a file that could not be written, by the error or its text."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    full = getattr(error, "errno", None) in codes
+    full = full or any(os.strerror(code) in str(error) for code in codes)
+    return "free some space on its disk" if full else "correct that"

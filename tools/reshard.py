@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -151,7 +152,8 @@ def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
         from megarl.checkpoints.deepspeed_files import reshard_checkpoint
     with files.written_aside(out, finish=seal) as aside:
-        reshard_checkpoint(folder, aside, model.table, *degrees)
+        stage: Any = degrees.zero_stage  # one of 0 to 3, as `parse_degrees` has checked
+        reshard_checkpoint(folder, aside, model.table, degrees.layout, stage)
         size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
     progress = read_progress(out)
     made = {
@@ -264,6 +266,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         one.add_argument(
             "--json", action="store_true", help="print one JSON object instead of the table"
         )
+    close = difflib.get_close_matches(argv[0] if argv else "", commands.choices, n=1)
+    if close and close[0] != argv[0]:
+        parser.error(f"there is no command {argv[0]!r}; did you mean {close[0]!r}?")
     args = parser.parse_args(argv)
     for name in ("engines", "engine_tensor", "link_gb_s", "bucket_mib", "file_gb"):
         value = getattr(args, name, None)

@@ -48,7 +48,7 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.random_states import random_states, restore_random_states
 from megarl.checkpoints.rank_files import RankFiles
-from megarl.errors import UserError
+from megarl.errors import UserError, disk_advice
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.ledger.position import position
 from megarl.parallel.collectives import broadcast_object, gather_objects
@@ -355,8 +355,8 @@ class Checkpoints:
         raise OSError(
             errno.EIO,
             f"the checkpoint of step {step} could not be written to {self.folder} ({free:.2f} GiB"
-            f" free): {'; '.join(found)}; earlier checkpoints are whole: free some space and go on"
-            " with --resume True",
+            f" free): {'; '.join(found)}; earlier checkpoints are whole:"
+            f" {disk_advice('; '.join(found))} and go on with --resume True",
         )
 
     def load(self, path: Path) -> Progress:

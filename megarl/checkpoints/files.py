@@ -16,6 +16,7 @@ as the system's cache.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.store import DTYPES, INDEX, WHOLE, Store
+from megarl.errors import disk_advice
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import whole_owned
@@ -75,7 +77,7 @@ def write_outputs(
         for name, size in output.owned.sizes.items()
     )
     if shutil.disk_usage(outputs[0].path.parent).free < needed:
-        raise OSError(f"{needed / 1e9:,.3f} GB are needed")
+        raise OSError(f"{os.strerror(errno.ENOSPC)}: {needed / 1e9:,.3f} GB are needed")
     plan = make_plan(sources, [output.owned for output in outputs])
     copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
     for copy in plan.copies:
@@ -343,8 +345,8 @@ def written_aside(out: Path, finish: Callable[[Path], None]) -> Iterator[Path]:
     except OSError as error:
         free = shutil.disk_usage(aside).free / 1e9
         raise ValueError(
-            f"{out} could not be written ({free:,.3f} GB free): {error}; free some space or name a"
-            " folder on another disk"
+            f"{out} could not be written ({free:,.3f} GB free): {error};"
+            f" {disk_advice(error)}, or name a folder on another disk"
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megarl.activity.spans import activity
-from megarl.errors import UserError
+from megarl.errors import UserError, disk_advice
 from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"
@@ -224,9 +224,10 @@ class BatchWriter:
             return ""
         if isinstance(self._problem[0], UserError):
             return str(self._problem[0])
+        said = str(self._problem[0])
         return (
-            f"a batch could not be written to {self.folder / FOLDER} ({self._problem[0]}); free"
-            " space on its disk and resume the run, or set observe.batches to false"
+            f"a batch could not be written to {self.folder / FOLDER} ({said}); {disk_advice(said)}"
+            " and resume the run, or set observe.batches to false"
         )
 
     def _write(self, batch: StepBatch) -> None:

@@ -677,6 +677,21 @@ def test_a_full_disk_is_told(
         said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
     assert "No space left" in said and "free some space" in said
 
+    def refused_by_the_disk(output: files.Output, *rest: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(output.path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_safetensors", refused_by_the_disk)
+        said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
+    assert "Read-only file system" in said and "free some space" not in said
+    assert "correct that, or name a folder on another disk" in said
+
+
+def test_a_misspelt_command_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reshard.main(["plann"])
+    assert "there is no command 'plann'; did you mean 'plan'?" in capsys.readouterr().err
+
 
 def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated is a buffer of the output, never more than one tensor, and one after the
