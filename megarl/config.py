@@ -54,6 +54,7 @@ from megarl.supervised_config import (
 from megarl.trainer.config import (
     CriticConfig,
     ModelConfig,
+    ReferenceRoleConfig,
     RewardModelRoleConfig,
     RoleConfig,
     TeacherConfig,
@@ -93,7 +94,7 @@ class RunConfig:
     """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
     begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
     model: ModelConfig = ModelConfig()
-    reference: RoleConfig = RoleConfig()
+    reference: ReferenceRoleConfig = ReferenceRoleConfig()
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
     critic: CriticConfig = CriticConfig()
     """The value model of PPO; used where `algorithm.advantage` is gae."""

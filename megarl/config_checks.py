@@ -10,7 +10,7 @@ from megarl.objectives.config import COMPARING, AlgorithmConfig, GaeConfig
 from megarl.observe.config import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
 from megarl.presets import check_preset
 from megarl.schema import require
-from megarl.trainer.config import CriticConfig, ModelConfig, RoleConfig
+from megarl.trainer.config import CriticConfig, ModelConfig, ReferenceRoleConfig
 
 if TYPE_CHECKING:
     from megarl.config import DistillConfig, RunConfig
@@ -227,7 +227,7 @@ def check_roles(config: RunConfig) -> None:
     algorithm = config.algorithm
     check_preset(algorithm)
     require(
-        config.reference == RoleConfig() or algorithm.kl.coefficient > 0,
+        config.reference == ReferenceRoleConfig() or algorithm.kl.coefficient > 0,
         "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is used;"
         " leave them out, or set algorithm.kl.coefficient above 0",
     )
@@ -378,7 +378,7 @@ def check_distillation(config: DistillConfig) -> None:
     )
     for name, value, default in (
         ("algorithm", config.algorithm, AlgorithmConfig()),
-        ("reference", config.reference, RoleConfig()),
+        ("reference", config.reference, ReferenceRoleConfig()),
         ("critic", config.critic, CriticConfig()),
         ("reward_models", config.reward_models, {}),
     ):

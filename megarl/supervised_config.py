@@ -10,7 +10,12 @@ from megarl.data.config import DemonstrationsConfig, PreferencesConfig
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
 from megarl.observe.config import ObserveConfig
 from megarl.schema import MOST_STEPS, OutputText, Range, config, require
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.config import (
+    ModelConfig,
+    ReferenceLora,
+    TrainingConfig,
+    check_reference_lora,
+)
 
 
 @config
@@ -101,10 +106,16 @@ class ReferenceConfig:
 
     model: ModelConfig = ModelConfig()
     """The model; with an empty path `model`, as it is before training."""
+    lora: ReferenceLora = "start"
+    """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
+    with the adapter that the run starts from (start), or the model without adapters (base)."""
     cache: OutputText = ""
     """Folder in which its log-probs are kept, in a file whose name is the digest of the data and of
     the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
     share one."""
+
+    def __post_init__(self) -> None:
+        check_reference_lora(self.lora, self.model)
 
 
 @config

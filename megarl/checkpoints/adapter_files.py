@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -118,6 +119,11 @@ def written_for(folder: Path) -> str:
             return (file.metadata() or {}).get(BASE, "")
     except (OSError, SafetensorError):
         return ""
+
+
+def adapter_digest(folder: str) -> str:
+    """xxh3-128 digest of the tensors' file of the adapter in `folder`; "" for no folder."""
+    return xxhash.xxh3_128_hexdigest((Path(folder) / TENSORS).read_bytes()) if folder else ""
 
 
 def read_adapter(

@@ -79,6 +79,7 @@ class Checkpoints:
         roles: Mapping[str, str] | None = None,
         everyone: Axis | None = None,
         base_digest: str = "",
+        reference: str = "",
         owner: Lease | None = None,
         run_id: str = "",
         in_background: bool = False,
@@ -89,11 +90,11 @@ class Checkpoints:
         and restored beside that of `engine`. `roles`: {name: layout, as `written_under` says it} of
         all such roles, the same on every rank. `everyone`: all ranks with a part of a trained
         model; None for the ranks of `mesh`. `base_digest`: with LoRA, the digest of the base
-        model's weights, which is written beside the adapters. `owner`: on rank 0, the lease of this
-        run on its folder; None where the folder has no other user. `run_id`: id of the run, the
-        same on every rank, which is in the name of its temporary folders. `in_background`: have
-        `save` return once the state is copied; else it calls `finish` itself. `generation`: see
-        `write_description`.
+        model's weights, which is written beside the adapters. `reference`: that of `Progress`.
+        `owner`: on rank 0, the lease of this run on its folder; None where the folder has no other
+        user. `run_id`: id of the run, the same on every rank, which is in the name of its temporary
+        folders. `in_background`: have `save` return once the state is copied; else it calls
+        `finish` itself. `generation`: see `write_description`.
         """
         self.generation = generation
         self.in_background, self.base_digest = in_background, base_digest
@@ -102,7 +103,7 @@ class Checkpoints:
         self.owner, self.run_id = owner, run_id
         self.others, self.roles = dict(others or {}), dict(roles or {})
         self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
-        self.mesh, self.seed, self.data = mesh, seed, data
+        self.mesh, self.seed, self.data, self.reference = mesh, seed, data, reference
         self.everyone = everyone or mesh.world
 
     @property
@@ -398,4 +399,5 @@ class Checkpoints:
             dict(algorithm),
             list(used),
             position(self.folder.parent / LEDGER) if self.everyone.rank == 0 else {},
+            self.reference,
         )

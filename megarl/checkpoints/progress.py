@@ -55,6 +55,9 @@ class Progress:
     ledger: dict[str, int | str] = field(default_factory=dict)
     """How far the ledger went, as `megarl.ledger.position.position` returns it; empty in a run
     without a ledger, and in checkpoints of earlier versions."""
+    reference: str = ""
+    """Digest of the adapter with which the reference computes, which is the one that the run
+    started from; empty for a reference without adapter, and in checkpoints of earlier versions."""
 
     @property
     def cursor(self) -> Cursor:
@@ -87,7 +90,7 @@ def write_progress(folder: Path, progress: Progress) -> Path:
     """Write `run.json`; returns its path."""
     path = folder / "run.json"
     content = asdict(progress)
-    for name in ("used", "ledger"):
+    for name in ("used", "ledger", "reference"):
         if not content[name]:
             del content[name]
     written = FORMAT if progress.used else FORMAT_IN_ORDER
@@ -113,7 +116,7 @@ def read_progress(folder: Path) -> Progress:
     known = {one.name: one for one in fields(Progress)}
     if unknown := sorted(set(found) - set(known)):
         say(f"megarl: {path}: passing over {', '.join(unknown)}")
-    needed = {name for name, one in known.items() if one.default_factory is MISSING}
+    needed = {n for n, one in known.items() if MISSING is one.default is one.default_factory}
     if missing := sorted(needed - set(found)):
         raise ValueError(f"{path} lacks {', '.join(missing)}; name a checkpoint that is whole")
     return Progress(**{name: found[name] for name in known if name in found})
@@ -175,13 +178,16 @@ def choose(
     data: str,
     roles: Mapping[str, str] | None = None,
     base: str = "",
+    reference: str | None = None,
 ) -> Path | None:
     """Path of the newest undamaged checkpoint in `folder` that this run can resume, perhaps after
     its conversion to this run's layout; None if the folder has no checkpoint.
 
-    `base`: with LoRA, the digest of the base model's weights. Other checkpoints are skipped with a
-    message on standard error. Raises `ValueError` if all were skipped, and for a checkpoint of a
-    newer format than this version reads: to go on from an older one would lose the steps between.
+    `base`: with LoRA, the digest of the base model's weights. `reference`: of a run whose reference
+    has the adapter that the run starts from, the digest of that adapter, or ""; else None. Other
+    checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
+    skipped, and for a checkpoint of a newer format than this version reads: to go on from an older
+    one would lose the steps between.
     """
     passed = []
     for path in newest_first(folder):
@@ -189,7 +195,14 @@ def choose(
         if reason and has_other_digests(path):
             _refuse_newer(path)
         reason = reason or _foreign(
-            path, layout=layout, model=model, seed=seed, data=data, roles=roles or {}, base=base
+            path,
+            layout=layout,
+            model=model,
+            seed=seed,
+            data=data,
+            roles=roles or {},
+            base=base,
+            reference=reference,
         )
         if not reason:
             return path
@@ -224,6 +237,7 @@ def _foreign(
     data: str,
     roles: Mapping[str, str],
     base: str,
+    reference: str | None,
 ) -> str:
     """Why this run cannot resume an undamaged checkpoint (another model, layout, seed, data or
     critic), or an empty string. Raises `NewerError` for a newer format.
@@ -239,6 +253,11 @@ def _foreign(
     written = written_for(path / "adapter") if base else ""
     if written and written != base:
         return "its adapters were trained on another base model than model.path"
+    if reference is not None and progress.reference not in ("", reference):
+        return (
+            "its reference is the adapter that the run started from, and training.lora.adapter is"
+            " another one, or its file has changed"
+        )
     if progress.layout != layout and not convertible(progress.layout, layout):
         return (
             f"it was written under {progress.layout}, this run is {layout}, and only layout and"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl import console
+from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.progress import (
     choose,
     fingerprint,
@@ -47,7 +48,7 @@ from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.model_config import longest_sequence
-from megarl.trainer.places import RolePlace, policy_ranks
+from megarl.trainer.places import RolePlace, policy_ranks, reference_adapter
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
@@ -249,6 +250,7 @@ def _chosen(
     model = empty_model(config.model)
     if head in SCORING:
         use_score_head(model)
+    started = reference_adapter(config)
     chosen = choose(
         folder,
         layout=written_under(layout, config.training),
@@ -257,6 +259,7 @@ def _chosen(
         data=data,
         roles=roles,
         base=base_digest(config.model.path) if config.training.lora.is_on else "",
+        reference=None if started is None else adapter_digest(started),
     )
     if chosen is not None and isinstance(config, RunConfig):
         why = refusal(config.rollout.dispatch, read_progress(chosen).cursor)

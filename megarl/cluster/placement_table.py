@@ -23,7 +23,7 @@ from megarl.trainer.config import (
     TrainingConfig,
 )
 from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
-from megarl.trainer.places import RolePlace, base_as_reference, role_training
+from megarl.trainer.places import RolePlace, policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import working_memory
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.parameters import ParameterSpec
@@ -121,8 +121,13 @@ def _role_row(
     layout = place.layout
     shown = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"
     status = "trained" if trains else "frozen"
-    if name == "reference" and isinstance(config, RunConfig) and base_as_reference(config):
-        notes["the reference is the policy without its adapters, and needs no memory"] = None
+    if name == "reference" and isinstance(config, RunConfig) and policy_as_reference(config):
+        needs = (
+            "with the adapters that it starts from, and needs memory for a copy of them alone"
+            if reference_adapter(config)
+            else "without its adapters, and needs no memory"
+        )
+        notes[f"the reference is the policy {needs}"] = None
         return Row(name, status, model.path, None, shown, place.ranks, mine, Memory(0))
     table = _known_table(model, notes)
     memory = None

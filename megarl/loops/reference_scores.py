@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 import xxhash
 
 from megarl import console
+from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.data.preferences import PreferenceList
 from megarl.loops.pairs import pack_pairs, take_all, totals
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.supervised_config import PreferenceConfig
-from megarl.trainer.config import ModelConfig
+from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.trainer.context import RunContext
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.places import reference_adapter
 from megarl.trainer.role import Role
 from megarl.trainer.weights import weight_files
 
@@ -34,10 +37,16 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
     config = context.config
     assert isinstance(config, PreferenceConfig)
     model = config.reference.model if config.reference.model.path else config.model
+    adapter = reference_adapter(config) or ""
+    training = config.training
+    if not adapter:
+        training = replace(training, lora=LoraConfig())
     cache = Path(config.reference.cache or context.folder / "reference")
     files: list[Path | None] = [None for _ in data]
     if context.is_main:
         weights = weights_digest(model, config.seed)
+        if adapter:
+            weights += f" {adapter_digest(adapter)} {training.lora.alpha}"
         precision = config.training.precision
         files = [
             cache / f"{digest_of(rows.digest, weights, precision)}.npy" if rows else None
@@ -56,7 +65,7 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
     role = Role(
         "reference",
         model=model,
-        training=config.training,
+        training=training,
         mesh=context.mesh,
         device=context.device,
         seed=config.seed,

@@ -24,7 +24,7 @@ from megarl.trainer.distillation import Distillation
 from megarl.trainer.heads import HeadName
 from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.model_rewards import RewardModels
-from megarl.trainer.places import base_as_reference, role_training
+from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.trainer.scoring import Scorer
@@ -333,7 +333,7 @@ def make_roles(
     models. All ranks of the job call it together; `policy` is None on ranks without a part of it.
     """
     reference = critic = None
-    if "reference" in config.other_roles and base_as_reference(config):
+    if "reference" in config.other_roles and policy_as_reference(config):
         transfer = BatchTransfer(
             policy,
             policy=context.mesh,
@@ -343,7 +343,12 @@ def make_roles(
             micro_batch_tokens=config.training.micro_batch_tokens,
             share_prefix=config.training.share_prefix,
         )
-        reference = Scorer(transfer, without_adapters=True)
+        if policy is None:
+            reference = Scorer(transfer)
+        elif reference_adapter(config):  # a checkpoint is loaded later, and changes only the policy
+            reference = Scorer(transfer, within=policy.keep_adapters())
+        else:
+            reference = Scorer(transfer, within=policy.adapters_off)
     elif "reference" in config.other_roles:
         reference = Scorer(make_transfer(context, config, inputs, "reference", everyone))
     if "critic" in config.other_roles:

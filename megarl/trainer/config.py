@@ -63,6 +63,30 @@ class RoleConfig:
     shards."""
 
 
+ReferenceLora = Literal["start", "base"]
+
+
+@config
+class ReferenceRoleConfig(RoleConfig):
+    """The frozen reference of the KL penalty: its weights, ranks and sharding."""
+
+    lora: ReferenceLora = "start"
+    """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
+    with the adapter that the run starts from (start), or the model without adapters (base)."""
+
+    def __post_init__(self) -> None:
+        check_reference_lora(self.lora, self.model)
+
+
+def check_reference_lora(lora: ReferenceLora, model: ModelConfig) -> None:
+    """Raise `ValueError` where `reference.lora` would do nothing. `model`: `reference.model`."""
+    require(
+        lora == "start" or not model.path,
+        f"reference.lora is '{lora}', but reference.model.path is {model.path!r}, a model without"
+        " adapters; leave one of the two out",
+    )
+
+
 @config
 class SequenceConfig:
     """How the ranks of `layout.sequence` share the attention of a packed sequence."""

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
 from megarl.activity.recording import Recording
+from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.aside import remove_unfinished
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Claim, Lease
@@ -44,7 +45,7 @@ from megarl.trainer.attention import attention_line
 from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
-from megarl.trainer.places import RolePlace, role_training
+from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
 
@@ -174,7 +175,8 @@ class RunContext:
                 optimizer_steps=optimizer_steps,
             )
         self.stack.callback(role.destroy)
-        if self.is_main and (trained := role.engine.module.share_trained()):
+        is_trained = optimizer_steps is not None
+        if self.is_main and is_trained and (trained := role.engine.module.share_trained()):
             console.say(f"{name}: LoRA trains {trained}")
         return role
 
@@ -205,6 +207,7 @@ class RunContext:
             roles=roles,
             everyone=everyone,
             base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
+            reference=adapter_digest(reference_adapter(self.config) or ""),
             owner=self.inputs.owner,
             run_id=self.run_id,
             in_background=self.config.training.checkpoint.background,

@@ -78,10 +78,10 @@ def role_memory(
     table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig, *, trains: bool
 ) -> Memory:
     """Memory of the rank of a role that needs most. `table`: the role's parameters. A role that is
-    not trained has weights only.
+    not trained has weights only, and those of an adapter that `training` names.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
-    lora = training.lora if trains else LoraConfig()
+    lora = training.lora if trains or training.lora.adapter else LoraConfig()
     weights = [on_rank(one, layout.tensor) for one in table]
     adapters = [size for one in table for size in _adapter(one, layout.tensor, lora)]
     trained = list[int]()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.config import RunConfig
+from megarl.config import AnyConfig, PreferenceConfig, RunConfig
 from megarl.parallel.layout import Layout, resolve, resolve_role
 from megarl.schema import require
 from megarl.trainer.config import (
     CriticConfig,
     LayoutConfig,
     LoraConfig,
+    ReferenceRoleConfig,
     RoleConfig,
     TrainingConfig,
 )
@@ -81,27 +82,42 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
 
 
 def role_training(config: RunConfig, name: str) -> TrainingConfig:
-    """`training` as it holds for the role of section `name`: with its ZeRO stage, and for the
-    critic with its optimizer and schedule.
+    """`training` as it holds for the role of section `name`: with its ZeRO stage, for the critic
+    with its optimizer and schedule, and with adapters only for a reference that has some.
     """
     role, training = config.other_roles[name], config.training
+    if name != "reference" or not reference_adapter(config):
+        training = replace(training, lora=LoraConfig())
     if isinstance(role, CriticConfig):
         # Its value head is new, and the backbone's states were not made for values: it is trained
         # whole.
-        training = replace(
-            training, optimizer=role.optimizer, schedule=role.schedule, lora=LoraConfig()
-        )
+        training = replace(training, optimizer=role.optimizer, schedule=role.schedule)
     if role.zero_stage is not None:
         when = training.offload_gradients if role.zero_stage == 3 else "step"
         training = replace(training, zero_stage=role.zero_stage, offload_gradients=when)
     return training
 
 
-def base_as_reference(config: RunConfig) -> bool:
-    """Whether the policy without its adapters is the reference, so that no second model is
-    loaded.
+def policy_as_reference(config: RunConfig) -> bool:
+    """Whether the policy, with the adapters that it starts from or with none, is the reference, so
+    that no second model is loaded.
     """
-    return config.training.lora.is_on and config.reference == RoleConfig()
+    alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
+    return config.training.lora.is_on and alone
+
+
+def reference_adapter(config: AnyConfig) -> str | None:
+    """Folder of the adapter that the run starts from, "" if from none, where the reference is the
+    model before training; None where it is another model, or nothing is compared with one.
+    """
+    if isinstance(config, RunConfig):
+        compares, reference = "reference" in config.other_roles, config.reference
+    elif isinstance(config, PreferenceConfig):
+        compares, reference = config.loss.has_reference, config.reference
+    else:
+        return None
+    is_start = compares and reference.lora == "start" and not reference.model.path
+    return config.training.lora.adapter if is_start else None
 
 
 def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,10 +57,11 @@ class Role:
         """All ranks of `mesh` create the role together.
 
         `optimizer_steps`: optimizer steps of the whole run, for the learning-rate schedule; None
-        makes a frozen role without an optimizer. `training` sets precision, ZeRO stage and
-        optimizer. Raises `UserError` on every rank if a weight is not finite.
+        makes a frozen role without an optimizer, which has adapters only if `training.lora` names
+        an adapter to start from. `training` sets precision, ZeRO stage and optimizer. Raises
+        `UserError` on every rank if a weight is not finite.
         """
-        if optimizer_steps is None:  # nothing is trained, and so no adapter
+        if optimizer_steps is None and not training.lora.adapter:  # new adapters change nothing
             training = replace(training, lora=LoraConfig())
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
         self.head: HeadName = head
@@ -224,6 +225,13 @@ class Role:
         together.
         """
         return adapter_bytes(self.engine.whole_adapters(), self.training.lora, base=None)
+
+    def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Copy this rank's part of the adapters. Returns what makes context managers in which the
+        model computes with them as they are now, whatever it has learnt or loaded since. All ranks
+        of the mesh call it together, and enter and leave together.
+        """
+        return self.engine.keep_adapters()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """A context manager in which the model computes without its adapters."""

@@ -4,8 +4,8 @@ on the same ranks under another layout, or on ranks of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from megarl.trainer.role import Column
 from megarl.trainer.transfer import BatchTransfer, RoleBatch
@@ -17,12 +17,17 @@ class Scorer:
     create and call it together.
     """
 
-    def __init__(self, transfer: BatchTransfer, *, without_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        transfer: BatchTransfer,
+        *,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """`transfer`: moves batches to the role and columns back; `transfer.role` is the role.
-        `without_adapters`: the role is the policy, and scores as the model that its adapters
-        started from.
+        `within`: makes a context manager in which the role scores, such as one in which the policy
+        computes without adapters.
         """
-        self.transfer, self.without_adapters = transfer, without_adapters
+        self.transfer, self._within = transfer, within
         self.here: RoleBatch | None = None
         """The batch that was scored last, on the role's ranks; None on others."""
         self.column: Column = []
@@ -44,6 +49,6 @@ class Scorer:
         self.here = self.transfer.send(batch, packed)
         role = self.transfer.role
         if role is not None and self.here is not None:
-            with role.adapters_off() if self.without_adapters else nullcontext():
+            with self._within():
                 self.column = role.score(self.here.batch, self.here.packed, temperature=temperature)
         return self.transfer.to_policy(self.column)

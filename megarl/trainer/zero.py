@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -320,6 +320,35 @@ class TrainEngine:
                 name: parameter.detach().clone()
                 for name, parameter in zip(names, parameters, strict=True)
             }
+
+    def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """See `Role.keep_adapters`. Master weights and optimizer states stay as they are."""
+        kept = [part.clone() for part in self._own_adapters()]
+
+        def put(values: list[torch.Tensor]) -> None:
+            for part, value in zip(self._own_adapters(), values, strict=True):
+                part.copy_(value)
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            trained = [part.clone() for part in self._own_adapters()]
+            put(kept)
+            try:
+                yield
+            finally:
+                put(trained)
+
+        return restored
+
+    def _own_adapters(self) -> list[torch.Tensor]:
+        """This rank's part of each of the adapters' parameters, to read and write."""
+        assert self.module.adapters is not None
+        names, rank = self.module.adapters.parameters, self.mesh.gradient.rank
+        parameters: Any = [self.module.model.get_parameter(name) for name in names]
+        for parameter in parameters:
+            if getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE:
+                parameter.partition()  # DeepSpeed keeps small ones gathered, which would be stale
+        return [_own_values(parameter, rank) for parameter in parameters]
 
     def whole_adapters(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor} of the adapters' parameters and of a score head, on every rank;

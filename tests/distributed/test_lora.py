@@ -45,6 +45,10 @@ def documents() -> Samples:
     return Samples.concatenate(parts)
 
 
+def adapter_at(folder: Path) -> LoraConfig:
+    return replace(LORA, adapter=str(folder))
+
+
 def cases(model: str, places: list[Any], lora: LoraConfig) -> list[Case]:
     return [
         {"layout": layout, "stage": stage, "model": model, "training": {"lora": lora}}
@@ -109,6 +113,10 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     role = Role("policy", optimizer_steps=4, **common)
     at_start = role.logprobs(samples)
     learn(role)
+    first, adapters = role.logprobs(samples), role.engine.whole_adapters()
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    if mesh.world.rank == 0:
+        write_adapter(folder / "start", adapters, LORA, base=model, base_digest="")
     learn(role)
     trained = role.logprobs(samples)
     with role.adapters_off():
@@ -116,7 +124,6 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     adapters, module = role.engine.whole_adapters(), role.engine.module
     score = torch.linspace(-1, 1, module.model.config.hidden_size)[None]
     owned = training_owned(role.shapes, role.shards, mesh.layout, stage)
-    (folder / "model").mkdir(parents=True, exist_ok=True)
     barrier(mesh.world)
     export = WeightExport(owned, role.shapes, torch.float32)
     files = RankFiles(folder)
@@ -131,17 +138,26 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     learn(role)
     third = role.logprobs(samples)
     role.destroy()
-    again = Role("policy", optimizer_steps=4, **common)
+    starts = common | {"training": replace(training, lora=adapter_at(folder / "start"))}
+    frozen = Role("reference", **starts)
+    apart = frozen.logprobs(samples)
+    frozen.destroy()
+    again = Role("policy", optimizer_steps=4, **starts)
+    at_first = again.keep_adapters()
     again.engine.load(str(folder / "state"))
+    with at_first():
+        reference = again.logprobs(samples)
     resumed = again.logprobs(samples)
     learn(again)
+    with at_first():
+        later = again.logprobs(samples)
     fourth = again.logprobs(samples)
     again.destroy()
-    starts = replace(training, lora=replace(LORA, adapter=str(folder / "adapter")))
+    starts = replace(training, lora=adapter_at(folder / "adapter"))
     other = Role("policy", optimizer_steps=4, **common | {"training": starts})
     started = other.logprobs(samples)
     other.destroy()
-    judges = replace(training, lora=replace(LORA, adapter=str(folder / "judge")))
+    judges = replace(training, lora=adapter_at(folder / "judge"))
     judge = Role("reward model", optimizer_steps=4, head="scalar", **common | {"training": judges})
     head = judge.engine.whole_adapters()[SCORE]
     judge.destroy()
@@ -149,6 +165,9 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         "same": {
             "a new adapter changes nothing": (before, at_start),
             "without adapters": (before, off),
+            "a frozen role with an adapter": (first, apart),
+            "the adapter of the start, after resuming": (first, reference),
+            "the adapter of the start, after training": (first, later),
             "resumed": (trained, resumed),
             "trained on": (third, fourth),
             "started from the adapter's files": (trained, started),

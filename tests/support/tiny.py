@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 VOCABULARY = 40
@@ -72,6 +74,34 @@ def write_classifier(folder: Path, *, seed: int = 0, **changes: object) -> Path:
     model.score.weight.data.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def adapter_shapes(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """{name: whole shape} of the parameters of adapters of `lora` for the model in a folder."""
+    from megarl.trainer.loading import empty_model
+    from megarl.trainer.lora import A, B, chosen_layers
+
+    whole, found = empty_model(ModelConfig(path=model)), {}
+    for name in chosen_layers(whole, lora):
+        rows, columns = whole.get_parameter(f"{name}.weight").shape
+        found |= {name + A: (lora.rank, columns), name + B: (rows, lora.rank)}
+    return found
+
+
+def random_adapter(folder: Path, model: str, lora: LoraConfig) -> LoraConfig:
+    """Write an adapter that changes the model in a folder; returns `lora` with it to start from."""
+    import torch
+
+    from megarl.checkpoints.adapter_files import write_adapter
+    from megarl.trainer.weights import base_digest
+
+    draw = torch.Generator().manual_seed(1)
+    tensors = {
+        name: 0.2 * torch.randn(shape, generator=draw)
+        for name, shape in adapter_shapes(model, lora).items()
+    }
+    write_adapter(folder, tensors, lora, base=model, base_digest=base_digest(model))
+    return replace(lora, adapter=str(folder))
 
 
 def write_tokenizer(folder: Path) -> None:

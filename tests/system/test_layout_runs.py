@@ -4,6 +4,7 @@ do roles on ranks of their own; their checkpoints resume.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
-from support.tiny import write_classifier, write_model
+from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, TENSORS
+from megarl.trainer.config import LoraConfig
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
 CLOSE = {
@@ -111,7 +113,9 @@ def assert_alike(alone: list[dict[str, Any]], found: list[dict[str, Any]]) -> No
             )
 
 
-def assert_resumes(place: Path, name: str, ranks: int, **settings: Any) -> None:
+def assert_resumes(
+    place: Path, name: str, ranks: int, *, coefficient: float = 0.05 * 1.02, **settings: Any
+) -> None:
     """With a damaged last checkpoint, a run goes back one and comes out bit by bit the same."""
     before = records(place / name / "metrics.jsonl")
     newest = place / name / "checkpoints" / "step_000003" / "run.json"
@@ -119,7 +123,7 @@ def assert_resumes(place: Path, name: str, ranks: int, **settings: Any) -> None:
     again = run(place, name, ranks, "--resume", "True", **settings)
     assert [row["step"] for row in again] == [1, 2, 3]
     assert {key: again[2][key] for key in CLOSE} == {key: before[2][key] for key in CLOSE}
-    assert again[2]["kl_coefficient"] == pytest.approx(0.05 * 1.02)
+    assert again[2]["kl_coefficient"] == pytest.approx(coefficient)
 
 
 def test_four_ranks_learn_what_one_does_and_resume(
@@ -193,14 +197,19 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
 
 def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -> None:
     """LoRA on one rank, merged into the weights that are sent, and on two with tensor and ZeRO 3,
-    applied by vLLM. The reference is the model without adapters.
+    applied by vLLM. The reference is the model with the adapter that the run starts from.
     """
-    lora: dict[str, Any] = {"rank": 4, "alpha": 16.0}
-    merged = run(place, "merged", 1, lora=lora)
-    other: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3}
+    config = LoraConfig(rank=4, alpha=16.0)
+    started = random_adapter(place / "start", str(place / "model"), config)
+    lora = dataclasses.asdict(started) | {"targets": []}
+    once = {"epochs_per_step": 1, "num_mini_batches": 1}  # all of a step's KL is before its update
+    merged = run(place, "merged", 1, lora=lora, **once)
+    other: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3} | once
     apart = run(place, "apart", 2, lora=lora | {"publish": "adapter"}, **other)
     assert_alike(merged, apart)
     assert merged[-1]["kl"] > 1e-4
+    for found in (merged, apart):  # the policy's first step
+        assert found[1]["kl"] == pytest.approx(0.0, abs=1e-9)
     assert apart[-1]["publish/bytes"] < 0.5 * merged[-1]["publish/bytes"]
     for name in ("merged", "apart"):
         saved = place / name / "checkpoints" / "step_000003"
@@ -209,4 +218,6 @@ def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -
         frozen = (saved / "model" / "model.safetensors").stat().st_size
         state = sum(path.stat().st_size for path in (saved / "state").rglob("*.pt"))
         assert state < frozen
-    assert_resumes(place, "apart", 2, lora=lora | {"publish": "adapter"}, **other)
+    lora |= {"publish": "adapter"}
+    # A KL of 0 is below the target, and the coefficient shrinks once.
+    assert_resumes(place, "apart", 2, coefficient=0.05 * 0.98, lora=lora, **other)

@@ -4,8 +4,10 @@ another one, with a cached reference; the reward model is one that transformers 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 from support.commands import Done, megarl, records, tiny_run, write_recipe
 from support.ranks import run_ranks
-from support.tiny import write_classifier, write_model
+from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
+from megarl.trainer.config import LoraConfig
 
 TWO_RANKS = {"layout": {"data": 1, "sequence": 2}, "zero_stage": 1}
 
@@ -87,6 +90,18 @@ def test_preferences_are_learnt_under_any_layout(place: Path) -> None:
     loss = {"loss": {"method": "kto"}}
     run("preference", place, "kto", 1, **cache, **loss)
     assert set(files) < set((place / "cache").iterdir()), "other pairs, other scores"
+    # With an adapter to start from, the reference is that model, or by choice the base.
+    training = {"micro_batch_tokens": 32, "lora": start(place)}
+    reference = cache["reference"] | {"lora": "base"}
+    done, _ = run("preference", place, "base", 1, training=training, reference=reference)
+    assert "the reference's log-probs of" not in done.err, "those of the base are in the cache"
+    assert abs(records(place / "base" / "metrics.jsonl")[0]["loss"] - math.log(2)) > 1e-3
+
+
+def start(place: Path) -> dict[str, Any]:
+    """Settings of LoRA that start from an adapter."""
+    folder, model, lora = place / "start", str(place / "model"), LoraConfig(rank=2, alpha=8.0)
+    return dataclasses.asdict(random_adapter(folder, model, lora)) | {"targets": []}
 
 
 def scored(folder: str, texts: list[list[int]]) -> list[float]:
@@ -244,7 +259,7 @@ def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
     }
     training = {
         "micro_batch_tokens": 32,
-        "lora": {"rank": 2, "alpha": 8.0},
+        "lora": start(place),
         "optimizer": {"learning_rate": 1e-2},
     }
     ids = torch.tensor([[5, 9, 13, 4, 7, 1]])
@@ -252,6 +267,9 @@ def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
         name = f"adapted_{command}"
         done, _ = run(command, place, name, 3, ranks=2, training=training | TWO_RANKS)
         assert "LoRA trains" in done.err
+        # The reference is the model before training: with the adapter that it starts from.
+        first = records(place / name / "metrics.jsonl")[0]
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
         saved = place / name / "checkpoints" / "step_000003"
         base = kind.from_pretrained(place / "model", **options)
         before = kind.from_pretrained(saved / "model")

@@ -136,6 +136,10 @@ CASES = {
     "a reference that nothing uses": Case(
         ["reference has settings", "algorithm.kl.coefficient"], {"reference.zero_stage": 3}
     ),
+    "a reference of its own without adapters": Case(
+        ["reference.lora is 'base', but reference.model.path is 'x'"],
+        {"algorithm.kl.coefficient": 0.1, "reference.model.path": "x", "reference.lora": "base"},
+    ),
     "a reference's layout exceeds its ranks": Case(
         ["reference.layout is", "= 2 ranks", "reference has 1"],
         {

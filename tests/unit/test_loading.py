@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,9 @@ def test_an_uninitialised_parameter_is_refused(
 PROGRESS = Progress(3, 12, 0, "data 1", "m", "d")
 
 
-def sealed(folder: Path) -> Path:
+def sealed(folder: Path, progress: Progress = PROGRESS) -> Path:
     folder.mkdir(parents=True)
-    write_progress(folder, PROGRESS)
+    write_progress(folder, progress)
     seal(folder)
     return folder
 
@@ -274,6 +275,21 @@ def test_a_newer_checkpoint_with_other_digests_is_not_passed_over(tmp_path: Path
     for content in ("{", '{"algorithm": "xxh3_128"}', '{"algorithm": "xxh3_128", "files": [1]}'):
         (newer / "digests.json").write_text(content)
         assert chosen() == older
+
+
+def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    """An adapter in place of the one that the run started from would be another reference."""
+    folder = sealed(tmp_path / "step_000003", replace(PROGRESS, reference="a"))
+    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
+    assert chosen(reference="a") == folder
+    assert chosen() == folder, "another reference by choice"
+    for other in ("b", ""):
+        with pytest.raises(
+            ValueError, match=r"training\.lora\.adapter is another one, or its file"
+        ):
+            chosen(reference=other)
+    shutil.rmtree(folder)
+    assert sealed(folder) == chosen(reference="a"), "of an earlier version"
 
 
 def test_checkpoints_have_the_order_of_their_steps(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.tiny import write_model
+from support.tiny import adapter_shapes, random_adapter, write_model
 
 from megarl.checkpoints.adapter_files import (
     CONFIG,
@@ -27,7 +27,6 @@ from megarl.checks.adapter_checks import adapter_warning, check_adapters
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, Adapters, B, MergedWeights, NewAdapters, chosen_layers
-from megarl.trainer.weights import base_digest
 
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -73,32 +72,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
 
 
-def shapes_of(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    whole, found = empty_model(ModelConfig(path=model)), {}
-    for name in chosen_layers(whole, lora):
-        rows, columns = whole.get_parameter(f"{name}.weight").shape
-        found |= {name + A: (lora.rank, columns), name + B: (rows, lora.rank)}
-    return found
-
-
 @pytest.fixture
 def adapter(model: str, tmp_path: Path) -> LoraConfig:
-    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model, LORA).items()}
-    digest = base_digest(model)
-    write_adapter(tmp_path / "adapter", tensors, LORA, base=model, base_digest=digest)
-    return replace(LORA, adapter=str(tmp_path / "adapter"))
+    return random_adapter(tmp_path / "adapter", model, LORA)
 
 
 def test_all_linear_layers_but_the_head_are_adapted(model: str) -> None:
     names = chosen_layers(empty_model(ModelConfig(path=model)), LoraConfig(rank=1))
     assert len(names) == 2 * 7 and not any("lm_head" in name for name in names)
-    assert len(shapes_of(model, LORA)) == 2 * 2 * 2
+    assert len(adapter_shapes(model, LORA)) == 2 * 2 * 2
 
 
 def test_what_is_written_is_read(model: str, adapter: LoraConfig) -> None:
-    found = read_adapter(adapter, shapes_of(model, LORA))
+    found = read_adapter(adapter, adapter_shapes(model, LORA))
     stored = load_file(str(Path(adapter.adapter) / TENSORS))
-    assert found.keys() == shapes_of(model, LORA).keys()
+    assert found.keys() == adapter_shapes(model, LORA).keys()
     assert all(torch.equal(stored[PREFIX + name], tensor) for name, tensor in found.items())
     check_adapters(adapter, ModelConfig(path=model))
 
@@ -164,7 +152,7 @@ def test_an_adapter_without_a_digest_is_warned_about(
 ) -> None:
     """As PEFT writes it: only the name of the base model can be compared."""
     assert not adapter_warning(adapter, ModelConfig(path="elsewhere"))
-    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model, LORA).items()}
+    tensors = {name: torch.randn(shape) for name, shape in adapter_shapes(model, LORA).items()}
     write_adapter(tmp_path / "bare", tensors, LORA, base="org/Some-8B", base_digest="")
     bare = replace(LORA, adapter=str(tmp_path / "bare"))
     check_adapters(bare, ModelConfig(path=model))
@@ -173,7 +161,7 @@ def test_an_adapter_without_a_digest_is_warned_about(
 
 
 def test_a_score_head_is_read_where_the_model_has_one(model: str, tmp_path: Path) -> None:
-    shapes = shapes_of(model, LORA)
+    shapes = adapter_shapes(model, LORA)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     score = torch.randn(1, 64)
     write_adapter(tmp_path, tensors | {SCORE: score}, LORA, base=model, base_digest="")
@@ -216,7 +204,7 @@ def test_an_adapter_by_peft_is_read(model: str, tmp_path: Path) -> None:
     theirs = PeftConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
     network = get_peft_model(AutoModelForCausalLM.from_pretrained(model), theirs)
     network.save_pretrained(str(tmp_path))
-    found = read_adapter(replace(LORA, adapter=str(tmp_path)), shapes_of(model, LORA))
+    found = read_adapter(replace(LORA, adapter=str(tmp_path)), adapter_shapes(model, LORA))
     written = load_file(str(tmp_path / TENSORS))
     assert len(found) == len(written) == 8
     assert all(torch.equal(written[PREFIX + name], tensor) for name, tensor in found.items())

@@ -273,6 +273,12 @@ def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     expect(rows["policy"], weights, sums, 0)
     assert rows["reference"]["ranks"] == "0-31" and rows["reference"]["sum"] == "-"
     assert "the reference is the policy without its adapters" in shown
+    changes["training.lora"] = lora | {"adapter": str(tmp_path)}
+    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    assert "the reference is the policy with the adapters that it starts from" in shown
+    changes["reference"] = {"lora": "base"}
+    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    assert "the reference is the policy without its adapters" in shown
     host = re.search(r"policy: optimizer states are in .* memory, ([0-9.]+) GiB a rank", shown)
     # Pinned beside the moments: gradients, master weights, weights in bfloat16, and room for the
     # largest matrix.
