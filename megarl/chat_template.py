@@ -7,7 +7,7 @@ chat [{role, content, ...}] --ChatTemplate.text--> text with special tokens
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.config import TemplateName
@@ -18,16 +18,22 @@ if TYPE_CHECKING:
 
 Turn = dict[str, Any]
 """A message of a chat: its role, its content, and what else the row has (tool_calls, ...)."""
+Variables = Mapping[str, Any]
+"""{name: value} of what a template reads beside a chat; see `prompts.template_variables`."""
 Tools = Sequence[dict[str, Any]]
 """Tools that a model may call, in OpenAI's format."""
 
 OTHER = " another text"
 """Appended to a text to see whether a template writes it."""
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables that a template gets of a chat itself."""
 SAID = "MEGARLWROTETHIS"
 """What a turn of the model is in conversations rendered to learn a template's markup."""
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: TemplateName) -> int:
+def end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
+) -> int:
     """The token that ends what the model writes, in data of every kind and in rollouts: the first
     special token that the tokenizer's chat template writes behind a turn of the assistant. It is
     the tokenizer's end-of-sequence token without a chat template (also with `template` 'none',
@@ -38,7 +44,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: TemplateName) -> i
     found: int | None = None
     if template != "none" and tokenizer.chat_template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        text = ChatTemplate(tokenizer).text_or_none(chat)
+        text = ChatTemplate(tokenizer, variables).text_or_none(chat)
         closing = (text or "").rpartition(SAID)[2]
         added = tokenizer.added_tokens_decoder
         ids = tokenizer(closing, add_special_tokens=False).input_ids
@@ -53,18 +59,53 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: TemplateName) -> i
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer."""
+    """The chat template of a tokenizer, with values for the variables that it reads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        variables: Variables | None = None,
+        setting: str = "prompts",
+    ) -> None:
+        """`setting`: the section of the recipe whose `template_variables` these are."""
+        self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
 
     @functools.cached_property
     def _end(self) -> str:
         """Text of the token that ends a turn of the model."""
-        end = end_of_turn(self.tokenizer, "chat")
+        end = end_of_turn(self.tokenizer, "chat", self.variables)
         return str(self.tokenizer.convert_ids_to_tokens(end))
+
+    def check_variables(self) -> None:
+        """Raise `ValueError` if the template does not read one of the variables."""
+        unread = sorted(set(self.variables) - set(self._reads)) if self.variables else []
+        named = f"{self.setting}.template_variables"
+        require(
+            not unread,
+            f"{named} has '{', '.join(unread)}', which is no variable of the chat template; its"
+            f" variables are {', '.join(self._reads)}; set one of them"
+            if self._reads
+            else f"{named} is set, but the chat template has no variables; leave it out",
+        )
+
+    @functools.cached_property
+    def _reads(self) -> list[str]:
+        """Variables that the template reads, sorted, without those that every template gets."""
+        import jinja2.meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        found: Any = self.tokenizer.chat_template
+        names: set[str] = set()
+        for text in found.values() if isinstance(found, dict) else [found]:
+            try:
+                environment = _compile_jinja_template(text).environment
+                names |= jinja2.meta.find_undeclared_variables(environment.parse(text))
+            except jinja2.TemplateError as error:
+                raise ValueError(f"the tokenizer's chat template cannot be read: {error}") from None
+            names -= set(environment.globals)
+        return sorted(names - GIVEN - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
         """A chat as the template writes it; with `asks`, up to where a reply begins; with `tools`,
@@ -78,6 +119,7 @@ class ChatTemplate:
                     tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
                     tokenize=False,
                     add_generation_prompt=asks,
+                    **self.variables,
                 )
             )
         except Exception as error:  # templates raise what they like, jinja2's errors among them

@@ -30,6 +30,7 @@ from megarl.config_checks import (
     check_rewards,
     check_roles,
     check_stops,
+    check_tool_variables,
     check_truncation,
     check_warmup,
 )
@@ -139,6 +140,7 @@ class RunConfig:
             f" rollout.max_new_tokens = {self.rollout.max_new_tokens}; lower it",
         )
         check_stops(self)
+        check_tool_variables(self)
         check_answers(self)
         check_mixture(self)
         self.check_learning()

@@ -80,6 +80,22 @@ def check_stops(config: RunConfig) -> None:
     )
 
 
+def check_tool_variables(config: RunConfig) -> None:
+    """Raise `ValueError` where tools are shown with several variables of the chat template: the
+    results of their calls are written with one set.
+    """
+    if not config.environment.tools.are_used:
+        return
+    data = [one for one in (config.prompts, config.evaluation.prompts) if one.names_data]
+    found = [part.template_variables for one in data for part in one.parts]
+    require(
+        all(one == found[0] for one in found),
+        f"template_variables of prompts and evaluation.prompts are {found[0]} and"
+        f" {next((one for one in found if one != found[0]), None)}, but environment.tools writes"
+        " the results of calls with one set; set the same for all",
+    )
+
+
 def check_answers(config: RunConfig) -> None:
     """Raise `ValueError` where a built-in verifier gets no answers to compare with, or a setting
     for another one.

@@ -113,6 +113,14 @@ PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "preferences.template ('chat')",
         ),
     ),
+    (
+        "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
+        (
+            "prompts.template_variables",
+            "demonstrations.template_variables",
+            "preferences.template_variables",
+        ),
+    ),
 )
 """(names of theirs, our dotted keys, each with what is different)"""
 NAMES = {name: ours for theirs, ours in PAIRS for name in theirs.split()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from megarl.data.config import TemplateName
+from megarl.data.config import TemplateName, TemplateVariables
 from megarl.environments.config import EnvironmentConfig, RewardServerConfig
 from megarl.rollout.config import EngineConfig
 from megarl.schema import (
@@ -88,6 +88,8 @@ class JudgeConfig:
     """A text file with the template, instead of `template`."""
     chat: bool = True
     """Wrap the text, as a message of the user, in the tokenizer's chat template."""
+    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    """With `chat`, variables that the chat template reads; see `prompts.template_variables`."""
     system: str = ""
     """The chat's system message; empty for none."""
     verdict: str = ""
@@ -135,6 +137,11 @@ class JudgeConfig:
             self.chat or not self.system,
             "judge.system is set, but judge.chat is false, without which there is no system"
             " message; write it into the template",
+        )
+        require(
+            self.chat or not self.template_variables,
+            "judge.template_variables is set, but judge.chat is false, with which no chat template"
+            " writes; set chat to true or leave the variables out",
         )
         require(
             bool(self.verdict or self.choices),

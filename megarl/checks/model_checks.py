@@ -10,8 +10,6 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.chat_template import end_of_turn
-from megarl.data.config import TemplateName
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.schema import require, shortened
 from megarl.third_party import opening
@@ -73,14 +71,13 @@ def stop_tokens(
     tokenizer: PreTrainedTokenizerBase,
     config: ModelConfig,
     hf: transformers.PretrainedConfig,
-    templates: Iterable[TemplateName] = (),
+    turns: Iterable[int] = (),
 ) -> list[int]:
-    """Token ids that end a response: what ends a turn under the data's `templates` (see
+    """Token ids that end a response: those that end a turn in the data (`turns`, see
     `megarl.chat_template.end_of_turn`), and the end-of-sequence tokens of the tokenizer and of
     the model's generation config. Raises `ValueError` if the generation config cannot be read, or
     names a token that the model (configuration `hf`) has not.
     """
-    turns = [end_of_turn(tokenizer, template) for template in templates]
     ids = [*turns, tokenizer.eos_token_id, *_generation_ends(config)]
     size = hf.get_text_config().vocab_size
     for token in ids:

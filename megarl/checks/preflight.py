@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl import console
+from megarl.chat_template import end_of_turn
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.progress import (
     choose,
@@ -36,7 +37,6 @@ from megarl.checks.verifier_start import check_verifier
 from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, with_steps
-from megarl.data.config import TemplateName
 from megarl.data.source import PromptList, load_prompts
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
@@ -130,14 +130,15 @@ def check_run(
         check_cache_memory(config, hf, longest_sequence(config, hf))
     if prompts is not None:
         with_steps(config, len(prompts))
-        try_verifier(config.environment, prompts, tokenizer)
+        variables = config.prompts.parts[0].template_variables
+        try_verifier(config.environment, prompts, tokenizer, variables)
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     return RunInputs(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf, _templates(config)),
+        stop_tokens(tokenizer, config.model, hf, _ends(config, tokenizer)),
         data,
         prompts,
         held_out,
@@ -148,10 +149,10 @@ def check_run(
     )
 
 
-def _templates(config: RunConfig) -> list[TemplateName]:
-    """How the prompts of training and evaluation are written."""
+def _ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a turn, as the prompts of training and evaluation are written."""
     return [
-        part.template
+        end_of_turn(tokenizer, part.template, part.template_variables)
         for data in (config.prompts, config.evaluation.prompts)
         if data.names_data
         for part in data.parts

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from megarl.chat_template import end_of_turn
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import check_model, stop_tokens
@@ -128,7 +129,12 @@ def _check_judge(config: JudgeConfig, reader: VerdictReader) -> ServedJudge:
         with opening(f"{setting} cannot be read", fix="set it to a text file (UTF-8)"):
             template = Path(config.template_file).read_text(encoding="utf-8")
     prompt = JudgePrompt(
-        tokenizer, template, setting=setting, chat=config.chat, system=config.system
+        tokenizer,
+        template,
+        setting=setting,
+        chat=config.chat,
+        system=config.system,
+        variables=config.template_variables,
     )
     limit = _longest(hf, config.max_tokens, "judge")
     asked = len(prompt.ids(dict.fromkeys(prompt.fields, "")))
@@ -139,7 +145,9 @@ def _check_judge(config: JudgeConfig, reader: VerdictReader) -> ServedJudge:
         " model has positions, or lower judge.max_new_tokens",
     )
     _check_engine(config.engine, hf, limit, "judge")
-    stops = stop_tokens(tokenizer, config.model, hf, ["rendered" if config.chat else "none"])
+    template_name = "rendered" if config.chat else "none"
+    end = end_of_turn(tokenizer, template_name, config.template_variables)
+    stops = stop_tokens(tokenizer, config.model, hf, [end])
     on_cpu = local_device().type == "cpu"
     return ServedJudge(tokenizer, limit, on_cpu, prompt, reader, stops)
 

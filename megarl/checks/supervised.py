@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
+from megarl.chat_template import end_of_turn
 from megarl.checks.adapter_checks import check_adapters
 from megarl.checks.folder_checks import (
     check_folder,
@@ -138,12 +139,13 @@ def check_supervised(
                 " longer rows",
             )
     with_steps(config, len(rows or ()))
-    data = rows.fingerprint if rows is not None else ""
+    data, read = rows.fingerprint if rows is not None else "", getattr(config, section)
+    end = end_of_turn(tokenizer, read.template, read.template_variables)
     return RunInputs(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf, [getattr(config, section).template]),
+        stop_tokens(tokenizer, config.model, hf, [end]),
         data,
         rows=rows,
         held_out_rows=held_out,

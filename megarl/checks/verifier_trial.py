@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.chat_template import Variables
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
@@ -34,16 +35,20 @@ call is bounded by the time limits of `EnvironmentConfig`; after a time-out none
 
 
 def try_verifier(
-    config: EnvironmentConfig, prompts: PromptList, tokenizer: PreTrainedTokenizerBase
+    config: EnvironmentConfig,
+    prompts: PromptList,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Variables | None = None,
 ) -> None:
     """Call the verifier with some rows and their reference answers as responses, or begin a session
-    and take a step. Of a mixture, each named verifier is called.
+    and take a step. Of a mixture, each named verifier is called. `variables`: of the chat template,
+    with which tools are shown.
 
     Raises `ValueError` with the first failure's message if at least `environment.max_failure_share`
     of the calls fail, of any verifier. Which score they give does not matter, except that `math`
     must find every reference answer equal to itself.
     """
-    codec = Codec.of(tokenizer, whole=config.tools.are_used)
+    codec = Codec.of(tokenizer, whole=config.tools.are_used, variables=variables)
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
         part, where = config, "environment"

@@ -250,7 +250,11 @@ def start_service(
         list(engines.handles),
         inputs.layout,
         inputs.prompts,
-        Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used),
+        Codec.of(
+            inputs.tokenizer,
+            whole=config.environment.tools.are_used,
+            variables=config.prompts.parts[0].template_variables,
+        ),
         first_step,
         cursor,
         client_token(config.environment),

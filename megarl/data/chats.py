@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat_template import ChatTemplate, Tools, Turn, end_of_turn
+from megarl.chat_template import ChatTemplate, Tools, Turn
 from megarl.data.rows import Row, kind_of
 from megarl.data.tokens import TokenLists, encode
 from megarl.schema import require
@@ -203,16 +203,15 @@ def conversation(
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]]
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]], end: int
 ) -> tuple[TokenLists, TokenLists, TokenLists]:
     """(prompts, responses, masks) of conversations as `conversation` makes them. A prompt is what
     is given before the first reply, a response all that follows; its mask is 1 for the tokens of
     replies, with the token that ends a turn, and 0 for others.
 
-    Pieces are tokenised apart, because that is how a policy meets them. A last reply gets an end if
-    the template writes none.
+    Pieces are tokenised apart, because that is how a policy meets them. A last reply gets the token
+    `end` if the template writes none.
     """
-    end = end_of_turn(tokenizer, "chat")
     encoded = encode(
         tokenizer,
         [text for pieces in rows for text, _ in pieces],

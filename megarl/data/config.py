@@ -13,6 +13,9 @@ TemplateName = Literal["none", "chat", "rendered"]
 first special tokens; `chat`, by the tokenizer's chat template; `rendered`, as they are, because a
 chat template has written them already, special tokens included."""
 
+TemplateVariables = dict[str, bool | int | float | str]
+"""{name: value} of variables that a chat template reads, such as enable_thinking."""
+
 TooLong = Literal["refuse", "drop", "truncate_left"]
 """What becomes of rows that are too long: an error, left out, or prompts that begin later."""
 
@@ -51,6 +54,8 @@ class PromptSourceConfig:
     """As `prompts.answer_after`, for this source."""
     template: TemplateName | None = None
     """As `prompts.template`, for this source."""
+    template_variables: TemplateVariables | None = None
+    """As `prompts.template_variables`, for this source."""
     system: str | None = None
     """As `prompts.system`, for this source."""
     instruction: str | None = None
@@ -103,6 +108,9 @@ class PromptsConfig:
     template: TemplateName = "none"
     """`chat` renders the prompt with the tokenizer's chat template; required for a chat column.
     `rendered` reads texts that a template has written, as `megarl sample` stores them."""
+    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    """With `template: chat`, variables that the chat template reads: `{enable_thinking: false}`.
+    One that it does not read is an error."""
     system: str = ""
     """A system message put before the prompt when the chat template is used."""
     instruction: str = ""
@@ -124,6 +132,7 @@ class PromptsConfig:
             "PromptsConfig.system is set but PromptsConfig.template is 'none'; set"
             " PromptsConfig.template to 'chat' or remove the system message",
         )
+        _check_variables(self)
         require(
             bool(self.answer_column) or not (self.answer_after or self.choices_column),
             "PromptsConfig.answer_column is empty, but answer_after or choices_column is set; set"
@@ -223,6 +232,8 @@ class DemonstrationsConfig:
     template: TemplateName = "none"
     """`chat` renders the prompt with the tokenizer's chat template. `rendered` reads texts that a
     template has written, as `megarl sample` stores them."""
+    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    """As `prompts.template_variables`."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
     """Maximum length of prompt and response together; see `too_long`."""
     too_long: TooLong = "refuse"
@@ -236,6 +247,7 @@ class DemonstrationsConfig:
     """Use only the first `limit` rows."""
 
     def __post_init__(self) -> None:
+        _check_variables(self)
         require(
             not self.messages_column or self.template == "chat",
             "DemonstrationsConfig.messages_column is set but DemonstrationsConfig.template is"
@@ -286,6 +298,8 @@ class PreferencesConfig:
     template: TemplateName = "none"
     """`chat` renders prompt and responses with the tokenizer's chat template. `rendered` reads
     prompts that a template has written, as `megarl sample` stores them."""
+    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    """As `prompts.template_variables`."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
     """Maximum length of a prompt and one response together; see `too_long`."""
     too_long: TooLong = "refuse"
@@ -298,8 +312,19 @@ class PreferencesConfig:
     """Use only the first `limit` rows."""
 
     def __post_init__(self) -> None:
+        _check_variables(self)
         require(
             not (self.margin_column and self.response_column),
             "PreferencesConfig.margin_column is set beside PreferencesConfig.response_column, whose"
             " rows have one response; leave one of them out",
         )
+
+
+def _check_variables(data: PromptsConfig | DemonstrationsConfig | PreferencesConfig) -> None:
+    """Raise `ValueError` if variables of a chat template are set where none is used."""
+    name = type(data).__name__
+    require(
+        data.template == "chat" or not data.template_variables,
+        f"{name}.template_variables is set, but {name}.template is '{data.template}', with which no"
+        f" chat template writes; set {name}.template to 'chat' or leave the variables out",
+    )

@@ -18,7 +18,7 @@ from megarl.data.fingerprint import fingerprint
 from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
-from megarl.data.render import chat_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, text_tokens
@@ -82,8 +82,8 @@ def load_demonstrations(
     """
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
     config, table = demonstrations_as_read(config, table, setting)
-    template = chat_template(tokenizer, config.template, setting)
-    end = end_of_turn(tokenizer, config.template)
+    template = chat_template(tokenizer, config, setting)
+    end = end_of_turn(tokenizer, config.template, config.template_variables)
     masks = None
     if config.text_column:
         values = texts = _whole_texts(config, table, setting)
@@ -96,7 +96,7 @@ def load_demonstrations(
         if config.messages_column:
             assert template is not None  # `DemonstrationsConfig` requires `template: chat`
             values, pieces = _conversations(config, table, template, setting)
-            prompts, responses, masks = conversation_tokens(tokenizer, pieces)
+            prompts, responses, masks = conversation_tokens(tokenizer, pieces, end)
             texts = [row[0][0] for row in pieces]
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
             marks = ["conversation"] * len(values)
@@ -119,9 +119,8 @@ def load_demonstrations(
     )
     prompts, responses = prompts.only(kept), responses.only(kept)
     values, marks = picked(values, kept), picked(marks, kept)
-    settings = [config.template, config.shuffle]
-    if config.template == "chat":
-        settings.append(tokenizer.chat_template)
+    settings: list[Any] = [config.template, config.shuffle]
+    settings += template_settings(tokenizer, config)
     if note and config.too_long == "truncate_left":
         settings.append(f"truncated to {config.max_tokens}")
     return DemonstrationList(

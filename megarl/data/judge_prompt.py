@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 from tokenizers import Tokenizer
 
-from megarl.chat_template import ChatTemplate
+from megarl.chat_template import ChatTemplate, Variables
 from megarl.data.config import TemplateName
 from megarl.data.render import column, text_of
 from megarl.data.tokens import prompt_tokens
@@ -101,14 +101,16 @@ class JudgePrompt:
         setting: str,
         chat: bool,
         system: str = "",
+        variables: Variables | None = None,
     ) -> None:
         """`setting`: what the recipe calls the template. `system`: the chat's system message; empty
-        for none. Raises `ValueError` for a template or a tokenizer that does not do.
+        for none. `variables`: of the chat template. Raises `ValueError` for a template or a
+        tokenizer that does not do.
         """
         self._tokenizer = tokenizer
         literals, self.fields = parse(template, setting)
         self._template: TemplateName = "rendered" if chat else "none"
-        self._literals = _in_chat(tokenizer, literals, system) if chat else literals
+        self._literals = _in_chat(tokenizer, literals, system, variables) if chat else literals
         added: Mapping[int, Any] = tokenizer.added_tokens_decoder
         whole = "".join(self._literals)
         # Also those that are not special: models write </think> or <tool_response> as such tokens.
@@ -179,7 +181,12 @@ class JudgePrompt:
         return sum(token in self._control for token in ids)
 
 
-def _in_chat(tokenizer: PreTrainedTokenizerBase, literals: Sequence[str], system: str) -> list[str]:
+def _in_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    literals: Sequence[str],
+    system: str,
+    variables: Variables | None,
+) -> list[str]:
     """The literals with what the tokenizer's chat template writes around them. Raises `ValueError`
     if there is no such template, or the message does not stand in it as it is.
     """
@@ -192,7 +199,8 @@ def _in_chat(tokenizer: PreTrainedTokenizerBase, literals: Sequence[str], system
     message = literals[0] + "".join(a + b for a, b in zip(marks, literals[1:], strict=True))
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": message})
-    template, found = ChatTemplate(tokenizer), list[str]()
+    template, found = ChatTemplate(tokenizer, variables, "judge"), list[str]()
+    template.check_variables()
     rest = template.text(turns, "the judge's template", asks=True)
     for mark in marks:
         before, _, after = rest.partition(mark)

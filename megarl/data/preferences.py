@@ -22,7 +22,7 @@ from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import preferences_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
-from megarl.data.render import chat_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
@@ -134,8 +134,8 @@ def load_preferences(
         subset=config.subset,
     )
     config, table = preferences_as_read(config, table, setting, single=single)
-    template = chat_template(tokenizer, config.template, setting)
-    end = end_of_turn(tokenizer, config.template)
+    template = chat_template(tokenizer, config, setting)
+    end = end_of_turn(tokenizer, config.template, config.template_variables)
     columns = _columns(config, table, template, setting)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
     responses = [response_tokens(tokenizer, texts, end) for texts in columns.responses]
@@ -154,8 +154,7 @@ def load_preferences(
     prompts, responses = prompts.only(kept), [lists.only(kept) for lists in responses]
     columns = columns.only(kept)
     settings: list[Any] = [config.template, config.shuffle, single]
-    if config.template == "chat":
-        settings.append(tokenizer.chat_template)
+    settings += template_settings(tokenizer, config)
     if note and config.too_long == "truncate_left":
         settings.append(f"truncated to {config.max_tokens}")
     marks = zip(*columns.responses, columns.margins, columns.labels, strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Tools
 from megarl.data.chats import check_question, parsed_chat, turns_of
-from megarl.data.config import TemplateName
+from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.data.rows import Row, kind_of
 from megarl.schema import require
 
@@ -111,12 +111,14 @@ def render(
 
 
 def chat_template(
-    tokenizer: PreTrainedTokenizerBase, template: TemplateName, setting: str
+    tokenizer: PreTrainedTokenizerBase,
+    config: PromptsConfig | DemonstrationsConfig | PreferencesConfig,
+    setting: str,
 ) -> ChatTemplate | None:
     """The chat template of the tokenizer where `template` is 'chat', else None. Raises `ValueError`
-    if the tokenizer has none.
+    if the tokenizer has none, or one that does not read a variable of `template_variables`.
     """
-    if template != "chat":
+    if config.template != "chat":
         return None
     require(
         bool(getattr(tokenizer, "chat_template", None)),
@@ -124,4 +126,17 @@ def chat_template(
         f" {setting}.template to 'none', use an instruction-tuned model, or put a"
         " chat_template.jinja beside the tokenizer",
     )
-    return ChatTemplate(tokenizer)
+    found = ChatTemplate(tokenizer, config.template_variables, setting)
+    found.check_variables()
+    return found
+
+
+def template_settings(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PromptsConfig | DemonstrationsConfig | PreferencesConfig,
+) -> list[Any]:
+    """What a fingerprint covers of how rows are written: the template's text and variables."""
+    if config.template != "chat":
+        return []
+    variables = config.template_variables
+    return [tokenizer.chat_template, *([{"variables": variables}] if variables else [])]

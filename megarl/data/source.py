@@ -22,7 +22,7 @@ from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
-from megarl.data.render import chat_template, column, render, text_of
+from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
@@ -164,7 +164,7 @@ def _load_source(
     config = prompts_as_read(config, table, setting)
     if config.unique:
         table = _unique(config, table, setting)
-    template = chat_template(tokenizer, config.template, setting)
+    template = chat_template(tokenizer, config, setting)
     answers = [_answer(config, table, index, setting) for index in range(len(table.rows))]
     values = _prompts(config, table, setting)
     row_tools = _row_tools(config, table, setting) if template is not None else [[] for _ in values]
@@ -240,8 +240,7 @@ def _settings(
     if config.choices_column:
         rows = range(len(table.rows))
         settings += [_choices(config, table, index, setting).lines() for index in rows]
-    if config.template == "chat":
-        settings.append(tokenizer.chat_template)
+    settings += template_settings(tokenizer, config)
     if any(tools):
         settings.append(canonical_json(list(tools)))
     return settings

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megarl.chat_template import Variables
 from megarl.environments.thinking import TAGS, tags_of
 
 
@@ -24,9 +25,13 @@ class Codec:
     """The tags around a model's thinking, of which the chat template is known only here."""
     kept: frozenset[int] = frozenset()
     """Ids of these tags where they are special tokens; they are decoded all the same."""
+    variables: Variables = field(default_factory=dict)
+    """Variables of the chat template, for tools, whose results it writes."""
 
     @classmethod
-    def of(cls, tokenizer: Any, *, whole: bool = False) -> Codec:
+    def of(
+        cls, tokenizer: Any, *, whole: bool = False, variables: Variables | None = None
+    ) -> Codec:
         """A codec equivalent to `tokenizer`: with only its `tokenizers.Tokenizer` if that decodes
         the same, otherwise, and with `whole`, with the transformers tokenizer itself, whose chat
         template tools need.
@@ -45,7 +50,7 @@ class Codec:
             bare.no_truncation()
             bare.no_padding()
             return cls(bare, True, tags, kept)
-        return cls(tokenizer, False, tags, kept)
+        return cls(tokenizer, False, tags, kept, dict(variables or {}))
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Decode `token_ids` to text, without special tokens other than the tags of thinking."""

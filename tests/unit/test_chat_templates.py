@@ -15,8 +15,15 @@ from transformers import GenerationConfig
 
 from megarl.chat_template import end_of_turn
 from megarl.checks.model_checks import stop_tokens
-from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.config import RunConfig, from_tree
+from megarl.data.config import (
+    DemonstrationsConfig,
+    PreferencesConfig,
+    PromptsConfig,
+    PromptSourceConfig,
+)
 from megarl.data.demonstrations import load_demonstrations
+from megarl.data.judge_prompt import JudgePrompt
 from megarl.data.preferences import load_preferences
 from megarl.data.source import load_prompts
 from megarl.data.tokens import scored_tokens
@@ -238,6 +245,102 @@ def test_a_response_to_another_prompt(tmp_path: Path) -> None:
         preference(tmp_path, tokenizer_of(CHATML), **goes_on)
 
 
+# ------------------------------------------------------------------------ a template's variables
+
+OFF = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+THINKS = CHATML.template.replace("assistant\n", f"assistant\n{OFF}").replace(
+    "\n{{ m.content", "\n{% if m.role == 'assistant' %}" + OFF + "{% endif %}{{ m.content"
+)
+"""As Qwen3's: with enable_thinking false, a reply follows thoughts that are over."""
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_variables_are_read_wherever_a_template_writes(value: bool | None, tmp_path: Path) -> None:
+    tokenizer: Any = tokenizer_of(CHATML, THINKS)
+    thoughts = "<think></think>" if value is False else ""
+    set_to: dict[str, Any] = {} if value is None else {"enable_thinking": value}
+    read: dict[str, Any] = {"template": "chat", "template_variables": set_to}
+
+    source = written(tmp_path, {"prompt": "rain?", "answer": "1", "response": "yes"})
+    asked = load_prompts(PromptsConfig(source=source, **read), tokenizer, seed=1).at(0).text
+    assert asked == f"<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\n{thoughts}"
+    part: dict[str, Any] = {"source": source, "weight": 1.0, "template_variables": set_to}
+    mixture = PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat")
+    assert load_prompts(mixture, tokenizer, seed=1).at(0).text == asked
+    pair = load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1).at(0)
+    assert tokenizer.decode(pair.prompt_ids) == asked
+    source = written(tmp_path, {"messages": [ASK, ANSWER]})
+    talk = load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1).at(0)
+    assert (talk.prompt_ids, talk.response_ids) == (pair.prompt_ids, pair.response_ids)
+    source = written(tmp_path, {"prompt": "rain?", "chosen": "yes", "rejected": "no"})
+    one = load_preferences(PreferencesConfig(source=source, **read), tokenizer, seed=1).row(0)
+    assert (one.prompt_ids, one.responses[0]) == (pair.prompt_ids, pair.response_ids)
+
+    judge = JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables=set_to)
+    assert tokenizer.decode(judge.ids({"response": "rain?"})) == asked
+    markup = TurnMarkup(tokenizer, TOOLS, set_to)
+    assert markup.results("<|im_end|>", ["look"], ["wet"]).endswith(f"assistant\n{thoughts}")
+
+
+def test_a_variable_that_the_template_does_not_read(tmp_path: Path) -> None:
+    more = "{% set date = date or strftime_now('%Y') %}{{ bos_token }}" + THINKS
+    known = "its variables are date, enable_thinking; set one of them"
+    for template, name, said in (
+        (more, "enable_thinkin", rf"has 'enable_thinkin', which is no variable .*; {known}"),
+        (more, "messages", f"has 'messages', which is no variable .*; {known}"),
+        (CHATML.template, "date", "is set, but the chat template has no variables; leave it out"),
+    ):
+        tokenizer = tokenizer_of(CHATML, template)
+        read: dict[str, Any] = {"template": "chat", "template_variables": {name: False}}
+        source = written(tmp_path, {"prompt": "q", "answer": "1", "response": "a"})
+        with pytest.raises(ValueError, match=rf"^prompts\.template_variables {said}$"):
+            load_prompts(PromptsConfig(source=source, **read), tokenizer, seed=1)
+        with pytest.raises(ValueError, match=rf"^demonstrations\.template_variables {said}$"):
+            load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1)
+        with pytest.raises(ValueError, match=rf"^preferences\.template_variables {said}$"):
+            load_preferences(PreferencesConfig(source=source, **read), tokenizer, seed=1)
+        with pytest.raises(ValueError, match=rf"^judge\.template_variables {said}$"):
+            JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables={name: False})
+
+
+@pytest.mark.parametrize("kind", [PromptsConfig, DemonstrationsConfig, PreferencesConfig])
+def test_variables_without_a_template(kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}.template is 'none', with which no chat"):
+        kind(source="x", template_variables={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("load", "kind"),
+    [
+        (load_prompts, PromptsConfig),
+        (load_demonstrations, DemonstrationsConfig),
+        (load_preferences, PreferencesConfig),
+    ],
+)
+def test_other_variables_are_other_data(load: Any, kind: Any, tmp_path: Path) -> None:
+    row = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a", "rejected": "b"}
+    read: dict[str, Any] = {"source": written(tmp_path, row), "template": "chat"}
+    found = [
+        load(kind(**read, template_variables=one), tokenizer_of(CHATML, THINKS), seed=1).fingerprint
+        for one in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    ]
+    assert len(set(found)) == 3
+
+
+def test_tools_are_shown_with_one_set_of_variables() -> None:
+    tree: dict[str, Any] = {
+        "model": {"path": "m"},
+        "folder": "f",
+        "prompts": {"source": "a", "template": "chat", "template_variables": {"thinking": True}},
+        "evaluation": {"prompts": {"source": "b", "template": "chat"}},
+        "environment": {"tools": {"functions": ["a.py:f"]}},
+    }
+    with pytest.raises(ValueError, match=r"template_variables of prompts and evaluation.*set the"):
+        from_tree(RunConfig, tree, where="x")
+    tree["evaluation"]["prompts"]["template_variables"] = {"thinking": True}
+    assert from_tree(RunConfig, tree, where="x").prompts.template_variables == {"thinking": True}
+
+
 # ------------------------------------------------------------------ one end of a turn everywhere
 
 
@@ -274,10 +377,10 @@ def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> Non
     assert scored == [*pair.prompt_ids, *want]
     model = ModelConfig(path=str(write_model(tmp_path / "model", vocab_size=300)))
     hf = load_model_config(model)
-    assert end in stop_tokens(tokenizer, model, hf, ["chat"])
+    assert end in stop_tokens(tokenizer, model, hf, [end])
     more = {end, tokenizer.eos_token_id}
     GenerationConfig(eos_token_id=5).save_pretrained(model.path)
-    assert set(stop_tokens(tokenizer, model, hf, ["none", "rendered"])) == {5, *more}
+    assert set(stop_tokens(tokenizer, model, hf, [end])) == {5, *more}
 
 
 def test_a_session_of_tools_ends_a_turn_once() -> None:

@@ -116,7 +116,11 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         load=True,
         sampling=config.rollout.sampling,
     )
-    codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
+    codec = Codec.of(
+        inputs.tokenizer,
+        whole=config.environment.tools.are_used,
+        variables=config.prompts.parts[0].template_variables,
+    )
     environment = Environment(config.environment, codec)
     await asyncio.gather(engine.start(), environment.start())
     try:

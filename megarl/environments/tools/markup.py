@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.chat_template import SAID, end_of_turn
+from megarl.chat_template import SAID, ChatTemplate, Variables, end_of_turn
 from megarl.environments.tools.tool import Schema
 
 CALL_ID = "call00000"
@@ -28,17 +28,19 @@ class TurnMarkup:
     takes_several: bool
     """Whether the template takes several calls in one turn."""
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[Schema]) -> None:
-        """`tokenizer`: of transformers. Raises `ValueError` if the chat template does not show
-        tools or their results.
+    def __init__(
+        self, tokenizer: Any, schemas: Sequence[Schema], variables: Variables | None = None
+    ) -> None:
+        """`tokenizer`: of transformers. `variables`: of its chat template. Raises `ValueError` if
+        the template does not show tools or their results.
         """
-        self._tokenizer, self._schemas = tokenizer, list(schemas)
+        self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         self._asked = self._render([self._ask()])
         base = [self._ask(), {"role": "assistant", "content": SAID}]
         self._closing = self._render(base).rpartition(SAID)[2]
         """The end of the model's turn, as the template writes it."""
-        end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat"))
+        end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat", variables))
         before, found, _ = self._closing.partition(end)
         self._least_held = len(before) + len(end) if found else max(1, len(self._closing))
         """Least number of characters of `_closing` that the model can have written: up to the token
@@ -123,13 +125,9 @@ class TurnMarkup:
 
     def _render(self, chat: Sequence[dict[str, Any]], *, asks: bool = False) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(chat), tools=self._schemas, tokenize=False, add_generation_prompt=asks
-                )
-            )
-        except Exception as error:  # templates raise what they like, jinja2's errors among them
+            return self._template.text(chat, "", asks=asks, tools=self._schemas)
+        except ValueError as error:
             raise ValueError(
                 f"environment.tools: the chat template refuses a conversation with tool calls:"
-                f" {error}; use a model whose template takes them"
+                f" {error.__cause__}; use a model whose template takes them"
             ) from error

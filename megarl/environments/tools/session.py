@@ -71,7 +71,7 @@ class ToolKit:
         if not self._tools:
             raise ValueError("environment.tools: the servers offer no tool; set others")
         if self._codec is not None:
-            self.markup = TurnMarkup(self._codec.tokenizer, self.schemas)
+            self.markup = TurnMarkup(self._codec.tokenizer, self.schemas, self._codec.variables)
             self.reader = CallReader(settings.parser, self._codec.tokenizer, self.schemas)
 
     def _make_servers(self) -> list[ToolServer]:
