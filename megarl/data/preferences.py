@@ -40,6 +40,8 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 class Columns(NamedTuple):
     """The texts of a data set, one entry for each row: of pairs two responses, of singles one."""
 
+    rows: list[Any]
+    """What each row says, before a template, which may write today's date, has written it."""
     prompts: list[str]
     responses: tuple[list[str], ...]
     """(chosen, rejected) or (response,)."""
@@ -50,7 +52,8 @@ class Columns(NamedTuple):
         """The texts of `rows`."""
         replies = tuple(picked(texts, rows) for texts in self.responses)
         margins, labels = picked(self.margins, rows), picked(self.labels, rows)
-        return Columns(picked(self.prompts, rows), replies, margins, labels)
+        prompts = picked(self.prompts, rows)
+        return Columns(picked(self.rows, rows), prompts, replies, margins, labels)
 
 
 class PreferenceList:
@@ -157,9 +160,9 @@ def load_preferences(
     settings += template_settings(tokenizer, config)
     if note and config.too_long == "truncate_left":
         settings.append(f"truncated to {config.max_tokens}")
-    marks = zip(*columns.responses, columns.margins, columns.labels, strict=True)
+    marks = zip(columns.margins, columns.labels, strict=True)
     digest = fingerprint(
-        settings, zip(columns.prompts, (canonical_json(mark) for mark in marks), strict=True)
+        settings, zip(columns.rows, (canonical_json(mark) for mark in marks), strict=True)
     )
     labels, margins = None, columns.margins
     if single:
@@ -191,12 +194,12 @@ def _columns(
     names = (
         ("response_column",) if single else ("chosen_column", "rejected_column")
     )  # settings that name the columns of responses
-    found = Columns([], tuple([] for _ in names), [], [])
+    found = Columns([], [], tuple([] for _ in names), [], [])
     for index, row in enumerate(table.rows):
         place = table.place(index)
         texts = [_texts(config, row, name, template, place, setting) for name in names]
         require(
-            len({prompt for prompt, _ in texts}) == 1,
+            len({prompt for prompt, _, _ in texts}) == 1,
             f"{place}: the conversations of columns '{config.chosen_column}' and"
             f" '{config.rejected_column}' differ before their last turn; drop the row",
         )
@@ -205,8 +208,9 @@ def _columns(
             f"{place}: the chosen and the rejected response are equal, so that there is nothing to"
             " learn; drop the row",
         )
+        found.rows.append([said for _, _, said in texts])
         found.prompts.append(texts[0][0])
-        for place_of, (_, reply) in zip(found.responses, texts, strict=True):
+        for place_of, (_, reply, _) in zip(found.responses, texts, strict=True):
             place_of.append(reply)
         found.margins.append(_margin(config, row, place, setting))
         found.labels.append(_label(config, row, place, setting) if single else True)
@@ -227,8 +231,10 @@ def _texts(
     template: ChatTemplate | None,
     place: str,
     setting: str,
-) -> tuple[str, str]:
-    """(prompt, response) of the column that the setting `name` names, as texts of the model."""
+) -> tuple[str, str, Any]:
+    """(prompt, response, both as the row has them) of the column that the setting `name` names, the
+    first two as texts of the model.
+    """
     key, named = getattr(config, name), f"{setting}.{name}"
     value = column(row, key, place=place, setting=named)
     what = f"{place}: the response (column '{key}')"
@@ -240,7 +246,7 @@ def _texts(
         reply = text_of(value, what=f"the response (column '{key}')", place=place)
         check_reply({"content": reply}, what)
         asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
-        return render(asked, None, place=place, setting=setting), reply
+        return render(asked, None, place=place, setting=setting), reply, [asked, reply]
     value = parsed_chat(value)
     reply = value if isinstance(value, list) else text_of(value, what="the response", place=place)
     reply = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
@@ -261,7 +267,7 @@ def _texts(
         f"{place}: the chat template writes the prompt in another way once it has been answered;"
         " use a template that does not",
     )
-    return before, str(answer)
+    return before, str(answer), [chat, tools]
 
 
 def _joined(

@@ -5,6 +5,7 @@ turn of the model ends with one token wherever it is read.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,64 @@ def test_other_variables_are_other_data(load: Any, kind: Any, tmp_path: Path) ->
         for one in ({}, {"enable_thinking": True}, {"enable_thinking": False})
     ]
     assert len(set(found)) == 3
+
+
+DATED = "{{ strftime_now('%d %B') }}\n" + CHATML.template
+
+
+def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a template writes the date, the rows are the same on another day, and a run goes on."""
+    row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a"}
+    row |= {"rejected": "b", "messages": [ASK, ANSWER], "text": "t", "good": True}
+    other = {"prompt": "r", "response": "b", "text": "u", "good": False}
+
+    def digests(
+        day: int, template: str = DATED, changed: dict[str, Any] | None = None
+    ) -> tuple[list[str], list[str]]:
+        """(fingerprints, prompts) of data of all kinds."""
+        clock = type("clock", (), {"now": staticmethod(lambda: datetime(2026, 5, day))})
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        made = {} if changed is None else changed
+        source = written(tmp_path, row | made, row | other)
+        read: dict[str, Any] = {"source": source, "template": "chat", "shuffle": False}
+        part: dict[str, Any] = {"source": source, "weight": 1.0}
+        tokenizer: Any = tokenizer_of(CHATML, template)
+        single = {"response_column": "text", "label_column": "good"}
+        rows = [
+            load_prompts(PromptsConfig(**read), tokenizer, seed=1),
+            load_prompts(
+                PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat"),
+                tokenizer,
+                seed=1,
+            ),
+        ]
+        data = [
+            load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1),
+            load_demonstrations(
+                DemonstrationsConfig(**read, messages_column="messages"), tokenizer, seed=1
+            ),
+            load_preferences(PreferencesConfig(**read), tokenizer, seed=1),
+            load_preferences(PreferencesConfig(**read), tokenizer, seed=1, single=True),
+            load_preferences(PreferencesConfig(**read, **single), tokenizer, seed=1, single=True),
+        ]
+        shown = [one.at(0).token_ids for one in rows] + [one.at(0).prompt_ids for one in data]
+        return [one.fingerprint for one in (*rows, *data)], list(map(tokenizer.decode, shown))
+
+    today, texts = digests(2)
+    assert all("02 May" in text for text in texts)
+    later, texts = digests(3)
+    assert all("03 May" in text for text in texts)
+    assert later == today
+    for template, changed in (
+        ("! " + DATED, None),
+        (DATED, {"prompt": "p", "messages": [ASK, NO]}),
+    ):
+        found, _ = digests(2, template, changed)
+        assert all(one != before for one, before in zip(found, today, strict=True))
+    found, _ = digests(2, DATED, {"rejected": "c", "text": "w"})
+    assert [one == before for one, before in zip(found, today, strict=True)] == [True] * 4 + [
+        False
+    ] * 3
 
 
 def test_tools_are_shown_with_one_set_of_variables() -> None:
