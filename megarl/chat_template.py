@@ -7,6 +7,7 @@ chat [{role, content, ...}] --ChatTemplate.text--> text with special tokens
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,13 @@ OTHER = " another text"
 """Appended to a text to see whether a template writes it."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that a template gets of a chat itself."""
+TAGS = ("<think>", "</think>")
+"""The tags around a model's thoughts where the chat template names none."""
+CLOSING = re.compile(
+    r"([<\[\u25c1])/((?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning))([>\]\u25b7])",
+    re.IGNORECASE,
+)
+"""A closing tag of thoughts in a chat template, such as `</think>` and `[/THINK]`."""
 SAID = "MEGARLWROTETHIS"
 """What a turn of the model is in conversations rendered to learn a template's markup."""
 
@@ -56,6 +64,12 @@ def end_of_turn(
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
     return int(found)  # pyright: ignore[reportArgumentType]
+
+
+def tags_of(chat_template: object) -> tuple[str, str]:
+    """The tags around the thoughts of a model that a chat template names; `TAGS` without one."""
+    found = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
+    return (f"{found[1]}{found[2]}{found[3]}", found[0]) if found else TAGS
 
 
 class ChatTemplate:
@@ -131,15 +145,63 @@ class ChatTemplate:
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
         """(what is given, what is answered): the last turn of a chat, of the assistant, up to its
         end-of-turn token, and all that stands before; their texts joined are what the template
-        writes. The answer is None if the template writes the chat in another way once it is
-        answered.
+        writes. Where it opens the thoughts of a reply itself and then writes them otherwise, the
+        answer is as `continued` returns it. It is None if the template writes the chat in another
+        way once it is answered. Raises `ValueError` as `text` and `continued` do.
         """
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
-        if not after.startswith(before):
+        said, (stem, tag, _) = str(chat[-1]["content"] or ""), self._opened(before)
+        more = set(chat[-1]) - {"role", "content", "tool_calls"}  # such as thoughts by themselves
+        if after.startswith(before):
+            answer = self._until_end(after[len(before) :])
+            tags = tags_of(self.tokenizer.chat_template)
+            counts = [(tag + answer).count(tags[0]), answer.count(tags[1])]
+            is_once = counts == [max(1, said.count(tags[0])), said.count(tags[1])]
+            if not tag or more or tags[1] not in said or is_once:
+                return before, answer
+        elif not tag or more or not said:
             return before, None
-        end = after.rfind(self._end, len(before))
-        return before, after[len(before) : end + len(self._end) if end >= 0 else None]
+        whole = [*chat[:-1], chat[-1] | {"content": SAID}]
+        head, _, rest = self.text(whole, place, asks=False, tools=tools).rpartition(SAID)
+        if not head.startswith(stem):
+            return before, None
+        return before, self.continued(said, before, place) + self._until_end(rest)
+
+    def _until_end(self, text: str) -> str:
+        """A text up to the last token in it that ends a turn."""
+        end = text.rfind(self._end)
+        return text[: end + len(self._end)] if end >= 0 else text
+
+    def _opened(self, before: str) -> tuple[str, str, str]:
+        """(what stands before it, the tag, the white space behind it) of the tag at the end of
+        `before` that opens a reply's thoughts; the tag is empty if there is none.
+        """
+        stem, tag, gap = before.rpartition(tags_of(self.tokenizer.chat_template)[0])
+        return (before, "", "") if gap.strip() else (stem, tag, gap)
+
+    def continued(self, said: str, before: str, place: str) -> str:
+        """A reply as it goes on from `before`, the text up to where it begins: where the template
+        has opened the thoughts there, without an opening tag of its own. Raises `ValueError`, which
+        begins with `place`, for a reply that then has no thoughts.
+        """
+        _, tag, gap = self._opened(before)
+        if not tag:
+            return said
+        closing = tags_of(self.tokenizer.chat_template)[1]
+        reads = ", ".join(self._reads)
+        other = (
+            f"set {self.setting}.template_variables (of the template's, {reads}) to turn them off"
+            if reads
+            else "use a template that does not open them"
+        )
+        require(
+            closing in said,
+            f"{place}: the chat template opens the thoughts of a reply with {tag}, but a reply has"
+            f" none; begin it with {tag}{closing} for empty thoughts, or {other}",
+        )
+        begun = said.lstrip()
+        return begun.removeprefix(tag).removeprefix(gap) if begun.startswith(tag) else said
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
         """Raise `ValueError`, which begins with `place`, if the template leaves out a key of a turn

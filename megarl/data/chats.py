@@ -191,6 +191,8 @@ def conversation(
     done = 0
     for number in replies:
         before, reply = template.reply(chat[: number + 1], place, tools)
+        if number + 1 == len(chat) and reply is not None:
+            whole = before + reply  # of which a template may drop the thoughts once it is over
         require(
             reply is not None and whole.startswith(before + reply) and len(before) >= done,
             f"{place}: the chat template writes turn {number} (from 0) in another way once it has"

@@ -101,10 +101,13 @@ def load_demonstrations(
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
             marks = ["conversation"] * len(values)
         else:
-            values, texts, replies = _pairs(config, table, template, setting)
+            values, texts, marks = _pairs(config, table, template, setting)
+            replies = marks
+            if template is not None:
+                rows = enumerate(zip(marks, texts, strict=True))
+                replies = [template.continued(*row, table.place(index)) for index, row in rows]
             prompts = prompt_tokens(tokenizer, texts, config.template)
             responses = response_tokens(tokenizer, replies, end)
-            marks = replies
         warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
             tokenizer, replies, responses, what=f"responses of {setting}"
         )

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_template import Variables
-from megarl.environments.thinking import TAGS, tags_of
+from megarl.chat_template import TAGS, Variables, tags_of
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,15 @@
 """What a model thinks before it answers, and where the answer begins.
 
-chat template --tags_of--> ("<think>", "</think>")
 <think>maybe 5</think>The answer is 7. --answer_part--> The answer is 7.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 
+from megarl.chat_template import TAGS
 from megarl.environments.config import EnvironmentConfig
 from megarl.types import Prompt
-
-TAGS = ("<think>", "</think>")
-"""The tags where the chat template names none."""
-CLOSING = re.compile(
-    r"([<\[\u25c1])/((?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning))([>\]\u25b7])",
-    re.IGNORECASE,
-)
-"""A closing tag of thinking in a chat template, such as `</think>` and `[/THINK]`."""
-
-
-def tags_of(chat_template: object) -> tuple[str, str]:
-    """The tags around the thinking of a model that a chat template names; `TAGS` without one."""
-    found = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
-    return (f"{found[1]}{found[2]}{found[3]}", found[0]) if found else TAGS
 
 
 def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentConfig:

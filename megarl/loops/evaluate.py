@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl import console
+from megarl.chat_template import tags_of
 from megarl.checks.evaluation import EvalCase, EvalInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
@@ -23,7 +24,7 @@ from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.mathematics import final_expression, plain_number
-from megarl.environments.thinking import answer_part, tags_of, with_tags
+from megarl.environments.thinking import answer_part, with_tags
 from megarl.errors import UserError
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh

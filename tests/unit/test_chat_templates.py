@@ -348,7 +348,7 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         read: dict[str, Any] = {"source": source, "template": "chat", "shuffle": False}
         part: dict[str, Any] = {"source": source, "weight": 1.0}
         tokenizer: Any = tokenizer_of(CHATML, template)
-        single = {"response_column": "text", "label_column": "good"}
+        single: dict[str, Any] = {"response_column": "text", "label_column": "good"}
         rows = [
             load_prompts(PromptsConfig(**read), tokenizer, seed=1),
             load_prompts(
@@ -398,6 +398,80 @@ def test_tools_are_shown_with_one_set_of_variables() -> None:
         from_tree(RunConfig, tree, where="x")
     tree["evaluation"]["prompts"]["template_variables"] = {"thinking": True}
     assert from_tree(RunConfig, tree, where="x").prompts.template_variables == {"thinking": True}
+
+
+# ------------------------------------------------------------- thoughts that a template has opened
+
+BODY = "{% for m in messages %}<|im_start|>{{ m.role }}\n{WRITTEN}<|im_end|>\n{% endfor %}"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+OPENING = {
+    # As DeepSeek-R1's: what follows the thoughts is all that is written of a reply.
+    "drops": "{{ m.content.split('</think>')[-1] }}",
+    # As Qwen3-Thinking's: the thoughts are taken out of a reply and written in a form of its own.
+    "writes": "{% if m.role == 'assistant' %}{% set t = m.reasoning_content or (m.content.split("
+    "'</think>')[0].split('<think>')[-1] if '</think>' in m.content else '') %}<think>\n"
+    "{{ t.strip('\n') }}\n</think>\n\n{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}",
+    "as it is": "{{ m.content }}",
+    "twice": "{% if m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.content }}",
+}
+"""{name: how a template that opens the thoughts itself writes a message}"""
+OPENED = "<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+THOUGHTS = ("<think>\nclouds\n</think>\n\nyes", "clouds\n</think>\n\nyes")
+
+
+def opening(name: str) -> Any:
+    return tokenizer_of(CHATML, BODY.replace("{WRITTEN}", OPENING[name]) + ASKS)
+
+
+def pair_of(folder: Path, tokenizer: Any, said: str) -> list[str]:
+    config = DemonstrationsConfig(
+        source=written(folder, {"prompt": "rain?", "response": said}), template="chat"
+    )
+    row = load_demonstrations(config, tokenizer, seed=1).at(0)
+    return [tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)]
+
+
+@pytest.mark.parametrize("said", THOUGHTS, ids=["its tag", "no tag"])
+@pytest.mark.parametrize("name", OPENING)
+def test_thoughts_are_opened_once(name: str, said: str, tmp_path: Path) -> None:
+    tokenizer, reply = opening(name), {"role": "assistant", "content": said}
+    want = [OPENED, f"{THOUGHTS[1]}<|im_end|>"]
+    assert pair_of(tmp_path, tokenizer, said) == want
+    assert conversation(tmp_path, tokenizer, [ASK, reply]) == want
+    worse = {"role": "assistant", "content": THOUGHTS[0].replace("yes", "no")}
+    found = preference(tmp_path, tokenizer, prompt="rain?", chosen=[reply], rejected=[worse])
+    assert found == (*want, want[1].replace("yes", "no"))
+
+
+@pytest.mark.parametrize("name", ["drops", "as it is"])
+def test_a_reply_without_thoughts_where_they_are_opened(name: str, tmp_path: Path) -> None:
+    tokenizer = opening(name)
+    said = "line 1 .*opens the thoughts .*<think>, but a reply has none; begin it with <think></thi"
+    way = "use a template that does not open them$"
+    with pytest.raises(ValueError, match=f"{said}.*{way}"):
+        pair_of(tmp_path, tokenizer, "yes")
+    with pytest.raises(ValueError, match=f"{said}.*{way}"):
+        preference(tmp_path, tokenizer, prompt=[ASK], chosen=[ANSWER], rejected=[NO])
+    with pytest.raises(ValueError, match=f"{said}.*{way}"):
+        conversation(tmp_path, tokenizer, [ASK, ANSWER])
+    assert pair_of(tmp_path, tokenizer, "<think></think>yes")[1] == "</think>yes<|im_end|>"
+    tokenizer.chat_template += "{% if not thinking %}{% endif %}"
+    with pytest.raises(ValueError, match=r"or set demonstrations\.template_variables.* thinking"):
+        pair_of(tmp_path, tokenizer, "yes")
+
+
+def test_thoughts_that_the_template_writes(tmp_path: Path) -> None:
+    """In a form of its own, from a key of their own; empty ones where a reply has none."""
+    tokenizer = opening("writes")
+    thinks = ANSWER | {"reasoning_content": "clouds"}
+    assert conversation(tmp_path, tokenizer, [ASK, thinks])[1] == f"{THOUGHTS[1]}<|im_end|>"
+    assert conversation(tmp_path, tokenizer, [ASK, ANSWER])[1] == "\n</think>\n\nyes<|im_end|>"
+    with pytest.raises(ValueError, match="does not write 'reasoning_content' of turn 1"):
+        conversation(tmp_path, opening("drops"), [ASK, thinks])
+    thought = {"role": "assistant", "content": THOUGHTS[0]}
+    with pytest.raises(ValueError, match=r"turn 1 .*in another way once"):
+        conversation(tmp_path, opening("drops"), [ASK, thought, MORE, thought])
 
 
 # ------------------------------------------------------------------ one end of a turn everywhere
@@ -474,3 +548,21 @@ def test_a_text_begins_once(name: str, tmp_path: Path) -> None:
         assert row.token_ids[0] == tokenizer.bos_token_id
         assert tokenizer.bos_token_id not in row.token_ids[1:]
     assert rows.at(0).token_ids == rows.at(1).token_ids
+    data: dict[str, Any] = {"response": "b", "chosen": "b", "rejected": "c", "good": True}
+    source = written(
+        tmp_path, *({"prompt": text, "text": f"{text}{family.eos}", **data} for text in texts)
+    )
+    read: dict[str, Any] = {"source": source, "shuffle": False}
+    pairs = load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1)
+    wholes = load_demonstrations(
+        DemonstrationsConfig(**read, text_column="text"), tokenizer, seed=1
+    )
+    sides = load_preferences(PreferencesConfig(**read), tokenizer, seed=1)
+    end = end_of_turn(tokenizer, "none")
+    scored = scored_tokens(tokenizer, texts, ["b"] * 3, "none", end)
+    for number, row in enumerate(rows):
+        assert pairs.at(number).prompt_ids == sides.at(number).prompt_ids == row.token_ids
+        assert scored[number] == [*row.token_ids, *pairs.at(number).response_ids]
+        whole = wholes.at(number)
+        ids = list(row.token_ids)
+        assert [*whole.prompt_ids, *whole.response_ids] == [*ids, *([end] * (ids[-1] != end))]

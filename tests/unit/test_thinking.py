@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support.tiny import write_tokenizer
 
+from megarl.chat_template import TAGS, tags_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.length import Counted
 from megarl.environments.scoring import Environment
-from megarl.environments.thinking import TAGS, answer_part, tags_of
+from megarl.environments.thinking import answer_part
 from megarl.environments.verifier_config import (
     FormatConfig,
     JsonSchemaConfig,
