@@ -116,11 +116,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         load=True,
         sampling=config.rollout.sampling,
     )
-    codec = Codec.of(
-        inputs.tokenizer,
-        whole=config.environment.tools.are_used,
-        variables=config.prompts.parts[0].template_variables,
-    )
+    codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
     environment = Environment(config.environment, codec)
     await asyncio.gather(engine.start(), environment.start())
     try:
