@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_template import TAGS, Variables, tags_of
+from megarl.chat_template import TAGS, Variables, end_of_turn, tags_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Codec:
     """The tags around a model's thinking, of which the chat template is known only here."""
     kept: frozenset[int] = frozenset()
     """Ids of these tags where they are special tokens; they are decoded all the same."""
+    ends: frozenset[int] = frozenset()
+    """Ids of tokens that end a turn; the last token is not decoded if it is one, which need not be
+    a special token of the tokenizer."""
     variables: Variables = field(default_factory=dict)
     """Variables of the chat template, for tools, whose results it writes."""
 
@@ -38,6 +41,7 @@ class Codec:
         kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
         kept = frozenset(one for one, token in special if token.special and str(token) in tags)
+        ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, "chat", variables)} - {None}
         cleans = tokenizer.clean_up_tokenization_spaces
         if (
             hasattr(tokenizer, "backend_tokenizer")
@@ -48,12 +52,15 @@ class Codec:
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()
             bare.no_padding()
-            return cls(bare, True, tags, kept)
-        return cls(tokenizer, False, tags, kept, dict(variables or {}))
+            return cls(bare, True, tags, kept, frozenset(ends))
+        return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}))
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Decode `token_ids` to text, without special tokens other than the tags of thinking."""
+        """Decode `token_ids` to text, without special tokens other than the tags of thinking, and
+        without the token that ends a turn.
+        """
         ids = np.asarray(token_ids).tolist()
+        ids = ids[:-1] if ids and ids[-1] in self.ends else ids
         parts, start = [], 0
         for place in [number for number, one in enumerate(ids) if one in self.kept]:
             parts.append(self.tokenizer.decode(ids[start:place], skip_special_tokens=True))

@@ -55,7 +55,8 @@ class Session(Protocol):
 
     def step(self, text: str, token_ids: np.ndarray) -> Any:
         """Respond to the model's latest segment, given as decoded text and as sampled token ids
-        ([T] int32).
+        ([T] int32). The text has no special tokens (but the tags of thinking), and never the token
+        that ends the turn; the ids have all.
 
         Return an `Observation`, after which the model continues; or what ends the rollout: an
         `Answer`, or a score from 0 (wrong) to 1 (right).

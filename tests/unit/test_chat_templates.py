@@ -9,10 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.chat_templates import CHATML, FAMILIES, tokenizer_of
 from support.tiny import write_model
-from transformers import GenerationConfig
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megarl.chat_template import end_of_turn
 from megarl.checks.model_checks import stop_tokens
@@ -28,6 +30,7 @@ from megarl.data.judge_prompt import JudgePrompt
 from megarl.data.preferences import load_preferences
 from megarl.data.source import load_prompts
 from megarl.data.tokens import scored_tokens
+from megarl.environments.codec import Codec
 from megarl.environments.tools.markup import TurnMarkup
 from megarl.trainer.config import ModelConfig
 from megarl.trainer.model_config import load_model_config
@@ -514,6 +517,25 @@ def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> Non
     more = {end, tokenizer.eos_token_id}
     GenerationConfig(eos_token_id=5).save_pretrained(model.path)
     assert set(stop_tokens(tokenizer, model, hf, [end])) == {5, *more}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", ["chatml", "llama", "gemma"])
+def test_a_session_does_not_read_the_end_of_a_turn(name: str, special: bool) -> None:
+    """Also where the tokenizer does not call the token a special one."""
+    tokenizer: Any = tokenizer_of(FAMILIES[name])
+    if not special:
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in described["added_tokens"]:
+            token["special"] = token["content"] != FAMILIES[name].end
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token=FAMILIES[name].eos
+        )
+        tokenizer.chat_template = FAMILIES[name].template
+    ids = tokenizer(f"yes{FAMILIES[name].end}", add_special_tokens=False).input_ids
+    assert len(ids) == 4
+    for whole in (True, False):
+        assert Codec.of(tokenizer, whole=whole).decode(np.array(ids, np.int32)) == "yes"
 
 
 def test_a_session_of_tools_ends_a_turn_once() -> None:
