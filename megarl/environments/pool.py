@@ -3,9 +3,11 @@
     WorkerPool.judge(prompt, response) -> Outcome
 
 A process calls one plain function at a time. One that hangs, even in C code, costs its process and
-its own sample. Of `async` functions a process has `environment.concurrency` calls under way; where
-one of them ends the process, the others are made again, one by one in a process of their own, so
-that the one at fault fails alone. For sessions see `megarl.environments.session_pool`.
+its own sample. Where the process ends during a call, the call is made again, once, in a new
+process: an earlier call may have left behind what ended it. Of `async` functions a process has
+`environment.concurrency` calls under way; where one of them ends the process, all are made again,
+one by one in a process of their own, so that the one at fault fails alone. For sessions see
+`megarl.environments.session_pool`.
 """
 
 from __future__ import annotations
@@ -116,14 +118,31 @@ class WorkerPool:
             )
             self._busy[place] += 1
             try:
-                return await self._reply_of(place, message, limit_s)
-            except WorkerLost as lost:
-                if lost.calls == 1:
-                    raise
+                reply = await self._first_reply_of(place, message, limit_s)
+                if reply is None and not self._is_wide:
+                    # The next process of the place has made no call before this one.
+                    reply = await self._reply_of(place, message, limit_s)
             finally:
                 self._busy[place] -= 1
-        async with self._alone:
-            return await self._reply_of(len(self._busy), message, limit_s)
+        if reply is None:
+            async with self._alone:
+                reply = await self._reply_of(len(self._busy), message, limit_s)
+        reply.pop("again", None)
+        return reply
+
+    async def _first_reply_of(
+        self, place: int, message: tuple[Any, ...], limit_s: float
+    ) -> dict[str, Any] | None:
+        """The reply of a process; None if the call is to be made again, since another call may be
+        why it failed.
+        """
+        try:
+            reply = await self._reply_of(place, message, limit_s)
+        except WorkerLost as lost:
+            if lost.calls == 1 and not lost.by_itself:
+                raise
+            return None
+        return None if reply.get("again") else reply
 
     async def _reply_of(
         self, place: int, message: tuple[Any, ...], limit_s: float

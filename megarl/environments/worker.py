@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ class Host:
         """Answer requests until the pool closes its end. `beats`: send a sign of life, the number
         0, every `BEAT_S` seconds. Without it the pool knows that a call keeps the whole process.
         """
-        self._channel, self._loop = channel, loop
+        self._channel, self._loop, self._overlaps = channel, loop, beats
         beating = loop.create_task(self._beat()) if beats else None
         # The loop stops with each request, so that a plain function can be called outside of it:
         # such a function may run a loop of its own, and a thread can have only one.
@@ -179,9 +180,28 @@ class VerifierHost(Host):
         with ending_forks():
             return self._verifier(prompt, text)
 
+    @contextlib.contextmanager
+    def _failing(self, reply: Reply) -> Iterator[None]:
+        with super()._failing(reply):
+            try:
+                yield
+            except BaseException as error:
+                # A thread that an earlier call has left behind may have interrupted this one.
+                if KeyboardInterrupt in (type(error), type(error.__cause__)):
+                    reply["again"] = True
+                raise
+
+    def _send(self, number: int, reply: Reply) -> None:
+        if not self._overlaps:
+            # A timer that the call has set would go off in the next call.
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)  # the first is that of `signal.alarm` too
+        super()._send(number, reply)
+
     def _retires(self, reply: Reply) -> bool:
+        """See `Host`. A call that is to be made again needs another process."""
         full = self._limit.is_tight() or OUT_OF_MEMORY in reply.get("detail", "")
-        return full or super()._retires(reply)
+        return full or "again" in reply or super()._retires(reply)
 
     async def _score(self, made: Awaitable[Any]) -> Reply:
         limit_s = self._config.time_limit_s

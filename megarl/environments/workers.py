@@ -50,6 +50,9 @@ class WorkerLost(Exception):
         super().__init__(message)
         self.failure: Literal["error", "timeout"] = failure
         self.calls = calls
+        self.by_itself = False
+        """Whether the process ended, closed its channel or sent no reply by itself: through the
+        call that waits, or through what an earlier one has left behind."""
 
 
 class Worker:
@@ -174,7 +177,9 @@ class Worker:
             why = reading.result() if reading.done() else None
             if why is None and ending.done():
                 why = WorkerLost("error", f"ended {self.handle.how_it_ended()}")
-            self._lose(why or WorkerLost("error", "closed the channel that it replies through"))
+            why = why or WorkerLost("error", "closed the channel that it replies through")
+            why.by_itself = True
+            self._lose(why)
         finally:
             loop.remove_reader(self.handle.ending)
             reading.cancel()

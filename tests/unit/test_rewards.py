@@ -274,12 +274,12 @@ def test_editing_the_files_does_not_change_a_run(tmp_path: Path) -> None:
             found.append(await environment.score(PROMPT, "x", 1, False))
             (tmp_path / "own.py").write_text(edit if number == 2 else OWN.replace("1", "2"))
             (tmp_path / "beside.py").write_text("VALUE = 9.0\n")
-            died = await environment.score(PROMPT, "die", 1, False)
-            assert died.failure == "error"
+            found.append(await environment.score(PROMPT, "die", 1, False))
+            assert found[-1].failure == "error"
         return [*found, await environment.score(PROMPT, "x", 1, False)]
 
     found = run(EnvironmentConfig(verifier=own), use)
-    for verdict in found:
+    for verdict in found[::2]:
         assert (verdict.reward, verdict.metrics, verdict.failure) == (2.5, {"version": 1.0}, "")
     (said,) = [verdict.warning for verdict in found if verdict.warning]
     assert said.endswith("changed after the run started; the run goes on with what it was then")

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.environments import run
+from support.environments import run, verdicts
 
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.types import Prompt, Verdict
 
 OWN = r"""
-import asyncio, ctypes, os, random, socket, struct, sys, threading, time
+import _thread, asyncio, ctypes, os, random, signal, socket, struct, sys, threading, time
 
 def sockets():
     found = []
@@ -76,6 +76,47 @@ def act(what):
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in sockets():
             os.dup2(nothing, number)
+
+def too_slow(*_):
+    raise TimeoutError("the timer of another call")
+
+def leave(what):
+    # something that acts after the call, while the next one is under way
+    if what == "alarm":
+        signal.alarm(1)
+    if what == "timer":
+        signal.signal(signal.SIGALRM, too_slow)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    if what == "processor timer":
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.1)
+    act = {"exit": lambda: os._exit(3), "interrupt": _thread.interrupt_main}
+    act["write"] = lambda: [os.write(number, b"x" * 20) for number in sockets()]
+    if what in act:
+        threading.Timer(0.2, act[what]).start()
+
+def log(response):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(response + "\n")
+
+def leaves(prompt, response):
+    log(response)
+    name, _, what = response.partition(" ")
+    if name == "leave":
+        leave(what)
+        return 0.25
+    if name == "hang":
+        time.sleep(60)
+    if name == "exit":
+        os._exit(3)
+    if name == "interrupt":
+        raise KeyboardInterrupt("by hand")
+    end = time.monotonic() + float(what)
+    while time.monotonic() < end:
+        time.sleep(0.01) if name == "sleep" else None
+    return 0.75
+
+def nothing(prompt, response):
+    return 0.0
 
 under_way = 0
 
@@ -145,6 +186,34 @@ def test_every_verdict_belongs_to_its_response(own: str, function: str) -> None:
         return await asyncio.gather(*asked)
 
     check(texts, run(config, use, within_s=60 + COUNT * 0.2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_plain_call_leaves_behind_fails_no_other(own: str) -> None:
+    pairs = ["leave alarm", "sleep 1.1", "leave timer", "sleep 0.3", "leave exit", "sleep 0.3"]
+    pairs += ["leave processor timer", "compute 0.2", "leave write", "sleep 0.3"]
+    pairs += ["leave interrupt", "sleep 0.3"]
+    config = EnvironmentConfig(rewards={f"{own}:leaves": 1.0, f"{own}:nothing": 1.0})
+    found = verdicts(config, *pairs)
+    told = [(one.reward, one.failure, one.detail) for one in found]
+    assert told == [(0.25, "", ""), (0.75, "", "")] * (len(pairs) // 2)
+
+
+def test_a_plain_call_is_made_again_once_and_a_hang_never(own: str) -> None:
+    config = EnvironmentConfig(verifier=f"{own}:leaves", time_limit_s=0.5)
+    found = verdicts(config, "exit", "hang", "interrupt", "sleep 0")
+    assert [(one.failure, one.detail) for one in found] == [
+        ("error", "the verifier's process ended with exit code 3"),
+        (
+            "timeout",
+            "no verdict within environment.time_limit_s = 0.5 s: the verifier's process gave no"
+            " reply and was ended",
+        ),
+        ("error", "KeyboardInterrupt: by hand"),
+        ("", ""),
+    ]
+    calls = Path(own + ".calls").read_text().split("\n")
+    assert calls == ["exit", "exit", "hang", "interrupt", "interrupt", "sleep 0", ""]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
