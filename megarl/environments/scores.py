@@ -113,9 +113,19 @@ def _correct(value: Any) -> bool | None:
     return None if value is None else bool(number)
 
 
+def as_number(value: Any) -> float | None:
+    """`value`, of Python, numpy or torch, as a float; None for what is not a number, NaN for one
+    that is too large for a float.
+    """
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        return math.nan
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
+        return None
+
+
 def _number(value: Any) -> float:
     """`value` as a float; NaN for what is not a number."""
-    try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+    number = as_number(value)
+    return math.nan if number is None else number

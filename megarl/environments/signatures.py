@@ -14,13 +14,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.environments.scores import BadScore
+from megarl.environments.scores import BadScore, as_number
 from megarl.types import Prompt
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-RESPONSES = {"response", "completion", "output"}
-PROMPTS = {"prompt", "question", "problem", "ground_truth", "reference", "label", "target"}
-"""Names of parameters that tell a function of (response, prompt) from one of (prompt, response)."""
+RESPONSES = {
+    "response",
+    "completion",
+    "output",
+    "solution",
+    "solution_str",
+    "prediction",
+    "pred",
+    "generated",
+    "answer",
+    "text",
+    "candidate",
+    "hypothesis",
+}
+"""Names that a first parameter, which receives the prompt, must not have."""
+PROMPTS = {"prompt", "question", "problem"}
+REFERENCES = {"ground_truth", "truth", "reference", "gold", "label", "target", "expected", "answer"}
+"""These, and `PROMPTS`, are names that a second parameter, which receives the response, must not
+have. But `answer` behind one of `PROMPTS` is the model's."""
 FORMS = (
     "f(prompt, response); TRL's f(completions, **columns) or f(prompts, completions, **columns); or"
     f" verl's f({', '.join(VERL)})"
@@ -72,10 +88,11 @@ def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardF
             f" parameters, or write it as {FORMS}"
         ) from None
     first, second = [*parameters, *["args"] * 2][:2]
-    if first in RESPONSES or second in PROMPTS:
+    is_response = second not in PROMPTS | REFERENCES or (first in PROMPTS and second == "answer")
+    if first in RESPONSES or not is_response:
         raise ValueError(
             f"{setting}: {shown}, but is called with (prompt, response), in this order; write it as"
-            f" {FORMS}"
+            f" {FORMS}; prompt.answer is the reference answer"
         )
     return RewardFunction(function, "", is_async)
 
@@ -194,8 +211,8 @@ def _scored(answer: Any) -> Any:
             f"the reward function returned a dict with {', '.join(map(str, answer)):.200}, but"
             " without 'score', which verl's form needs; add that key",
         )
-    found = {key: one for key, one in answer.items() if isinstance(one, int | float)}
-    found.pop("score", None)
+    read = {key: as_number(one) for key, one in answer.items() if key != "score"}
+    found: dict[Any, Any] = {key: one for key, one in read.items() if one is not None}
     if found.get("acc") in (0, 1):
         found["correct"] = bool(found["acc"])
     return {**found, "reward": answer["score"]}

@@ -11,6 +11,7 @@ and may hang: `megarl.environments.pool` bounds it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -277,9 +278,11 @@ def _load_one(
     """
     if name in VERIFIERS:
         return built_in(name, config)
-    found = functions[name].call
+    found, is_alone = functions[name].call, len(local(config)) == 1
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
+        if not is_alone:  # what a function does to the row is not for the others to see
+            prompt = copy.deepcopy(prompt)
         score: Any = found(prompt, str(response))  # a plain text, not `length.Counted`
         return score if inspect.isawaitable(score) else _ready(score)
 
