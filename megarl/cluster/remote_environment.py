@@ -68,9 +68,10 @@ class RemoteEnvironment:
         limit_s = max(config.time_limit_s, config.start_limit_s if config.has_sessions else 0.0)
         self._busy = Busy("verdicts", kind="wait", of=ENVIRONMENT, quiet_s=limit_s + GRACE_S)
         self.limit_s = limit_s + GRACE_S
-        # A worker process that has ended is started, and loads the user's file, before it answers.
-        self.silence_s = self.limit_s + max(START_WITHIN_S, config.load_limit_s)
         loads_s = max(START_WITHIN_S, config.load_limit_s)
+        # A worker process may end late in a call. Then another is started, loads the user's file,
+        # and makes the call again.
+        self.silence_s = self.limit_s + loads_s + config.time_limit_s
         self._start_s = ACTOR_START_S + loads_s * (config.has_sessions + config.needs_verifier)
         self.pace, self.has_start = pace, config.has_sessions
         self._answers = 0

@@ -23,7 +23,7 @@ from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.service_process import ServiceActor
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.workers import GRACE_S
+from megarl.environments.workers import GRACE_S, START_WITHIN_S
 from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
@@ -531,6 +531,7 @@ def test_an_environment_that_gives_no_answer_is_replaced(
         config = EnvironmentConfig()
         environment = RemoteEnvironment(config, None, Pace())  # pyright: ignore[reportArgumentType]
         assert environment.limit_s == config.time_limit_s + GRACE_S
+        assert environment.silence_s >= 2 * config.time_limit_s + START_WITHIN_S + GRACE_S
         environment.limit_s, environment.has_start = 0.1, sessions
         if is_stopped:
             monkeypatch.setattr(remote_environment, "ALIVE_S", 0.05)
