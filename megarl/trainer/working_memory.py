@@ -21,7 +21,8 @@ from megarl.weight_sync.parameters import ParameterSpec
 BUCKET_ELEMENTS = 500_000_000
 """Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`)."""
 LIVE_ELEMENTS = 1_000_000_000
-"""Elements of gathered parameters up to which ZeRO 3 fetches ahead (`max_live_parameters`)."""
+"""Elements of gathered parameters that a role holds under ZeRO 3, at most, beside its largest
+module (DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance`)."""
 TOKEN_BYTES = 57
 """Bytes of a token of the packed batch: five int64, a bool and two float32 in
 `megarl.types.MicroBatch`, its advantage and its log-prob."""

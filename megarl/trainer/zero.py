@@ -25,6 +25,7 @@ from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_view import DeepSpeedView
 from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
@@ -44,6 +45,11 @@ def deepspeed_config(
     which sets DeepSpeed's accumulation boundary itself.
     """
     zero: dict[str, object] = {"stage": config.zero_stage, "contiguous_gradients": True}
+    if config.zero_stage == 3:
+        # What is gathered stays where it is needed again within so many elements, as in the
+        # backward pass and under recomputation, up to so many elements.
+        zero["stage3_max_live_parameters"] = working_memory.LIVE_ELEMENTS
+        zero["stage3_max_reuse_distance"] = working_memory.LIVE_ELEMENTS
     if config.offload_optimizer and trains:
         zero["offload_optimizer"] = {"device": "cpu"}
     settings: dict[str, object] = {

@@ -22,6 +22,9 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 64,
 }
 RANKS = 2
+LAYER = 37_120
+"""Elements of a layer of this model, which has 453,696 in all."""
+LIMIT = 80_000
 
 
 class Allocations(TorchDispatchMode):
@@ -99,3 +102,76 @@ def test_no_rank_has_a_whole_model(tmp_path: Path) -> None:
         assert found["policy"] <= part / 2 * (2 + 4 + 4) + 4 * largest
         # The count sees a whole model, of float32, where there is one.
         assert found["whole"] >= 2 * found["sum"]
+
+
+def gather(model: str) -> dict[str, list[int]]:
+    """The most elements of parameters that a frozen role and one trained under recomputation have
+    gathered before a module computes, in each of three steps, where `LIMIT` are allowed.
+    """
+    import numpy as np
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    from megarl.parallel import mesh as mesh_module
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer import working_memory, zero
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.trainer.finite import StepGuard
+    from megarl.trainer.role import Role
+    from megarl.trainer.step import optimizer_step
+    from megarl.types import Samples
+
+    torch.set_num_threads(1)
+    working_memory.LIVE_ELEMENTS = LIMIT
+    plain = zero.deepspeed_config
+
+    def without_small(*arguments: Any, **settings: Any) -> dict[str, Any]:
+        made: dict[str, Any] = plain(*arguments, **settings)
+        # DeepSpeed never releases parameters of fewer elements, of which this model has no others.
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+        return made
+
+    zero.deepspeed_config = without_small
+    device = mesh_module.initialise(timeout_s=60)
+    training = TrainingConfig(zero_stage=3, gradient_checkpointing=True)
+    peaks: dict[str, list[int]] = {"reference": [], "policy": []}
+    samples = [Samples.one(i, np.arange(1, 12), mask=np.arange(11) > 1) for i in range(RANKS)]
+    with ProcessMesh(Layout(RANKS, 1, 1), timeout_s=60) as mesh:
+        roles = {
+            name: Role(
+                name,
+                model=ModelConfig(path=model),
+                training=training,
+                mesh=mesh,
+                device=device,
+                seed=1,
+                optimizer_steps=3 if name == "policy" else None,
+            )
+            for name in peaks
+        }
+
+        def count(name: str) -> None:
+            parameters: list[Any] = list(roles[name].engine.module.parameters())
+            gathered = [p for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE]
+            peaks[name][-1] = max(peaks[name][-1], sum(p.ds_numel for p in gathered))
+
+        for name, role in roles.items():
+            for module in role.engine.module.modules():
+                module.register_forward_pre_hook(lambda *_, name=name: count(name))
+        engine, guard = roles["policy"].engine, StepGuard(roles["policy"], allowed=0)
+        for step in range(3):
+            for peak in peaks.values():
+                peak.append(0)
+            roles["reference"].logprobs(Samples.concatenate(samples))
+            micro = roles["policy"].pack(samples[mesh.data.rank], [[0]])
+            guard.begin(f"step {step}")
+            optimizer_step(roles["policy"], micro, lambda one: -engine(one, 1.0)[0].sum(), guard)
+    mesh_module.finalise()
+    return peaks
+
+
+def test_gathered_weights_stay_below_the_limit(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", **SHAPE)
+    for peaks in run_ranks(RANKS, __file__, "gather", str(model)):
+        for name, peak in peaks.items():
+            assert LAYER < max(peak) <= LIMIT + LAYER, (name, peak)
