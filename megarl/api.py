@@ -152,8 +152,7 @@ def _run(command: str, config: AnyConfig, ranks: int) -> Result:
         path.write_text(configs.dump(config), encoding="utf-8")
         start = [sys.executable, "-m"]
         if ranks > 1:
-            start += ["megarl.parallel.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-            start += ["--nproc-per-node", str(ranks), "-m"]
+            start += ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
         arguments = [*start, "megarl", command, str(path)]
         printed = Path(place) / "stdout"
         with printed.open("w") as to:

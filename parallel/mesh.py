@@ -15,6 +15,10 @@ from megarl.errors import UserError
 from megarl.parallel import devices, launcher
 from megarl.parallel.layout import Layout
 
+STORE = "MEGARL_STORE"
+"""Name of the environment variable with which `megarl torchrun` names a file for ranks of one host
+to meet at; a restart adds its number."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -247,7 +251,15 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
-        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        if path := os.environ.get(STORE):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            size, restart = launcher.num_ranks(), launcher.number("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.FileStore(f"{path}-{restart}", size)
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                backend, store=store, rank=launcher.rank(), world_size=size, timeout=timeout
+            )
+        elif "RANK" in os.environ and "MASTER_ADDR" in os.environ:
             try:
                 dist.init_process_group(backend, timeout=timeout)
             except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from megarl.errors import UserError
+
 LOST_AFTER = "MEGARL_NODE_LOST_AFTER_S"
 """Name of the environment variable with the seconds of silence after which a node is lost."""
 LOST_AFTER_S = 60.0
@@ -45,7 +47,7 @@ END = 2**40
 
 
 def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds of silence after which a node is lost; infinity for never. Raises `ValueError`."""
+    """Seconds of silence after which a node is lost; infinity for never. Raises `UserError`."""
     said = environment.get(LOST_AFTER, "") or str(LOST_AFTER_S)
     with contextlib.suppress(ValueError):
         seconds = float(said)
@@ -53,7 +55,7 @@ def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
             return math.inf
         if LEAST_S <= seconds < math.inf:
             return seconds
-    raise ValueError(
+    raise UserError(
         f"{LOST_AFTER} is {said!r}; set it to {LEAST_S:g} seconds or more, or to 0 for never"
     )
 

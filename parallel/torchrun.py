@@ -6,6 +6,9 @@
 torchrun itself ends with exit code 1 whatever happened, below 50 lines of its own traceback. Here
 the exit code is that of the rank that failed first, and a rank's one line of error stands alone.
 With --max-restarts, ranks are not started again after a mistake of the user.
+
+torch's stores listen on all addresses and serve whoever connects. Where all ranks are on one host,
+they and their agent meet at files in the run's private folder instead, and no port is opened.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +33,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
-from torch.distributed.run import config_from_args, get_args_parser, main
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import run as start
 
 from megarl.errors import UserError
+from megarl.parallel.mesh import STORE
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
 from megarl.private_folder import run_folder
 from megarl.signals import AGENT, SHUTDOWN, SIGNALS
@@ -120,12 +126,6 @@ def run(arguments: list[str]) -> int:
     process, returns 128 + the signal's number.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
-    try:
-        lost_after_s()
-        refuse_options(arguments)
-    except ValueError as error:
-        print(f"megarl: error: {error}", file=sys.stderr)
-        return SAID
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[AGENT] = str(os.getpid())
@@ -136,8 +136,11 @@ def run(arguments: list[str]) -> int:
     if waits := shutdown_timeout(arguments):
         os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:
-        with run_folder(), own_agent():
-            main(arguments)
+        with run_folder() as folder, own_agent():
+            lost_after_s()
+            options = read_options(arguments)
+            meet_at_files(options, folder)
+            start(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != SAID:
@@ -163,9 +166,10 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def refuse_options(arguments: list[str]) -> None:
-    """Raise `ValueError` for options that torchrun does not have, and for values that it cannot
-    read, which torchrun itself would tell below its whole usage or a traceback.
+def read_options(arguments: list[str]) -> Namespace:
+    """torchrun's options and program. Raises `UserError` for options that torchrun does not have,
+    and for values that it cannot read, which torchrun itself would tell below its whole usage or a
+    traceback. torchrun makes a temporary folder as it reads them.
     """
 
     def error(message: str) -> NoReturn:
@@ -174,12 +178,29 @@ def refuse_options(arguments: list[str]) -> None:
     parser = get_args_parser()
     parser.error = error
     try:
-        config_from_args(parser.parse_args(arguments))
+        options = parser.parse_args(arguments)
+        config_from_args(options)
     except (ValueError, OSError) as problem:
-        raise ValueError(
+        raise UserError(
             f"torchrun refuses its options: {problem}; python -m torch.distributed.run --help lists"
             " them"
         ) from None
+    return options
+
+
+def meet_at_files(options: Namespace, folder: Path) -> None:
+    """Have the agent and its ranks meet at files in the private folder `folder`, unless `options`
+    ask for ranks on several nodes.
+    """
+    if parse_min_max_nnodes(options.nnodes)[1] > 1:
+        return
+    options.standalone = False
+    options.rdzv_backend, options.rdzv_conf = "c10d", "store_type=file"
+    options.rdzv_endpoint = str(folder / f"agent-{os.getpid()}")
+    options.rdzv_id = options.rdzv_id if options.rdzv_id != "none" else str(os.getpid())
+    options.local_addr = options.local_addr or options.master_addr
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # one that the agent opens for the ranks
+    os.environ[STORE] = str(folder / f"ranks-{os.getpid()}")
 
 
 def exit_code(found: int) -> int:

@@ -1,18 +1,19 @@
 """What another user of the machine can do to a run: reads, writes and connects as `nobody`.
 
-    sudo python tools/doors.py RECIPE.yaml
+    sudo python tools/doors.py RECIPE.yaml --ranks 2
 
-Starts `megarl train RECIPE.yaml` and tries, while it starts and again after its first step, all
-that it has: files, folders and sockets in the run's temporary folder, in the run folder and in
-/dev/shm, `/proc` of each process, and each port on which a process listens. Prints what succeeded.
-Exit code 1 if something did that docs/runs.md ("Other users of the machine") does not list. Needs
-root, to become nobody and to know what there is.
+Starts `megarl train RECIPE.yaml` and tries, each second while it starts and again after its first
+step, all that it has: files, folders and sockets in the run's temporary folder, in the run folder
+and in /dev/shm, `/proc` of each process, each socket without a file, and each port on which a
+process listens. Prints what succeeded. Exit code 1 if something did that docs/runs.md ("Other users
+of the machine") does not list. Needs root, to become nobody and to know what there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import math
 import os
@@ -20,11 +21,14 @@ import signal
 import socket
 import stat
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import psutil
 import torch.distributed as dist
 import yaml
@@ -33,15 +37,29 @@ from chaos_run import Run
 from megarl.private_folder import MARK
 
 NOBODY = 65534
-START_S, ANSWER_S = 300.0, 3.0
+START_S, ANSWER_S, POLL_S = 600.0, 2.0, 1.0
+KINDS = ("files and sockets", "processes", "ports")
 SECRET_FILES = ("environ", "maps", "mem", "fd", "cwd", "root")
 """What `/proc` shows of a process, and what only its user may see."""
-LISTED = ("reads RUN", "reads a page of", "uses torch's store at")
-"""Beginnings of what may succeed."""
+LISTED = "reads RUN"
+"""Beginning of what may succeed: the run folder is as open as the user's `umask` makes it."""
+RAY_CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "InternalKVGcsService/InternalKVKeys",
+    "NodeManagerService/GetNodeStats",
+    "CoreWorkerService/GetCoreWorkerStats",
+    "ReporterService/GetTraceback",
+)
+"""Methods of Ray's servers that take an empty request."""
+ZMQ = b"\xff\0\0\0\0\0\0\0\1\x7f"
+"""Beginning of what a server of ZeroMQ says to whoever connects; the length in it varies."""
 
 
-def attempts(paths: list[str], pids: list[int], ports: list[int], tokens: set[str]) -> list[str]:
-    """What this process can do to a run. Files are opened and not changed; what is made is removed.
+def attempts(
+    paths: list[str], pids: list[int], addresses: list[tuple[str, int]], tokens: set[str]
+) -> list[str]:
+    """What this process can do to a run. Files are opened and not changed; what is made or moved is
+    removed or moved back. `paths`: also names of sockets without a file, after a zero byte.
     `tokens`: secrets that no command line may show.
     """
     done: list[str] = []
@@ -56,7 +74,8 @@ def attempts(paths: list[str], pids: list[int], ports: list[int], tokens: set[st
         attempt(f"writes {path}", lambda path=path: os.close(os.open(path, os.O_WRONLY)))
         attempt(f"makes and removes in {path}", lambda path=path: _make(path))
         attempt(f"links in {path}", lambda path=path: _link(path))
-        attempt(f"connects to {path}", lambda path=path: _connect(path))
+        attempt(f"moves {path}", lambda path=path: _move(path))
+        attempt(f"connects to {path!r}", lambda path=path: _connect(path))
     for pid in pids:
         for name in SECRET_FILES:
             attempt(f"reads /proc/{pid}/{name}", lambda pid=pid, name=name: _look(pid, name))
@@ -67,12 +86,25 @@ def attempts(paths: list[str], pids: list[int], ports: list[int], tokens: set[st
             ),
         )
         attempt(f"signals {pid}", lambda pid=pid: os.kill(pid, 0))
-    for port in ports:
-        for page in ("", "metrics"):
-            url = f"http://127.0.0.1:{port}/{page}"
-            attempt(f"reads a page of {url}", lambda url=url: _page(url))
-        attempt(f"uses torch's store at {port}", lambda port=port: _store(port))
+    found = [one for _, one in addresses]
+    done += [f"reaches {port} from other hosts" for host, port in addresses if not _is_own(host)]
+    done += [f"uses torch's store at {port}" for port in _stores(found)]
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        list(pool.map(lambda port: _try_port(port, attempt), found))
     return done
+
+
+def _try_port(port: int, attempt: Callable[[str, Callable[[], object]], None]) -> None:
+    for page in ("", "metrics"):
+        url = f"http://127.0.0.1:{port}/{page}"
+        attempt(f"reads a page of {url}", lambda url=url: _page(url))
+    for call in RAY_CALLS:
+        attempt(f"asks Ray at {port} for {call}", lambda call=call: _ask_ray(port, call))
+    attempt(f"meets ZeroMQ at {port}", lambda: _greet(port))
+
+
+def _is_own(host: str) -> bool:
+    return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
 
 
 def _make(path: str) -> None:
@@ -87,8 +119,13 @@ def _link(path: str) -> None:
     place.unlink()
 
 
+def _move(path: str) -> None:
+    os.rename(path, f"{path}.doors")
+    os.rename(f"{path}.doors", path)
+
+
 def _connect(path: str) -> bool:
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
+    if path[0] != "\0" and not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(path)
@@ -111,19 +148,36 @@ def _page(url: str) -> bool:
         return answer.status == 200
 
 
-def _store(port: int) -> bool:
-    """In a process of its own: torch waits without end for a server that is none of its."""
-    child = os.fork()
-    if not child:
-        signal.alarm(math.ceil(ANSWER_S))
-        with contextlib.suppress(Exception):
-            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=ANSWER_S)
-            )
-            store.num_keys()
-            os._exit(0)
-        os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
+def _ask_ray(port: int, call: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        channel.unary_unary(f"/ray.rpc.{call}")(b"", timeout=ANSWER_S)
+
+
+def _greet(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), ANSWER_S) as channel:
+        channel.settimeout(ANSWER_S / 10)
+        return channel.recv(1) == ZMQ[:1] and channel.recv(9)[-1:] == ZMQ[-1:]
+
+
+def _stores(ports: list[int]) -> list[int]:
+    """Those of the ports at which torch's store answers. In processes of their own: torch waits
+    without end for a server that is none of its.
+    """
+    children: dict[int, int] = {}
+    for port in ports:
+        child = os.fork()
+        if not child:
+            signal.alarm(math.ceil(ANSWER_S))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's words about other servers
+            with contextlib.suppress(Exception):
+                store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                    "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=ANSWER_S)
+                )
+                store.num_keys()
+                os._exit(0)
+            os._exit(1)
+        children[port] = child
+    return [port for port, child in children.items() if os.waitpid(child, 0)[1] == 0]
 
 
 def as_nobody(*found: object) -> list[str]:
@@ -153,51 +207,64 @@ def below(folder: Path) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in (*folders, *files))
 
 
-def look(run: Run, before: set[str]) -> list[str]:
-    """What succeeds now that is not listed; prints all."""
-    processes = run.below()
-    places, tokens, ports = {run.folder}, set[str](), set[int]()
+def look(
+    processes: list[psutil.Process], folder: Path, before: set[str], tried: set[object]
+) -> list[str]:
+    """What succeeds now that is not listed; prints all. `folder`: the run folder. `before`: what
+    was in /dev/shm before the run. `tried`: what an earlier look has tried, and this one does not.
+    """
+    places, tokens = {folder}, set[str]()
+    paths, addresses = set[str](), set[tuple[str, int]]()
     for one in processes:
         with contextlib.suppress(psutil.Error):
             settings = one.environ()
             places |= {Path(settings[MARK])} if Path(settings.get(MARK, "-")).is_dir() else set()
             tokens |= {settings["RAY_AUTH_TOKEN"]} if "RAY_AUTH_TOKEN" in settings else set()
-            ports |= {c.laddr.port for c in one.net_connections("tcp") if c.status == "LISTEN"}
-    paths = [path for place in places for path in below(place)]
-    paths += sorted(set(map(str, Path("/dev/shm").iterdir())) - before)
-    done = as_nobody(paths, [one.pid for one in processes], sorted(ports), tokens)
-    own = f"reads {run.folder}"
+            for socket_ in one.net_connections("all"):
+                if socket_.family == socket.AF_UNIX:
+                    name = str(socket_.laddr)
+                    paths |= {"\0" + name[1:] if name[:1] == "@" else name} - {""}
+                elif socket_.status == "LISTEN":
+                    addresses |= {tuple(socket_.laddr)}
+    paths |= {path for place in places for path in below(place)}
+    paths |= set(map(str, Path("/dev/shm").iterdir())) - before
+    new = [sorted(some - tried) for some in (paths, {one.pid for one in processes}, addresses)]
+    for some in new:
+        tried |= set(some)
+    done = as_nobody(*new, tokens)
+    own = f"reads {folder}"
     done = [one.replace(own, "reads RUN", 1) if one.startswith(own) else one for one in done]
     wrong = [one for one in done if not one.startswith(LISTED)]
-    counts = len(paths), len(processes), len(ports)
-    print(f"{counts[0]} files, {counts[1]} processes, {counts[2]} ports: {len(done)} succeeded")
-    print(*(one for one in done if not one.startswith("reads RUN")), sep="\n", flush=True)
+    counts = ", ".join(f"{len(some)} {what}" for some, what in zip(new, KINDS, strict=True))
+    print(f"{counts}: {len(done)} succeeded", *wrong, sep="\n", flush=True)
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks, under megarl torchrun")
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("needs root, to become the user nobody")
     folder = Path(yaml.safe_load(args.recipe.read_text())["folder"])
     before = {str(path) for path in Path("/dev/shm").iterdir()}
-    command = [sys.executable, "-m", "megarl", "train", str(args.recipe)]
+    command = [sys.executable, "-m", "megarl", "torchrun", f"--nproc-per-node={args.ranks}"]
+    command = [*command[: 5 if args.ranks > 1 else 3], "train", str(args.recipe)]
     run, wrong = Run(command, folder, Path(f"{folder}_doors.log")), list[str]()
     run.start()
     try:
-        while run.code is None and not any(one.name() == "raylet" for one in run.below()):
-            run.wait_for_phase("start", 1.0)
-        wrong += look(run, before)
-        if not run.wait_for_steps(1, START_S) or run.code is not None:
+        tried, deadline = set[object](), time.monotonic() + START_S
+        while run.code is None and not run.place[0] and time.monotonic() < deadline:
+            wrong += look(run.below(), folder, before, tried)
+            time.sleep(POLL_S)
+        if run.code is not None or not run.place[0]:
             print(f"the run made no step (exit code {run.code}); see {run.log}")
             return 1
-        wrong += look(run, before)
+        wrong += look(run.below(), folder, before, set())
     finally:
         run.end()
-    result = {"not listed": wrong}
-    print(json.dumps(result))
+    print(json.dumps({"not listed": sorted(set(wrong))}))
     return 1 if wrong else 0
 
 

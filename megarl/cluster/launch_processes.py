@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.cluster.launch_plan import Command, Gpu, Gpus, Options, Plan
-from megarl.cluster.process_env import ENGINE_RANKS, RAY_SETTINGS
+from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
 from megarl.private_folder import MARK
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
@@ -148,7 +148,8 @@ def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
     hidden = {plan.hidden: ""} if plan.hidden else {}
     visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
     patience = _patience(plan) if at.python else {}
-    return Command(RAY_SETTINGS | _mark(at) | patience | hidden | visible, words)
+    settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 and at.python else {})
+    return Command(settings | _mark(at) | patience | hidden | visible, words)
 
 
 def _torchrun(
@@ -169,8 +170,6 @@ def _torchrun(
     several = gpus.num_nodes > 1 or not at.python
     if several:
         words += ["--nnodes", str(num_hosts), "--node-rank", str(node)]
-    else:
-        words += ["--standalone", "--local-addr", "127.0.0.1"]
     words += ["--nproc-per-node", str(len(mine))]
     if several:
         words += ["--master-addr", at.head, "--master-port", str(at.torch_port)]

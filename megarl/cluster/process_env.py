@@ -24,10 +24,17 @@ RAY_SETTINGS = {
     # engines.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
+    # No pages of metrics, which Ray shows to whoever connects.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
     # Else a call of Ray before it is started, or after its end, starts another one.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 """Environment variables to set for Ray's own processes and for every rank."""
+
+RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Setting that, on Linux too, has Ray take the host's address to be 127.0.0.1, and listen there
+only."""
 
 ENGINE_RANKS = "megarl_engine_ranks"
 """Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
@@ -68,6 +75,8 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",
+        # The ranks of an engine are on one host; other users of the network need not reach them.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     if on_cpu:
         settings |= {

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.asking import KILL_S, ask, within
@@ -78,6 +79,9 @@ class Cluster:
             "log_to_driver": True,
             "logging_level": "ERROR",
         }
+        # Where Ray is told that there are no other hosts, it listens on loopback only, and takes
+        # 127.0.0.1 for what it is: a Ray started here, by this process, rank 0 or the launcher.
+        ray_constants.ENABLE_RAY_CLUSTER = bool(address) and not address.startswith("127.0.0.1:")
         if address:
             try:
                 ray.init(address=address, **options)

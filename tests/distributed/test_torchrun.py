@@ -17,8 +17,11 @@ def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("folder: run\nstepz: 3\n")
     options = ["--standalone", "--nproc-per-node", "2"]
-    done = megarl("torchrun", *options, "train", str(recipe), timeout_s=120)
+    (temporary := tmp_path / "temporary").mkdir()
+    command = ["torchrun", *options, "train", str(recipe)]
+    done = megarl(*command, timeout_s=120, TMPDIR=str(temporary))
     assert done.code == 2 and done.out == "", done.err
+    assert list(temporary.iterdir()) == [], "torchrun's folders are in the run's, and go with it"
     lines = done.err.strip().splitlines()
     assert len(lines) == 1, done.err
     assert lines[0].startswith(f"megarl: error: {recipe}: stepz: unknown key")
@@ -66,7 +69,7 @@ def test_torchruns_own_options_are_refused_in_one_line(
     options: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(torchrun, "main", lambda arguments: pytest.fail("it was started"))
+    monkeypatch.setattr(torchrun, "start", lambda options: pytest.fail("it was started"))
     assert torchrun.command([*options.split(), "train", "recipe.yaml"]) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("megarl: error: torchrun refuses its options: ")

@@ -31,6 +31,7 @@ RAY = (
 HEAD = f"--head --port=6000 {RAY} --include-dashboard=false --ray-client-server-port=6002"
 START = "python -m ray.scripts.scripts start --block"
 TORCHRUN = "python -m megarl.parallel.torchrun"
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 PATIENCE = f"{SHUTDOWN}=264"
 """For a checkpoint within 240 s of a signal."""
 
@@ -61,11 +62,11 @@ def short(command: str) -> str:
 def test_one_node() -> None:
     """Ray deals the engines' GPUs out, and the ranks have the others."""
     assert plan_of("dapo_14b.yaml", 1) == [
-        f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
+        f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
         f" {HEAD} --temp-dir=/tmp/m/0",
         f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3 OMP_NUM_THREADS=8 {TORCHRUN} --standalone"
-        " --local-addr 127.0.0.1 --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3 OMP_NUM_THREADS=8 {TORCHRUN}"
+        " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
     ]
 
 
@@ -112,7 +113,7 @@ def test_four_roles_apart() -> None:
 def test_a_run_without_engines_has_no_ray() -> None:
     assert plan_of("sft_7b.yaml", 1, "sft") == [
         f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        f" OMP_NUM_THREADS=1 {TORCHRUN} --standalone --local-addr 127.0.0.1 --nproc-per-node 8"
+        f" OMP_NUM_THREADS=1 {TORCHRUN} --nproc-per-node 8"
         " -m megarl sft RECIPES/sft_7b.yaml",
     ]
 

@@ -240,7 +240,9 @@ def _group(store: Store, rank: int, size: int, host: str, device: torch.device) 
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    device_options = {"interface": name} if name else {"hostname": address_toward(host)}
+    # "lo" is for other groups, of the ranks of one host: these may be on several.
+    by_name = name not in ("", "lo")
+    device_options = {"interface": name} if by_name else {"hostname": address_toward(host)}
     options._devices = [dist.ProcessGroupGloo.create_device(**device_options)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
