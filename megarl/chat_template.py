@@ -255,13 +255,16 @@ class ChatTemplate:
 
 
 def _shape(turn: Turn) -> tuple[str, ...]:
-    """The role of a turn, then its keys with a value other than an empty one, sorted."""
-    return (turn["role"], *sorted(key for key in turn if key != "role" and turn[key]))
+    """The role of a turn, then its keys with a value, sorted; 0 and False are values."""
+    empty = (None, "", [], {})
+    return (turn["role"], *sorted(key for key in turn if key != "role" and turn[key] not in empty))
 
 
 def _changed(turn: Turn, key: str) -> Turn:
-    """`turn` with another value of `key`: a longer text, a shorter list, or none."""
+    """`turn` with another value of `key`: a longer text, a shorter list, True for 0, or none."""
     value = turn[key]
+    if value in (0, False):  # which a template may read as if there were none
+        return turn | {key: True}
     if isinstance(value, str):
         return turn | {key: value + OTHER}
     if isinstance(value, list) and len(value) > 1:

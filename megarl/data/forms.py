@@ -63,6 +63,11 @@ def demonstrations_as_read(
         _say(setting, "Alpaca rows (columns 'instruction', 'input', 'output')")
         return config, _each(table, _alpaca)
     if isinstance(first.get("text"), str):
+        require(
+            config.template != "chat",
+            f"{setting}: the rows are whole texts (column 'text'), which no template writes; set"
+            f" {setting}.template to 'none'",
+        )
         _say(setting, "whole texts, all of which is trained on (column 'text')")
         return replace(config, text_column="text"), table
     return config, table
@@ -137,9 +142,12 @@ def _value(row: Row, name: str, place: str) -> Any:
 
 
 def _is_reply(value: Any) -> bool:
-    """Whether a completion is a chat of one turn of the assistant, whose content is a text."""
+    """Whether a completion is a chat of one turn of the assistant, which is a text alone."""
     turn = value[0] if isinstance(value, list) and len(value) == 1 else None
-    return isinstance(turn, Mapping) and isinstance(turn.get("content"), str)
+    if not (isinstance(turn, Mapping) and isinstance(turn.get("content"), str)):
+        return False
+    more = [key for key in turn if key != "content" and turn[key] not in (None, "", [], {})]
+    return more == ["role"] and turn["role"] == "assistant"
 
 
 def _prompt_reply(row: Row, place: str) -> Row:
@@ -157,8 +165,9 @@ def _prompt_completion(row: Row, place: str) -> Row:
     )
     require(
         all(isinstance(turn, Mapping) and turn.get("role") != "assistant" for turn in asked),
-        f"{place}: the prompt has a turn of the assistant and the completion several turns, so that"
-        " no conversation says which turns to train on; write conversations in a column 'messages'",
+        f"{place}: the prompt has a turn of the assistant and the completion more than a reply in"
+        " plain text, so that no conversation says which turns to train on; write conversations in"
+        " a column 'messages'",
     )
     return {"messages": [*asked, *reply]}
 
@@ -173,7 +182,8 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
         role is not None,
         f"{place}: a turn of the conversation is from {said!r:.40}; known are {', '.join(ROLES)}",
     )
-    return {"role": role, "content": turn.get("value")}
+    more = {key: one for key, one in turn.items() if key not in ("from", "value")}
+    return {"role": role, "content": turn.get("value")} | more
 
 
 def _sharegpt(row: Row, place: str) -> Row:
@@ -184,7 +194,11 @@ def _sharegpt(row: Row, place: str) -> Row:
     )
     turns = [_turn(turn, place) for turn in turns]
     system = row.get("system")
-    if isinstance(system, str) and system and turns[:1] and turns[0]["role"] != "system":
+    if isinstance(system, str) and system and turns:
+        require(
+            turns[0]["role"] != "system",
+            f"{place}: the row has a column 'system' and a turn of the system; drop one of them",
+        )
         turns.insert(0, {"role": "system", "content": system})
     return {"messages": turns}
 
@@ -205,7 +219,14 @@ def _reply(side: Any, place: str) -> dict[str, Any]:
 def _alpaca(row: Row, place: str) -> Row:
     asked, more = _value(row, "instruction", place), row.get("input")
     prompt = text_of(asked, what="the instruction", place=place)
-    if isinstance(more, str) and more.strip():
+    unread = [name for name in ("system", "history") if row.get(name) not in (None, "", [])]
+    require(
+        not unread,
+        f"{place}: Alpaca's column '{', '.join(unread)}' is not read; write the rows as"
+        " conversations in a column 'messages'",
+    )
+    more = "" if more is None else text_of(more, what="the input", place=place)
+    if more.strip():
         prompt += f"\n{more}"
     return {"prompt": prompt, "response": _value(row, "output", place)}
 

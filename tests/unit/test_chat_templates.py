@@ -113,6 +113,8 @@ LOST: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "a name": ("'name' of turn 0", [ASK | {"name": "Ann"}, ANSWER]),
     "a weight": ("'weight' of turn 1", [ASK, ANSWER | {"weight": 1}]),
+    "a weight of 0": ("'weight' of turn 1", [ASK, ANSWER | {"weight": 0}]),
+    "no training": ("'train' of turn 1", [ASK, ANSWER | {"train": False}]),
     "an old call": ("'function_call' of turn 1", [ASK, ANSWER | {"function_call": {"a": 1}}]),
 }
 

@@ -890,6 +890,12 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"prompt": "do\nthis", "response": "a"},
         "Alpaca",
     ),
+    "Alpaca with a number": (
+        {"instruction": "do", "input": 4, "output": "a"},
+        {},
+        {"prompt": "do\n4", "response": "a"},
+        "Alpaca",
+    ),
 }
 
 
@@ -941,6 +947,17 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
          " q, a"),
         ([{"prompt": [*ASKED, *REPLY, *ASKED], "completion": [*REPLY, *ASKED, *REPLY]}],
          "line 1 .*which turns to train on"),
+        ([{"prompt": ASKED, "completion": [REPLY[0] | {"reasoning_content": "r"}]}],
+         "line 1 .*'reasoning_content' of turn 1"),
+        ([{"prompt": ASKED, "completion": [REPLY[0] | {"weight": 0}]}], "'weight' of turn 1"),
+        ([{"prompt": ASKED, "completion": ASKED}], "line 1 .*one of the assistant"),
+        ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"weight": 0}]}], "'weight' of turn 1"),
+        ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"reasoning": "r"}]}], "'reasoning' of"),
+        ([{"conversations": TOOLS, "system": "t"}], "line 1 .*column 'system' and a turn"),
+        ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
+        ([{"instruction": "q", "output": "a", "history": [["b", "c"]]}], "column 'history'"),
+        ([{"instruction": "q", "output": "a", "system": "s"}], "column 'system' is not read"),
+        ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
     ],
 )  # fmt: skip
 def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: Path) -> None:
