@@ -161,11 +161,21 @@ def call(
         return {"raised": type(error).__name__, "text": str(error)[:1000]}
 
 
+def _end_forks(own: int) -> None:
+    """End this process if the program has forked it from `own`, and its code came back, or raised:
+    it would reply a second time, and read the requests to the other.
+    """
+    if os.getpid() != own:
+        os._exit(0)
+
+
 def main(path: str) -> None:
     """Serve requests until descriptor 3 is closed."""
     builtins.exit = builtins.quit = sys.exit
     requests, replies = os.fdopen(3, "rb"), os.fdopen(4, "wb")
+    own = os.getpid()
     names, failed = load(path)
+    _end_forks(own)
     kept: list[Any] = []
     for line in requests:
         try:
@@ -173,6 +183,7 @@ def main(path: str) -> None:
             reply = to_json(call(names, request, kept, failed))
         except BaseException as error:
             reply = to_json({"raised": type(error).__name__, "text": str(error)[:1000]})
+        _end_forks(own)
         replies.write(reply.encode() + b"\n")
         replies.flush()
 

@@ -132,7 +132,7 @@ class RewardClient:
         import aiohttp  # takes a quarter of a second, and most runs have no reward server
 
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._config.connections),
+            connector=_connector(self._config.connections),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # a proxy would see the token
         )
@@ -360,3 +360,18 @@ class RewardClient:
             text = text.replace(self._token.value, "(token)")
         text = shortened(text, WORDS)
         return f": {text}" if text else ""
+
+
+def _connector(connections: int) -> Any:
+    """A pool of connections that leaves out those on which something came that nobody had asked
+    for: it would be read as the answer to the next request, and each verdict as that of the next.
+    """
+    import aiohttp
+
+    class Connector(aiohttp.TCPConnector):
+        async def connect(self, *arguments: Any, **named: Any) -> Any:
+            while (found := await super().connect(*arguments, **named)).protocol.should_close:
+                found.close()
+            return found
+
+    return Connector(limit=connections)

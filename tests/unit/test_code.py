@@ -346,6 +346,35 @@ def test_replies_that_break_a_reader_are_wrong(verify: Verify) -> None:
             assert verify(ROWS[form], program).reward == 0.0, (form, reply)
 
 
+FORKED = """import os, sys
+def f(n):
+    child = os.fork()
+    if child == 0:
+        {what}
+    os.waitpid(child, 0)
+    return n
+"""
+FORKS = [FORKED.format(what=what) for what in ("sys.exit(0)", "return -1", "raise ValueError")]
+FORKS.append("import os, sys\nif os.fork() == 0: sys.exit(0)\ndef f(n): return n")
+FORKS.append("import os\nos.fork()\ndef f(n): return n")
+
+
+@pytest.mark.parametrize("program", FORKS)
+def test_a_program_that_forks_replies_once(verify: Verify, program: str) -> None:
+    row = {"input_output": {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [1, 2, 3]}}
+    asserts = {"test_list": [f"assert f({n}) == {n}" for n in range(3)]}
+    assert [verify(one, program).reward for one in (row, asserts)] == [1.0, 1.0]
+
+
+def test_a_reply_too_many_ends_with_its_program(verify: Verify) -> None:
+    """It is read as the reply to the program's next call, and by no other program's tests."""
+    for ends in ("", "; os._exit(0)", "; os.closerange(3, 9)"):
+        program = f"import os\ndef f(n): os.write(4, b'{{\"value\": 1}}\\n' * 9){ends}; return n"
+        verify(ROWS["calls"], program)
+        row = {"input_output": {"fn_name": "f", "inputs": [[2], [3]], "outputs": [2, 3]}}
+        assert verify(row, "def f(n): return n").reward == 1.0, ends
+
+
 # ------------------------------------------------------------------------ values and helpers
 
 
