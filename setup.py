@@ -36,7 +36,6 @@ setup(
         "starlette",
         "tensorboard",
         "tqdm",
-        "tyro",
         "uvicorn",
         "xxhash",
     ],

@@ -34,7 +34,7 @@ EVERY = ("torch", "numpy", "psutil")
 """Packages without which nothing of megarl is imported."""
 TESTS = (*EVERY, "pytest", "hypothesis", "triton")
 TRAINING = (*EVERY, "transformers", "safetensors", "deepspeed")
-ALL = (*TRAINING, "vllm", "ray", "tyro")
+ALL = (*TRAINING, "vllm", "ray")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_every_test_of_a_gpu_belongs_to_a_step() -> None:
 
 def test_steps_of_kernels_need_neither_engines_nor_deepspeed() -> None:
     """Their tests are collected, and their benches imported, where these packages are missing."""
-    absent = ("deepspeed", "vllm", "ray", "tyro", "flash_attn")
+    absent = ("deepspeed", "vllm", "ray", "flash_attn")
     kernels = [one for one in STEPS if one.needs and not set(one.needs) & set(absent)]
     assert len(kernels) >= 6
     words = {word for one in kernels for word in one.command}
