@@ -51,6 +51,12 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
     return process, mark
 
 
+def dies_with_us() -> list[str]:
+    """The words before a command that have it killed when this process ends."""
+    code = "import sys; from megarl.environments.die_with_parent import run; run(int(sys.argv[1]), sys.argv[2:])"
+    return [sys.executable, "-c", code, str(os.getpid())]
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """Living processes that carry `mark`."""
     found = []

@@ -14,13 +14,14 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from support.commands import dies_with_us
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,12 +289,6 @@ def unshare() -> list[str]:
         "--mount-proc",
         "--kill-child",
     ]
-
-
-def dies_with_us() -> list[str]:
-    """The words before a command that have it killed when this process ends."""
-    code = "import sys; from megarl.environments.die_with_parent import run; run(int(sys.argv[1]), sys.argv[2:])"
-    return [sys.executable, "-c", code, str(os.getpid())]
 
 
 def only_child(parent: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.commands import Done, command, finish, start, write_recipe
+from support.commands import Done, command, dies_with_us, finish, start, write_recipe
 from support.tiny import write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ class Server:
         self.folder = folder
         self.tree = {"folder": str(folder), "server": {"port": 0}} | tree
         recipe = write_recipe(folder.parent / f"{folder.name}.yaml", self.tree)
-        self.process, self.mark = start(command("serve-reward", recipe))
+        self.process, self.mark = start([*dies_with_us(), *command("serve-reward", recipe)])
         self.started: list[psutil.Process] = []
         """Processes that must have ended with it."""
 
