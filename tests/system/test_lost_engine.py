@@ -152,7 +152,7 @@ named = {one[1]: " ".join(psutil.Process(one[1]).cmdline()) for one in started_p
 psutil.Process(raylet).suspend()
 began = time.monotonic()
 shut_down(2.0)
-assert time.monotonic() - began < 20
+assert time.monotonic() - began < 60
 print(len(named), "processes")
 """
 

@@ -191,14 +191,14 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_batch(
     answers = threading.Event()
 
     def hang() -> str:
-        answers.wait(20)
+        answers.wait(120)
         return ""
 
     writer = BatchWriter(tmp_path, data_rank=0, num_data_ranks=1, lost=hang)
     writer.write(made([[5]]))
     began = time.monotonic()
     assert "was not on the disk" in (said := writer.flush()) and "within 0.2 s" in said
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert writer._thread is not None and writer._thread.daemon
     answers.set()
     writer._thread.join()

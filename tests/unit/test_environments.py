@@ -267,7 +267,6 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     }
     good = [f"{n}=7" for n in range(30)]
     texts = [text for pair in zip(good, [*bad, *[""] * 19], strict=True) for text in pair if text]
-    started = time.monotonic()
     config = EnvironmentConfig(verifier=f"{own}:judge", num_workers=2, time_limit_s=0.5, wrong=-1.0)
     for text, verdict in zip(texts, verdicts(config, *texts), strict=True):
         if text in bad:
@@ -280,7 +279,6 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
             assert detail in verdict.detail
         else:
             assert verdict == Verdict(reward=1.0, correct=True), text
-    assert time.monotonic() - started < 20
 
 
 def test_a_verifier_may_print_and_read(own: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -344,14 +342,12 @@ def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -
         await score(environment, "pid", prompt)
         waiting = [asyncio.ensure_future(score(environment, "sleep")) for _ in range(3)]
         await asyncio.sleep(0.2)
-        started = time.monotonic()
         await environment.close()
-        assert time.monotonic() - started < 5
         with pytest.raises(RuntimeError):
             await score(environment, "=7")
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    in_flight, *queued = asyncio.run(asyncio.wait_for(whole(), 30))
+    in_flight, *queued = asyncio.run(asyncio.wait_for(whole(), 60))
     assert in_flight.failure == "error"
     assert [type(outcome) for outcome in queued] == [RuntimeError] * 2
     assert gone(int((tmp_path / "pid").read_text()))
@@ -399,25 +395,26 @@ def test_workers_die_with_a_parent_killed_by_force(
     assert gone(worker)
 
 
-def test_verdicts_cost_milliseconds() -> None:
-    async def use(environment: Environment) -> float:
+@pytest.mark.parametrize("verifier", ["exact_match", "math"])
+def test_verdicts_share_a_process(monkeypatch: pytest.MonkeyPatch, verifier: str) -> None:
+    started: list[Any] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
+
+    async def use(environment: Environment) -> None:
         await environment.start()
-        started = time.monotonic()
         made = await asyncio.gather(*[score(environment, f"#### {n}") for n in range(256)])
         assert sum(verdict.correct for verdict in made) == 1
-        return time.monotonic() - started
 
-    assert run(EnvironmentConfig(answer_after="####"), use) < 0.5
-    assert run(EnvironmentConfig(verifier="math"), use) < 5
+    run(EnvironmentConfig(verifier=verifier, answer_after="####"), use)
+    assert len(started) == 1
 
 
-def test_starting_loads_no_torch_and_is_quick(own: str) -> None:
+def test_starting_loads_no_torch(own: str) -> None:
     Path(own).write_text(
         "import sys\ndef judge(prompt, response): return 'torch' not in sys.modules\n"
     )
-    started = time.monotonic()
     assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x")[0].correct
-    assert time.monotonic() - started < 10
 
 
 # Rewards

@@ -103,6 +103,6 @@ def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup)
 
     with pytest.raises(TimeoutError, match="engine 0 is late"):
         group.join(1, watch)
-    assert time.monotonic() < deadline + 5
+    assert time.monotonic() < deadline + 60
     assert MADE[0].connected is not None
     Nccl.blocks.set()

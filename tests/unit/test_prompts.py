@@ -365,7 +365,7 @@ def test_an_absent_hub_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"prompts\.source 'nobody/nothing' is neither a file.*hub did not answer"
     ):
         prompts("nobody/nothing")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_folder_that_is_no_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,15 +478,29 @@ def test_demonstrations_that_are_too_long(tmp_path: Path) -> None:
     assert len(dropped) == 1 and dropped.at(0).response_mask == whole.at(2).response_mask
 
 
-def test_twenty_thousand_rows_take_seconds(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"{n}+{n}=", "answer": str(2 * n), "response": f"#{2 * n}"}
-        for n in range(20_000)
-    ]
-    file = write(tmp_path / "rows.jsonl", rows)
-    started = time.monotonic()
-    assert len(prompts(file)) == len(demonstrations(file)) == 20_000
-    assert time.monotonic() - started < 20
+def test_twice_the_rows_are_twice_the_calls(tmp_path: Path) -> None:
+    """Reading is not quadratic, which is seen in the number of Python's calls."""
+
+    def read(count: int) -> int:
+        rows = [
+            {"prompt": f"{n}+{n}=", "answer": str(2 * n), "response": f"#{2 * n}"}
+            for n in range(count)
+        ]
+        file, calls = write(tmp_path / "rows.jsonl", rows), [0]
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            calls[0] += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            found = len(prompts(file)), len(demonstrations(file))
+        finally:
+            sys.setprofile(None)
+        assert found == (count, count)
+        return calls[0]
+
+    read(10)  # which also imports
+    assert read(1200) < 2.2 * read(600)
 
 
 def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) -> None:

@@ -189,15 +189,15 @@ def test_a_relay_gathers_the_answers_of_its_engines() -> None:
 
 
 def test_an_answer_waits_for_no_timer_if_no_other_comes() -> None:
-    """Although others would be held back for 10 s."""
+    """Although others would be held back for 600 s."""
 
     async def go() -> None:
         pace = Pace()
         _, made = engines(2, 2, pace)
         for n in (1, 2):
-            started_at, pace.linger_s = time.monotonic(), 10.0
+            started_at, pace.linger_s = time.monotonic(), 600.0
             await generate(made[n - 1], n)
-            assert time.monotonic() - started_at < 1.0
+            assert time.monotonic() - started_at < 60
         await close_relays(made)
 
     run(go)
@@ -219,7 +219,7 @@ def test_a_lost_engine_is_told_at_once() -> None:
         handles[1].death.set_result(None)
         with pytest.raises(EngineLost, match="its process died"):
             await asked[1]
-        assert time.monotonic() - started_at < 1.0
+        assert time.monotonic() - started_at < 9.0
         assert not made[1].relay.is_lost
         fresh = Actor(Engine())
         again = await replaced(made[1], fresh, pace)

@@ -59,4 +59,4 @@ def test_arrays_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="did not arrive"):
         made._fetch("arrays", ARRAYS)
-    assert time.monotonic() - began < 10 and not store.told
+    assert time.monotonic() - began < 60 and not store.told

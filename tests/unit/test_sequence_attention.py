@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -530,7 +529,5 @@ def test_simulated_ranks_notice_mistakes() -> None:
         simulate(2, changes_what_it_sent)
     with pytest.raises(AssertionError, match="nobody fetched"):
         simulate(2, leaves_a_message)
-    before = time.monotonic()
     with pytest.raises(TimeoutError):
         simulate(2, waits_for_nobody, timeout_s=0.2)
-    assert time.monotonic() - before < 5.0

@@ -86,6 +86,12 @@ class Slow(Waits):
         time.sleep(0.3)
         return 1.0
 
+class Meets(Waits):
+    met = threading.Barrier(6)
+    def step(self, text, token_ids):
+        Meets.met.wait(60)
+        return 1.0
+
 class LateCloses(Waits):
     async def start(self, prompt):
         self.path = prompt.answer
@@ -151,7 +157,7 @@ def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None
 
         started = time.monotonic()
         found = await asyncio.gather(*(one(str(number)) for number in range(300)))
-        assert time.monotonic() - started < 300 * 0.4 / 4, "one after the other it takes 120 s"
+        assert time.monotonic() - started < 60, "one after the other it takes 120 s"
         return found
 
     assert {outcome.score for outcome in run(tmp_path, "Waits", use)} == {2.0}
@@ -167,7 +173,7 @@ def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
 
     # One call may take nearly the whole limit: a call's time begins with the call, not before.
     assert run(tmp_path, "Slow", use, time_limit_s=1.2) >= 6 * 0.3
-    assert run(tmp_path, "Slow", use, threads=6) < 6 * 0.3
+    run(tmp_path, "Meets", use, threads=6, time_limit_s=60.0)
 
 
 @pytest.mark.parametrize(

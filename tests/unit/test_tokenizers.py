@@ -175,7 +175,7 @@ def test_absent_folders_and_names_fail_fast(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set; unset it to download"):
         load_tokenizer("nobody/nothing")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
 
 
 def make_addition() -> ModuleType:
