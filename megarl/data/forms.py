@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl import console
+from megarl.data.chats import parsed_chat
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.data.render import column, text_of
 from megarl.data.rows import Row, Table, kind_of
@@ -46,7 +47,9 @@ def demonstrations_as_read(
     if config.text_column or {"prompt", "response"} <= set(first):
         return config, table
     if {"prompt", "completion"} <= set(first):
-        if not isinstance(first["completion"], list):
+        if any(isinstance(parsed_chat(row.get("completion")), list) for row in table.rows):
+            table = _each(table, _parsed)
+        else:
             _say(setting, "prompt and completion (columns 'prompt', 'completion')")
             return replace(config, response_column="completion"), table
         _needs_chat(config, setting, "chats of prompt and completion")
@@ -84,6 +87,11 @@ def preferences_as_read(
     if any(getattr(config, name) != getattr(plain, name) for name in names):
         return config, table
     first = table.rows[0]
+    require(
+        not all(_repeats_prompt(row) for row in table.rows),
+        f"{table.source}: 'chosen' and 'rejected' begin with the text of 'prompt', which would be"
+        " read twice; cut it off, or drop the column 'prompt'",
+    )
     if {"prompt", "completion", "label"} <= set(first) and "chosen" not in first:
         require(
             single,
@@ -101,6 +109,14 @@ def preferences_as_read(
         _needs_chat(config, setting, "ShareGPT pairs (column 'conversations')")
         return config, _each(table, _sharegpt_pair)
     return config, table
+
+
+def _repeats_prompt(row: Row) -> bool:
+    """Whether both responses of a pair of texts begin with the prompt."""
+    asked, sides = row.get("prompt"), (row.get("chosen"), row.get("rejected"))
+    if not (isinstance(asked, str) and asked.strip()):
+        return False
+    return all(isinstance(side, str) and side.startswith(asked) for side in sides)
 
 
 def prompts_as_read(config: PromptsConfig, table: Table, setting: str) -> PromptsConfig:
@@ -148,6 +164,10 @@ def _is_reply(value: Any) -> bool:
         return False
     more = [key for key in turn if key != "content" and turn[key] not in (None, "", [], {})]
     return more == ["role"] and turn["role"] == "assistant"
+
+
+def _parsed(row: Row, place: str) -> Row:
+    return {name: parsed_chat(_value(row, name, place)) for name in ("prompt", "completion")}
 
 
 def _prompt_reply(row: Row, place: str) -> Row:

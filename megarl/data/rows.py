@@ -235,7 +235,7 @@ def _several(path: Path, setting: str) -> list[Path]:
         return files
     if path.exists() or not glob.has_magic(str(path)):
         return []
-    files = [Path(name) for name in sorted(glob.glob(str(path)))]
+    files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     require(bool(files), f"{setting}.source {path} is a pattern that no file fits; correct it")
     return files
 
@@ -280,6 +280,10 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
                 if isinstance(data, datasets.DatasetDict):
                     require(split in data, f"it has the splits {', '.join(map(str, data))}")
                     data = data[split]
+                else:
+                    held = str(data.split or "train")
+                    require(split in (held, "train"), f"it has the split {held} alone")
+                    split = held
             else:
                 data = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises a dozen kinds

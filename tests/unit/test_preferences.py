@@ -316,6 +316,13 @@ def test_pairs_of_others_are_recognised(
             load(tokenizer, tmp_path, [theirs, theirs | {"chosen": "4"}], template="chat")
 
 
+def test_a_prompt_is_not_read_twice(tokenizer: Any, tmp_path: Path) -> None:
+    for asked in (HH, "1+2=", "q "):
+        row = {"prompt": asked, "chosen": asked + "4", "rejected": asked + "3"}
+        with pytest.raises(ValueError, match=r"begin with the text of 'prompt'.*drop the column"):
+            load(tokenizer, tmp_path, [row, row])
+
+
 def test_single_responses_need_no_names(
     tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

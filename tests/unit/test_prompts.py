@@ -877,6 +877,12 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"prompt": [*ASKED, *REPLY, *ASKED], "response": "a"},
         "chats of prompt",
     ),
+    "chats as the text of their JSON": (
+        {"prompt": json.dumps(ASKED), "completion": json.dumps(REPLY)},
+        IN_CHAT,
+        {"prompt": ASKED, "response": "a"},
+        "chats of prompt",
+    ),
     "a completion of several turns": (
         {"prompt": ASKED, "completion": [*REPLY, *ASKED, *REPLY]},
         IN_CHAT,
@@ -977,6 +983,21 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         demonstrations(write(tmp_path / "rows.jsonl", rows), template="chat")
+
+
+def test_files_below_a_folder_and_the_split_of_a_saved_one(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    row = {"prompt": "q", "response": "a"}
+    for folder in ("a", "a/b"):
+        write(tmp_path / folder / "x.jsonl", [row])
+    write(tmp_path / "x.jsonl", [row])
+    assert len(demonstrations(str(tmp_path / "**" / "*.jsonl"))) == 3
+    datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "saved"))
+    assert len(demonstrations(str(tmp_path / "saved"))) == 1
+    with pytest.raises(ValueError, match=r"split 'test' .*it has the split train alone"):
+        demonstrations(str(tmp_path / "saved"), split="test")
 
 
 def test_prompts_of_others_are_recognised(
