@@ -28,6 +28,8 @@ from megarl.third_party import opening, quiet, said
 Row = dict[str, Any]
 SPLIT = re.compile(r"(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 """Beginning of a file's name that says its split."""
+NOT_TEXT = {"image", "images", "video", "videos", "audio", "audios"}
+"""Columns of what a model of text cannot be shown."""
 MOST_FILES = 20_000
 """Largest number of files in a folder that is read as a data set."""
 
@@ -209,6 +211,13 @@ def read_rows(
     require(
         bool(table.rows), f"{setting}.source {source} is empty; set it to one with at least one row"
     )
+    for index, row in enumerate(table.rows):
+        for name in NOT_TEXT & row.keys():
+            require(
+                row[name] in (None, "", [], {}),
+                f"{table.place(index)}: column '{name}' holds more than text, which is not read;"
+                " drop the column if the texts are whole without it",
+            )
     return table
 
 

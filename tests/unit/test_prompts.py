@@ -977,6 +977,9 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
         ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
         ([{"instruction": "q", "output": "a", "history": [["b", "c"]]}], "column 'history'"),
         ([{"instruction": "q", "output": "a", "system": "s"}], "column 'system' is not read"),
+        *(([{"prompt": "q", "response": "a", name: None}, {"prompt": "q", "response": "a", name: x}],
+           f"line 2 .*column '{name}' holds more than text")
+          for name, x in (("image", "a.png"), ("images", ["a.png"]), ("audio", {"path": "b"}))),
         ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
     ],
 )  # fmt: skip
