@@ -18,7 +18,7 @@ MAX_BITS = 20_000
 
 TOKEN = re.compile(
     r"\s+|\\[,;:! ]|\\left|\\right"  # spaces and sizes of brackets, which mean nothing
-    r"|(?P<number>\d+(?:\.\d*)?|\.\d+)"
+    r"|(?P<number>\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d*)?|\.\d+)"
     r"|(?P<frac>\\[cdt]?frac)"
     r"|(?P<times>\\cdot|\\times|\*)|(?P<over>\\div|/)"
     r"|(?P<sign>[-+])|(?P<power>\^)|(?P<open>[({\[])|(?P<close>[)}\]])"
@@ -171,7 +171,7 @@ class _Reader:
             raise _NotArithmetic
         kind = self.kind()
         if kind == "number":
-            return Fraction(self._take())
+            return _number(self._take())
         if kind == "frac":
             self._take()
             return self._brackets("{", depth) / self._brackets("{", depth)
@@ -188,3 +188,13 @@ class _Reader:
         if self._take() != CLOSING[opening]:
             raise _NotArithmetic
         return value
+
+
+def _number(text: str) -> Fraction:
+    """The value of a decimal number, whose last digits may repeat, as in `0.1\\overline{6}`."""
+    first, _, repeated = text.partition("\\overline")
+    digits = repeated.strip("{}")
+    if not digits:
+        return Fraction(text)
+    places = len(first.partition(".")[2])
+    return Fraction(f"0{first}0") + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)

@@ -30,7 +30,7 @@ TOKEN = re.compile(
     # Spaces, sizes of brackets, degrees, percent and currencies, which mean nothing here
     r"\s+|\\[,;:! ]|~|\\(?:left|right|q?quad|displaystyle)(?![A-Za-z])"
     r"|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\circ|\u00b0|\\?[%$]|[\u20ac\u00a3]"
-    r"|(?P<separator>\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)"
+    r"|(?P<separator>\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)"
     r"|\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{[^{}]*\}"
     r"|(?P<repeating>\d*\.\d*\\(?:overline|dot)\{\d+\})"
     r"|(?P<number>(?:\d{1,3}(?:(?:,|\{,\}|\\,|\ )\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
@@ -82,7 +82,8 @@ def is_unfinished(text: str, *, rational: bool = False) -> bool:
 
 def to_simplify(text: str) -> Sequence[str]:
     """What a finished expression holds of fractions that are not in lowest terms (`26/2`), powers
-    of ten (`10^3`) and numbers in scientific notation (`1.5*10^3`).
+    of ten (`10^3`), numbers in scientific notation (`1.5*10^3`) and decimals that repeat
+    (`0.overline3`).
     """
     return _read(text) or ()
 
@@ -221,6 +222,8 @@ class _Reader:
         kind, text = self._kind(), self._take()
         if kind == "number":
             return Fraction(re.sub(r"\{,\}|\\,|[, ]", "", text))
+        if kind == "repeating":
+            self.to_simplify.append(re.sub(r"[\\{}\s]", "", text))
         if kind in ("frac", "binom"):
             over, under = self._argument(depth), self._argument(depth)
             if over is None or under is None:

@@ -11,19 +11,38 @@ from __future__ import annotations
 
 import logging
 import re
-import unicodedata
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from megarl.environments.arithmetic import evaluate, in_signs, is_huge
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.finished import is_unfinished, to_simplify
+from megarl.environments.notation import (
+    NUMBER_CHARACTERS,
+    VULGAR,
+    cleaned,
+    in_prose,
+    latex,
+    number_with_unit,
+    plain_number,
+    rewritten,
+)
+from megarl.environments.textual import (
+    CALCULUS,
+    INTERVALS,
+    NAME,
+    RELATION,
+    as_intervals,
+    compared_as_text,
+    outer_brackets,
+    same_part,
+)
 from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
-NUMBER_CHARACTERS = 200  # nothing longer is read as a plain number: reading it could take long
 MAX_EXPRESSION_CHARACTERS = 1000
 """A longer final expression is not parsed and counts as no answer."""
 MAX_RESPONSE_CHARACTERS = 10_000
@@ -37,81 +56,20 @@ PLAIN_FORMULA = re.compile(r"\d[\d.\s*^()!+/-]*[*^!][\d.\s*^()!+/-]*")
 """Powers and factorials of numbers outside of formulas."""
 FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 
-NUMBER = re.compile(
-    r"(?:[$\u20ac\u00a3])?([-+]?)(?:[$\u20ac\u00a3])?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?"
-    r"(?:[eE]([-+]?\d{1,3}))?"
-)
-UNIT = re.compile(r"^(.*\d)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)$")
-# Words that change the number before them, so that it may not be read alone.
-NOT_UNITS = re.compile(
-    r"\b(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|pi|sqrt|"
-    r"times|plus|minus|over|and|or|to|by|mod)\b",
-    re.IGNORECASE,
-)
-PERCENT = r"\s*(?:\\?%|percent(?:age)?\b|\\text\{\s*(?:\\?%|percent(?:age)?)\s*\})"
-FINAL_PERCENT = re.compile(rf"(?<=[\w)}}\].]){PERCENT}(?:\s+points?)?\s*$", re.IGNORECASE)
-PERCENT_OF_NUMBER = re.compile(rf"(?<=\d){PERCENT}", re.IGNORECASE)
-THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-VULGAR = (
-    "\u00bc\u00bd\u00be\u2150\u2151\u2152\u2153\u2154\u2155\u2156\u2157\u2158\u2159"
-    "\u215a\u215b\u215c\u215d\u215e"
-)  # one quarter, a half, ..., seven eighths
-MIXED = re.compile(rf"(?:((?<!\d)\d{{1,100}})\s?)?([{VULGAR}])")
-SUPERSCRIPTS = re.compile(r"(?<=[\w)}\]])\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
-BARE_POWER = re.compile(r"(?<=\d)\s*\^\s*\{(-?[\d.]+)\}")
 BEFORE_OPERATOR = re.compile(r"[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*-?\d")
 BEHIND_OPERATOR = re.compile(r"\d[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*\Z")
 FRACTION = re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-STARS = re.compile(r"(?<=[\w)}])\s*\*\*\s*(?=[-\w({])")
-SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|[,;:! ])|\\(?=[{}])|\s")
-CHARACTERS = {
-    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # of full width
-    "\u221e": "\\infty ", "\u2205": "\\emptyset ", "\u03c0": "\\pi ", "\u2212": "-",
-}  # fmt: skip
-WRITTEN = str.maketrans(CHARACTERS)
-ANSWER = re.compile(r"(answer:)(?=[-\d\\$])", re.IGNORECASE)
-ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
-CONSTANT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
-UNIT_BEHIND = re.compile(r"(?<=\d)(?:~|\\[,;: ]|\s)+(?=\\(?:text|mathrm)\s*\{)")
-EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][-+]?\d{1,2})(?![\w.]\w)")
-WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-WRAPPING = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{")
-WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z]+(?:[\s-]+[A-Za-z]+)*")
-PRODUCTS = re.compile(r"[abcxyz]{2,3}|[b-df-hj-np-tv-z]{2,3}")
-"""Letters that are read as a product of variables, such as xy or mn."""
-KNOWN = frozenset(
-    ["pi", "inf", "infinity", "infty", "exp", "log", "ln", "sqrt"]
-    + [arc + name for arc in ("", "arc") for name in ("sin", "cos", "tan", "cot", "sec", "csc")]
-)
-"""Words that are mathematics."""
-_PLAIN = "|".join(
-    sorted(KNOWN - {"sqrt", "exp", "inf", "infinity", "infty"}, key=len, reverse=True)
-)
-PLAIN_NAMES = re.compile(rf"(?<![\\A-Za-z])({_PLAIN})(?![A-Za-z])")
-"""Names of functions and constants without LaTeX's backslash, such as in `2pi` and `sin x`."""
-OPERATORS = re.compile(rf"\\(?:operatorname|mathrm|text)\{{\s*({_PLAIN})\s*\}}")
-PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z{])sqrt\s+([A-Za-z0-9]+)")
-WITH_BASE = re.compile(r"([-+]?\d[\dA-Fa-f]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
-WITH_FRACTION = re.compile(r"([-+]?)(\d{1,100})\s+(\d{1,100})\s*/\s*(\d{1,100})")
-DEGREES = re.compile(r"([-+]?\d[\d.,]*)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
-DASH = re.compile(r"(?<![\w)}\]])[\u2212\u2013](?=[\d.\\$\u20ac\u00a3])")
-LENGTHS = r"(?:[kcdm]?m|in|ft|yd|mi|[km]?g|lbs?|oz|[mc]?[lL]|m?s|sec|min|h|hr|hours?|mph|miles?)"
-POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?"
-AFTER_NUMBER = re.compile(
-    rf"([-+]?\d[\d.,]*)(?:\s*[$\u20ac\u00a3]|\s+{LENGTHS}{POWER}(?:\s*/\s*{LENGTHS}{POWER})?)"
-)
-"""A number with a currency sign or a unit of measure behind it."""
-CHOICE = re.compile(r"\(?([A-H])[).:]+\s+\S")
-"""A letter of a multiple choice with what it stands for, as in `D. 5`."""
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
-BRACKETS = {"{": "}", "(": ")"}
-CALCULUS = re.compile(r"\\(?:o?i{0,3}nt|lim)(?![A-Za-z])")
-"""Integrals and limits, which are not computed: sympy may search for their value without end."""
+STATED = re.compile(
+    r"(?:\banswer(?:\s+is)?|\u7b54\u6848\s*[\u662f\u4e3a\u70ba]?)\s*[:\uff1a]?[\s*]*"
+    r"(\$\$?(?!\s)[^$\n]+(?<!\s)\$\$?|\\\(.+?\\\)|\\\[.+?\\\])[ *]*(?:[.\u3002]|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A formula that a sentence calls the answer: `The answer is $3$.`"""
 TAGS = ("<answer>", "</answer>")
 EQUALS = re.compile(r"(?<![<>!\\=])=(?!=)")
-RELATION = re.compile(
-    r"[<>\u2264\u2265\u2260]|\\(?:[lg]e|[lg]eq|[lg]eqslant|[lg]t|neq?)(?![A-Za-z])"
-)
+ROUNDED = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])|\u2248")
+DECIMAL = re.compile(r"[-+]?\d*(?:\.(\d*))?")
 LARGEST_ERROR = Fraction(5, 10**6)
 """Largest relative difference between a decimal number and the exact one that it stands for."""
 SMALL = 1e-6
@@ -125,30 +83,32 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     to the reference answer, else 0.0.
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
-    comes later; without either, it is what math-verify extracts. Of a response with the tags
-    `<answer>` and `</answer>` only what the last pair holds is read, where a line that is no
-    sentence is the final expression. Plain numbers are compared
+    comes later; without either, a formula that a sentence calls the answer, or what math-verify
+    extracts. Of a response with the tags `<answer>` and `</answer>` only what the last pair holds
+    is read, where a line that is no sentence is the final expression. Plain numbers are compared
     exactly, everything else by math-verify. A final percent sign is dropped on both sides. An
     expression longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as
     wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. An
     expression that has still to be evaluated (`megarl.environments.finished`) counts as wrong,
-    unless the reference answer is one, or with `math.allow_unevaluated`. The
-    verifier raises if the reference answer is not a mathematical expression.
+    unless the reference answer is one, or with `math.allow_unevaluated`. The verifier raises if the
+    reference answer is not a mathematical expression.
     """
-    parse_marked, parse_response, equal = _math_verify()
+    parse_marked, parse_response, equal, size = _math_verify()
 
     def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
         """(whether the response equals the reference answer, its final expression)."""
         response, line = in_tags(response)
-        found = final_expression(response)
-        found = line if found is None else found
+        found = marked(response, line)
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
             return False, ""
         expected, number = plain_number(reference), plain_number(found or "")
         if expected is not None and number is not None:
             return expected == number, found or ""
-        expression = without_equals(cleaned(found or ""))
-        number = plain_number(expression)
+        reference, expression = same_part(reference, cleaned(found or ""))
+        expression = without_equals(exact_side(expression, reference, size))
+        if INTERVALS.fullmatch(reference):
+            expression = as_intervals(expression)
+        expected, number = plain_number(reference), plain_number(expression)
         if expected is not None and number is not None:
             return expected == number, expression
         exact = evaluate(reference) if expected is None else expected
@@ -169,7 +129,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
             expected = number_with_unit(reference)
         if expected is not None and number is not None:
             return expected == number, expression
-        gold = parse_marked(reference if expected is None else _latex(expected))
+        gold = parse_marked(reference if expected is None else latex(expected))
         if not gold:
             raise ValueError(
                 f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
@@ -180,7 +140,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
             return False, expression
         if found is not None:
             return equal(gold, parse_marked(expression)), expression
-        given = parse_response(response)
+        given = parse_response(response, reference)
         said = given[-1] if given and isinstance(given[-1], str) else ""
         right = equal(gold, given) and not is_operand(said, response)
         if "frac" not in response:  # math-verify writes a/b so
@@ -188,7 +148,8 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         return right, without_equals(cleaned(said))
 
     async def verify(prompt: Prompt, response: str) -> float:
-        reference = without_equals(cleaned(final_expression(prompt.answer) or prompt.answer))
+        reference = cleaned(final_expression(prompt.answer) or prompt.answer)
+        reference = without_equals(exact_side(reference, "", size))
         right, expression = verdict(prompt, reference, response)
         return float(
             right
@@ -198,9 +159,15 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     return verify
 
 
-def _math_verify() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Any]:
-    """math-verify as (parser of a final expression, parser of a response without a marked answer,
-    comparison of what two parsers returned).
+def _math_verify() -> tuple[
+    Callable[[str], list[Any]],
+    Callable[[str, str], list[Any]],
+    Callable[[list[Any], list[Any]], bool],
+    Callable[[str], Fraction | None],
+]:
+    """math-verify as (parser of a final expression; parser of a response without a marked answer,
+    which is also given the reference answer; comparison of what two parsers returned; value of an
+    expression as a number, None if it has none).
     """
     import math_verify
 
@@ -217,14 +184,29 @@ def _math_verify() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
             return []
         return parse(f"\\boxed{{{text}}}") or parse(text)
 
-    def parse_response(text: str) -> list[Any]:
-        def unless_endless(found: re.Match[str]) -> str:
-            endless = is_deep(found[0]) or is_huge(found[0]) or CALCULUS.search(found[0])
-            return "" if endless else found[0]
+    def parse_response(text: str, reference: str) -> list[Any]:
+        def readable(found: re.Match[str]) -> str:
+            if len(found[0]) > MAX_EXPRESSION_CHARACTERS or is_deep(found[0]):
+                return ""
+            if is_huge(found[0]) or CALCULUS.search(found[0]):
+                return ""
+            if not ROUNDED.search(found[0]):
+                return found[0]
+            side = exact_side(cleaned(found[0]), reference, size)
+            return f"${side}$" if side else ""
 
         text = in_prose(text[-MAX_RESPONSE_CHARACTERS:])
-        text = PLAIN_FORMULA.sub(unless_endless, FORMULA.sub(unless_endless, text))
+        text = PLAIN_FORMULA.sub(readable, FORMULA.sub(readable, text))
         return parse(text) if depth(text) <= MAX_DEPTH else []
+
+    def size(text: str) -> Fraction | None:
+        number = evaluate(text) if (number := plain_number(text)) is None else number
+        if number is not None or is_huge(text) or CALCULUS.search(text):
+            return number
+        value = next(iter(parse_marked(text)), None)
+        if not getattr(value, "is_number", False) or not value.is_finite or not value.is_real:  # type: ignore[union-attr]
+            return None
+        return Fraction(float(value))  # type: ignore[arg-type]
 
     def equal(gold: list[Any], given: list[Any]) -> bool:
         return (
@@ -233,7 +215,29 @@ def _math_verify() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
             and (are_near(gold[0], given[0]))
         )
 
-    return parse_marked, parse_response, equal
+    return parse_marked, parse_response, equal, size
+
+
+def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]) -> str:
+    """The first of several values that round each other, `1/3` of `1/3 \\approx 0.333`, or the last
+    if it is the reference answer. Empty if one is not the rounded other. `size`: the value of an
+    expression, None if it has none.
+    """
+    sides = [cleaned(side) for side in ROUNDED.split(text)]
+    if len(sides) == 1:
+        return text
+    sides = sides[not sides[0] :]
+    right = [EQUALS.split(side)[-1].strip() for side in sides]
+    for first, second in pairwise(right):
+        rounded = DECIMAL.fullmatch(second) or DECIMAL.fullmatch(first)
+        values = size(first), size(second)
+        if rounded is None or values[0] is None or values[1] is None:
+            return ""
+        half = Fraction(1, 2 * 10 ** len(rounded[1] or ""))
+        if abs(values[0] - values[1]) > half:
+            return ""
+    last = plain_number(right[-1])
+    return sides[-1] if last is not None and last == plain_number(reference) else sides[0]
 
 
 def are_near(first: Any, second: Any) -> bool:
@@ -275,19 +279,6 @@ def is_answer(expression: str, reference: str, question: str) -> bool:
     return not any(re.search(rf"(?<![\d.]){re.escape(one)}(?![\d.])", said) for one in left)
 
 
-def outer_brackets(first: str, second: str) -> bool:
-    """Whether two lists stand in brackets that mean different things: a pair or an open interval
-    `(1, 2)`, a closed interval `[1, 2]`, a set `\\{1, 2\\}`.
-    """
-    ends = []
-    for text in (first, second):
-        bare = SIZES.sub("", text)
-        if not ("," in bare and bare[:1] in "([{" and bare[-1:] in ")]}"):
-            return False
-        ends.append((bare[0], bare[-1]))
-    return ends[0] != ends[1]
-
-
 def is_operand(number: str, response: str) -> bool:
     """Whether a number stands in a response only beside operators, as 8 does in `8^{1}`."""
     number = number.strip("()[]{} ")
@@ -304,7 +295,7 @@ def is_operand(number: str, response: str) -> bool:
 
 def _squeezed(text: str) -> str:
     """A question with operators as signs, without brackets and spaces."""
-    text = FRACTION.sub(r"\1/\2", in_signs(text)).replace("**", "^")
+    text = FRACTION.sub(r"\1/\2", in_signs(rewritten(text))).replace("**", "^")
     return re.sub(r"[\s{}()$,\\]", "", text)
 
 
@@ -317,6 +308,8 @@ def without_equals(text: str) -> str:
         return text
     values = {side: plain_number(side) or evaluate(side) for side in sides}
     numbers = [side for side in sides if values[side] is not None]
+    if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]):
+        return f"{sides[1]} = {sides[0]}"
     if len(numbers) < 2:
         return text
     if len({values[side] for side in numbers}) > 1:
@@ -343,11 +336,22 @@ def final_expression(text: str) -> str | None:
         return ""  # an open box is not an answer
     if hashed >= 0:
         line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
-        if len(line) <= 1 or re.search(
+        if len(line) <= 3 or re.search(
             rf"[\d\\{VULGAR}]", line
         ):  # else it is a heading, as in "#### Conclusion"
             return line
     return None
+
+
+def marked(response: str, line: str | None) -> str | None:
+    """The final expression of a response: the marked one, `line` if it is one, or the last formula
+    that a sentence calls the answer; None without any.
+    """
+    found = final_expression(response)
+    if found is not None or line is not None:
+        return line if found is None else found
+    stated = STATED.findall(response[-MAX_RESPONSE_CHARACTERS:])
+    return stated[-1] if stated else None
 
 
 def in_tags(response: str) -> tuple[str, str | None]:
@@ -365,129 +369,6 @@ def in_tags(response: str) -> tuple[str, str | None]:
     return inside, inside if is_line else None
 
 
-@lru_cache(maxsize=1024)  # all rollouts of a group have one reference answer
-def cleaned(text: str) -> str:
-    r"""A final expression without what does not change its value: Markdown's `**`, `$` or `\(`
-    around it, a final percent sign, brackets that are doubled. Characters such as ½ and ², and
-    names such as pi and sin, become LaTeX.
-    """
-    text = re.sub(r"^[*`\s]+|(?<!\^)[*`\s]+$", "", text)
-    for before, after in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        inner = text[len(before) : -len(after)]
-        if text.startswith(before) and text.endswith(after) and inner and before not in inner:
-            text = inner.strip()
-    if (wrapped := WRAPPING.match(text)) and (wrapped.end() - 1, len(text) - 1) in pairs(text):
-        text = text[wrapped.end() : -1].strip()
-    text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
-    text = CONSTANT.sub(r"\1", STARS.sub("^", text.translate(WRITTEN)))
-    text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
-    text = UNIT_BEHIND.sub(" ", text.replace("\\varnothing", "\\emptyset"))
-    text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
-    text = MIXED.sub(lambda found: _latex(_mixed(found)), DASH.sub("-", text))
-    text = text.replace("\u2212", "-").replace("\u00b0", "^\\circ")
-    text = OPERATORS.sub(r"\\\1 ", in_signs(text))
-    text = PLAIN_ROOT.sub(r"\\sqrt{\1}", PLAIN_NAMES.sub(r"\\\1 ", text)).rstrip()
-    if degrees := DEGREES.fullmatch(text):
-        return degrees[1]
-    if parts := WITH_FRACTION.fullmatch(text):
-        whole, over, under = (int(part) for part in parts.groups()[1:])
-        if over < under:
-            return parts[1] + _latex(whole + Fraction(over, under))
-    return without_doubled(text)
-
-
-def compared_as_text(reference: str, expression: str) -> bool | None:
-    """Whether two expressions are equal that must not be parsed as products: words, whose letters
-    would commute; numbers in a base (1011_2), whose base must be equal; a letter of a multiple
-    choice; numbers too large to compute; integrals and limits. None if they are none of these.
-    """
-    words = _plain_words(reference)
-    if words is not None:
-        return words == _plain_words(expression)
-    bases = WITH_BASE.fullmatch(reference), WITH_BASE.fullmatch(expression)
-    if bases != (None, None):
-        first, second = (base and (base[1].upper(), int(base[2] or base[3])) for base in bases)
-        return first == second
-    choice = CHOICE.match(WRAPPED.sub(r"\1", expression))
-    if choice and re.fullmatch("[A-H]", reference):
-        return choice[1] == reference
-    if any(is_huge(one) or CALCULUS.search(one) for one in (reference, expression)):
-        return re.sub(r"\s", "", reference) == re.sub(r"\s", "", expression)
-    return None
-
-
-def _plain_words(text: str) -> list[str] | None:
-    """The words of a text that holds nothing else, in lower case; None for other texts, for
-    products of variables and for names of functions and constants.
-    """
-    text = WRAPPED.sub(r"\1", text).strip().removesuffix(".")
-    if not WORDS.fullmatch(text) or PRODUCTS.fullmatch(text):
-        return None
-    words = re.split(r"[\s-]+", text.lower())
-    return None if KNOWN & set(words) else words
-
-
-def number_with_unit(text: str) -> Fraction | None:
-    """The value of a number with a unit of measure or a currency sign behind it, such as 5 for
-    `5 cm^2`; None for other texts.
-    """
-    found = AFTER_NUMBER.fullmatch(text)
-    return plain_number(found[1]) if found else None
-
-
-def in_prose(text: str) -> str:
-    """A response without a marked answer, with its numbers written as math-verify reads them."""
-    text = in_signs(
-        THIN_SPACE.sub("", PERCENT_OF_NUMBER.sub("", ANSWER.sub(r"\1 ", text.translate(WRITTEN))))
-    )
-    text = MIXED.sub(lambda found: str(_mixed(found)), BARE_POWER.sub(r"^(\1)", text))
-    return without_doubled(EXPONENT.sub(lambda found: _latex(Fraction(found[0])), text))
-
-
-def _mixed(found: re.Match[str]) -> Fraction:
-    """The value of a match of `MIXED`, such as 3/2 for 1½."""
-    over, under = unicodedata.normalize("NFKC", found[2]).split("\u2044")
-    return Fraction(found[1] or 0) + Fraction(int(over), int(under or 1))
-
-
-def plain_number(text: str) -> Fraction | None:
-    """The value of a text that is a plain number, otherwise None. A sign, `$`, `%`, thousands
-    separators, an exponent (5e3), a final full stop and a unit are allowed.
-    """
-    if len(text) > NUMBER_CHARACTERS:
-        return None
-    text = THIN_SPACE.sub(",", text.replace("\\$", "$").replace("{,}", ",").replace("\\!", ""))
-    text = text.replace("\u2212", "-").strip()
-    if len(text) > 2 and text.startswith("$") and text.endswith("$"):
-        text = text[1:-1].strip()
-    text = FINAL_PERCENT.sub("", text.removesuffix(".").rstrip())
-    unit = UNIT.match(text)
-    if unit and not NOT_UNITS.search(unit[2]):
-        text = unit[1]
-    match = NUMBER.fullmatch(re.sub(r"^([-+]?[$\u20ac\u00a3])\s+", r"\1", text))
-    if not match or not (match[2] or match[3]):
-        return None
-    digits = f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}"
-    return Fraction(f"{digits}e{match[4] or 0}")
-
-
-def pairs(text: str) -> list[tuple[int, int]]:
-    """(opening, closing) positions of all brackets that match, in the order of their closings. A
-    bracket without a partner is passed over.
-    """
-    found: list[tuple[int, int]] = []
-    opened: list[int] = []
-    for place, sign in enumerate(text):
-        if sign in BRACKETS:
-            opened.append(place)
-        elif sign in BRACKETS.values():
-            while opened and BRACKETS[text[opened[-1]]] != sign:
-                opened.pop()
-            if opened:
-                found.append((opened.pop(), place))
-    return found
-
-
 def depth(text: str) -> int:
     """How deep the brackets of `text` are nested, whether or not their kinds match; 0 without."""
     level = deepest = 0
@@ -503,23 +384,3 @@ def depth(text: str) -> int:
 def is_deep(text: str) -> bool:
     """Whether the expression is nested too deep to be parsed in time."""
     return depth(text) > MAX_DEPTH or TOWERS.search(text) is not None
-
-
-def without_doubled(text: str) -> str:
-    """`text` without brackets that stand directly inside a pair of the same kind, such as the inner
-    ones of `((5))`.
-    """
-    found = set(pairs(text))
-    doubled = {
-        place
-        for opening, closing in found
-        if text[opening - 1 : opening] == text[opening] and (opening - 1, closing + 1) in found
-        for place in (opening, closing)
-    }
-    return "".join(sign for place, sign in enumerate(text) if place not in doubled)
-
-
-def _latex(number: Fraction) -> str:
-    if number.denominator == 1:
-        return str(number.numerator)
-    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"

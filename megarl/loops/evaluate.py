@@ -23,7 +23,8 @@ from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.mathematics import final_expression, plain_number
+from megarl.environments.mathematics import final_expression
+from megarl.environments.notation import plain_number
 from megarl.environments.thinking import answer_part, with_tags
 from megarl.errors import UserError
 from megarl.observe.sinks import finite

@@ -48,6 +48,12 @@ NASTY: dict[str, tuple[str, str, bool]] = {
     "an integral in prose": ("5", "So it is $\\int_0^{\\infty} e^{-x^2} \\sin(x^3) dx$.", False),
     "a sum over a million": ("5", "\\boxed{\\sum_{k=1}^{1000000} k^{1000}}", False),
     "a product over a million": ("5", "\\boxed{\\prod_{k=1}^{1000000} k^{k}}", False),
+    "roundings of towers": ("5", "\\boxed{9^{9^{9^9}} \\approx 3}", False),
+    "roundings without end": ("5", "\\boxed{" + " \\approx ".join(["x"] * 90) + "}", False),
+    "a ratio of 400 parts": ("1:2", "\\boxed{" + ":".join("1" * 400) + "}", False),
+    "a fraction over over over": ("5", "\\boxed{" + "{a\\over " * 100 + "}", False),
+    "units in a row": ("5", "\\boxed{5" + "\\text{cm}" * 90 + "x}", False),
+    "dollars before numbers": ("7", "$5 " * 300_000, False),
     "a prime power": ("5", f"\\boxed{{{NINES}^{{9999}}}}", False),
     # no number
     "division by zero": ("5", "\\boxed{1/0}", False),

@@ -25,7 +25,7 @@ from support.environments import run
 from megarl.checks.verifier_start import check_verifier
 from megarl.environments.config import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
-from megarl.environments.mathematics import plain_number
+from megarl.environments.notation import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
 from megarl.environments.verifier_config import (
     ChoiceConfig,

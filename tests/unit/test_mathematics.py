@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 
 from megarl.environments.arithmetic import evaluate
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.mathematics import depth, plain_number, without_doubled
+from megarl.environments.mathematics import depth
+from megarl.environments.notation import plain_number, without_doubled
 from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
 from megarl.types import Prompt
+
+PAIRS = Path(__file__).resolve().parents[1] / "support" / "answer_pairs.txt"
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,37 @@ def test_huge_numbers_are_never_computed(
     monkeypatch.setattr(math_verify, "parse", parse)
     assert ask(math, "5", f"\\boxed{{{text}}}") == 0.0
     assert ask(math, text, "#### 5") == 0.0
+
+
+def answer_pairs() -> list[tuple[str, str, bool]]:
+    """(reference, response, whether it is right) of each pair in `answer_pairs.txt`."""
+    found, reference = [], ""
+    for line in PAIRS.read_text().partition("\n#")[2].splitlines():
+        mark, _, text = line.strip().partition(" ")
+        if mark == "ref:":
+            reference = text
+        elif mark in ("+", "-"):
+            found.append((reference, f"\\boxed{{{text}}}", mark == "+"))
+        elif mark in (">+", ">-"):
+            found.append((reference, text, mark == ">+"))
+    return found
+
+
+def test_the_verdicts_of_all_labelled_pairs(math: Verifier) -> None:
+    pairs = answer_pairs()
+    assert len(pairs) > 600 and 0.3 < sum(right for *_, right in pairs) / len(pairs) < 0.7
+    wrong = [pair for pair in pairs if ask(math, *pair[:2]) != float(pair[2])]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "question", ["Write $0.\\overline{3}$ as a fraction.", "What is 0.\\dot{3}?"]
+)
+def test_a_decimal_that_repeats_is_no_answer_to_itself(question: str, math: Verifier) -> None:
+    prompt = Prompt(4, question, [], "\\frac{1}{3}")
+    asked = ["0.\\overline{3}", "0.\\dot{3}", "\\frac{1}{3}"]
+    scores = [asyncio.run(math(prompt, f"\\boxed{{{text}}}")) for text in asked]  # type: ignore[arg-type]
+    assert scores == [0.0, 0.0, 1.0]
 
 
 FINISHED = {
