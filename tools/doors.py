@@ -167,6 +167,7 @@ def _stores(ports: list[int]) -> list[int]:
     for port in ports:
         child = os.fork()
         if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(math.ceil(ANSWER_S))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's words about other servers
             with contextlib.suppress(Exception):

@@ -4,11 +4,14 @@ nothing is left of them, also after a signal.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
 from pathlib import Path
 
+import doors
+import psutil
 import pytest
 from support.commands import command, finish, megarl, records, start, tiny_run, write_recipe
 from support.tiny import write_model
@@ -78,7 +81,8 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
     assert states(process.pid) == []
 
 
-def test_a_signal_ends_everything(place: Path) -> None:
+def test_another_user_finds_all_closed_and_a_signal_ends_everything(place: Path) -> None:
+    """The second look, at a private folder that was opened, shows that the first one can fail."""
     path = recipe(place, "endless", steps=10**6)
     process, mark = start(command("launch", path, "--cpu", "--gpus-train", "1"))
     metrics = place / "endless" / "metrics.jsonl"
@@ -86,6 +90,14 @@ def test_a_signal_ends_everything(place: Path) -> None:
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, finish(process, mark, 10).err[-4000:]
         time.sleep(0.5)
+    if os.geteuid() == 0:  # who can become another user
+        of_others = {str(one) for one in Path("/dev/shm").iterdir() if "megarl-" not in one.name}
+        own = psutil.Process(process.pid)
+        found = [own, *own.children(recursive=True)], place / "endless", of_others
+        assert doors.look(*found, set()) == []
+        (private,) = states(process.pid)
+        private.chmod(0o777)
+        assert f"makes and removes in {private}" in doors.look(*found, set())
     process.send_signal(signal.SIGTERM)
     done = finish(process, mark, timeout_s=90)
     assert done.code == 143, done.err[-4000:]
