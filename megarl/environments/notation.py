@@ -103,8 +103,14 @@ MULTIPLE = re.compile(
     rf"(.*\d){SPACE}(?:\\(?:text|mathrm)\s*\{{\s*)?(hundred|thousand|million|billion|trillion|dozen)\b"
     r"([A-Za-z\s]*)\}?"
 )
-SIZES = dict(zip(("hundred", "thousand", "million", "billion", "trillion", "dozen"),
-                 (100, 10**3, 10**6, 10**9, 10**12, 12), strict=True))  # fmt: skip
+SIZES: dict[str, int] = {
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 ORDINAL = re.compile(
     rf"([-+]?\d[\d,]*)\s*(?:\^\s*)?(?:\{{\s*)?(?:{_TEXT}\s*\{{\s*)?(?:st|nd|rd|th)\s*\}}{{0,2}}"
 )

@@ -370,8 +370,10 @@ def _connector(connections: int) -> Any:
 
     class Connector(aiohttp.TCPConnector):
         async def connect(self, *arguments: Any, **named: Any) -> Any:
-            while (found := await super().connect(*arguments, **named)).protocol.should_close:
+            while True:
+                found = await super().connect(*arguments, **named)
+                if found.protocol is None or not found.protocol.should_close:
+                    return found
                 found.close()
-            return found
 
     return Connector(limit=connections)

@@ -94,16 +94,16 @@ def _same_ratio(reference: str, expression: str) -> bool | None:
     """Whether two ratios (3:4) are in proportion, or two times of day (3:45 p.m.) equal; None if
     one is neither and the other at most a quotient.
     """
-    times = TIME.fullmatch(reference), TIME.fullmatch(expression)
-    first, second = times
+    first, second = TIME.fullmatch(reference), TIME.fullmatch(expression)
     if first and second:
         marks = {(mark or "").lower() for mark in (first[3], second[3])} - {""}
         return (int(first[1]), first[2]) == (int(second[1]), second[2]) and len(marks) < 2
-    if any(time and time[3] for time in times):
+    if (first and first[3]) or (second and second[3]):
         return False
     given, said = _ratio(reference), _ratio(expression)
     if given is None or said is None:
-        return None if len(given or said or ()) <= 2 else False
+        parts = given if said is None else said
+        return None if parts is None or len(parts) <= 2 else False
     return len(given) == len(said) and all(
         one * said[0] == other * given[0] for one, other in zip(given, said, strict=True)
     )
