@@ -168,6 +168,19 @@ class ChatTemplate:
             return before, None
         return before, self.continued(said, before, place) + self._until_end(rest)
 
+    def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
+        """`reply` of a chat of which nothing may be lost. Raises `ValueError` as `reply` and
+        `check_whole` do, and if the template writes the chat in another way once it is answered.
+        """
+        before, answer = self.reply(chat, place, tools)
+        self.check_whole(chat, place, tools)
+        require(
+            answer is not None,
+            f"{place}: the chat template writes the prompt in another way once it has been"
+            " answered; use a template that does not",
+        )
+        return before, str(answer)
+
     def _until_end(self, text: str) -> str:
         """A text up to the last token in it that ends a turn."""
         end = text.rfind(self._end)

@@ -12,7 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, end_of_turn
-from megarl.data.chats import conversation, conversation_tokens, tools_of, turns_of
+from megarl.data.chats import (
+    check_question,
+    check_reply,
+    conversation,
+    conversation_tokens,
+    parsed_chat,
+    tools_of,
+    turns_of,
+)
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.fingerprint import fingerprint
 from megarl.data.forms import demonstrations_as_read
@@ -21,7 +29,13 @@ from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, text_tokens
+from megarl.data.tokens import (
+    TokenLists,
+    prompt_tokens,
+    response_tokens,
+    text_tokens,
+    without_end,
+)
 from megarl.schema import require
 from megarl.types import Demonstration
 
@@ -101,11 +115,8 @@ def load_demonstrations(
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
             marks = ["conversation"] * len(values)
         else:
-            values, texts, marks = _pairs(config, table, template, setting)
-            replies = marks
-            if template is not None:
-                rows = enumerate(zip(marks, texts, strict=True))
-                replies = [template.continued(*row, table.place(index)) for index, row in rows]
+            values, marks, texts, replies = _pairs(config, table, template, setting)
+            replies = without_end(tokenizer, replies, end)
             prompts = prompt_tokens(tokenizer, texts, config.template)
             responses = response_tokens(tokenizer, replies, end)
         warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
@@ -138,29 +149,35 @@ def load_demonstrations(
 
 def _pairs(
     config: DemonstrationsConfig, table: Table, template: ChatTemplate | None, setting: str
-) -> tuple[list[Any], list[str], list[str]]:
-    """(values of the prompt column, with tools if a row has some, rendered prompts, responses) of
-    all rows.
+) -> tuple[list[Any], list[str], list[str], list[str]]:
+    """(values of the prompt column, with tools if a row has some, responses as the rows have them,
+    rendered prompts, rendered responses) of all rows.
     """
     values: list[Any] = []
-    texts: list[str] = []
-    replies: list[str] = []
+    marks: list[str] = []
+    pairs: list[tuple[str, str]] = []
     for index, row in enumerate(table.rows):
         place = table.place(index)
-        value = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
+        named = f"{setting}.prompt_column"
+        asked = column(row, config.prompt_column, place=place, setting=named)
         tools = _tools(config, row, place, setting) if template is not None else []
-        values.append([value, tools] if tools else value)
-        texts.append(render(value, template, place=place, setting=setting, tools=tools))
+        values.append([asked, tools] if tools else asked)
         value = column(
             row, config.response_column, place=place, setting=f"{setting}.response_column"
         )
-        replies.append(text_of(value, what="the response", place=place))
-        require(
-            bool(replies[-1].strip()),
-            f"{place}: the response (column '{config.response_column}') is empty; drop the row or"
-            " fill it",
-        )
-    return values, texts, replies
+        said = text_of(value, what="the response", place=place)
+        answer = {"role": "assistant", "content": said}
+        check_reply(answer, f"{place}: the response (column '{config.response_column}')")
+        marks.append(said)
+        if template is None:
+            pairs.append((render(asked, None, place=place, setting=setting), said))
+            continue
+        asked = parsed_chat(asked)
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        chat = turns_of(asked, place=place, setting=named)
+        check_question(chat, place=place)
+        pairs.append(template.answered([*chat, answer], place, tools))
+    return values, marks, [asked for asked, _ in pairs], [said for _, said in pairs]
 
 
 def _whole_texts(config: DemonstrationsConfig, table: Table, setting: str) -> list[str]:

@@ -25,7 +25,7 @@ from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import lost_text
 from megarl.data.rows import Row, Table, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
+from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, without_end
 from megarl.schema import require, shortened
 from megarl.types import Preference
 
@@ -141,9 +141,10 @@ def load_preferences(
     end = end_of_turn(tokenizer, config.template, config.template_variables)
     columns = _columns(config, table, template, setting)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
-    responses = [response_tokens(tokenizer, texts, end) for texts in columns.responses]
+    replies = [without_end(tokenizer, texts, end) for texts in columns.responses]
+    responses = [response_tokens(tokenizer, texts, end) for texts in replies]
     warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
-    for texts, ids in zip(columns.responses, responses, strict=True):
+    for texts, ids in zip(replies, responses, strict=True):
         warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
     kept, prompts, note = fit(
         table,
@@ -260,14 +261,7 @@ def _texts(
     check_reply(chat[-1], what)
     check_question(chat[:-1], place=place)
     tools = tools_of(row, config.tools_column, place=place, setting=f"{setting}.tools_column")
-    before, answer = template.reply(chat, place, tools)
-    template.check_whole(chat, place, tools)
-    require(
-        answer is not None,
-        f"{place}: the chat template writes the prompt in another way once it has been answered;"
-        " use a template that does not",
-    )
-    return before, str(answer), [chat, tools]
+    return *template.answered(chat, place, tools), [chat, tools]
 
 
 def _joined(

@@ -5,6 +5,7 @@ texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +81,19 @@ def response_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
 ) -> TokenLists:
     """Tokenise responses, each with exactly one token `end` at the end; see
-    `megarl.chat_template.end_of_turn`. An end-of-sequence token that a text ends with is
-    taken for that end.
+    `megarl.chat_template.end_of_turn` and `without_end`.
     """
-    ends = (end, tokenizer.eos_token_id)
+    bare = without_end(tokenizer, texts, end)
+    return encode(tokenizer, bare, add_special_tokens=False, fix=lambda text, ids: [*ids, end])
 
-    def fix(text: str, ids: list[int]) -> list[int]:
-        return [*(ids[:-1] if ids and ids[-1] in ends else ids), end]
 
-    return encode(tokenizer, texts, add_special_tokens=False, fix=fix)
+def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
+    """Responses without the tokens that they end with: `end` and the end-of-sequence token, as
+    often as they stand there, with the white space behind them.
+    """
+    known = [one for one in (end, tokenizer.eos_token_id) if one is not None]
+    ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
+    return [re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text) for text in texts]
 
 
 def text_tokens(

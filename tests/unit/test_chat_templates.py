@@ -449,6 +449,44 @@ def test_thoughts_are_opened_once(name: str, said: str, tmp_path: Path) -> None:
     assert found == (*want, want[1].replace("yes", "no"))
 
 
+GAP = CHATML.template.replace("{{ m.content", "{{ ' ' if m.role == 'assistant' }}{{ m.content")
+WRITES = {  # {name: (template, response, what is trained on)}
+    "a space before": (tokenizer_of(FAMILIES["mistral"]), "a", " a</s>"),
+    "a space of the prompt": (
+        tokenizer_of(CHATML, GAP + "{{ ' ' if add_generation_prompt }}"), "a", "a<|im_end|>"
+    ),
+    "trimmed": (tokenizer_of(FAMILIES["llama"]), "  a \n", "a<|eot_id|>"),
+    "trimmed, ended": (tokenizer_of(FAMILIES["gemma"]), " a<end_of_turn>", "a<end_of_turn>"),
+    "words before": (
+        tokenizer_of(CHATML, CHATML.template.replace("{{ m.content or", "{{ '<final>' if m.role =="
+        " 'assistant' }}{{ m.content or")), "a ", "<final>a <|im_end|>"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_reply_is_trained_on_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
+    """In pairs, conversations and preferences alike."""
+    tokenizer, said, want = WRITES[name]
+    asked, found = pair_of(tmp_path, tokenizer, said)
+    assert found == want
+    chosen = {"role": "assistant", "content": said}
+    assert preference(tmp_path, tokenizer, prompt=[ASK], chosen=[chosen], rejected=[NO])[:2] == (
+        asked, want
+    )  # fmt: skip
+    if "ended" not in name:
+        assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
+
+
+def test_a_pair_that_the_template_writes_in_another_way(tmp_path: Path) -> None:
+    moved = CHATML.template.replace("|im_start|>{{ m.role }}", "|im_start|>{{ messages|length }}")
+    with pytest.raises(ValueError, match=r"line 1 .*writes the prompt in another way once"):
+        pair_of(tmp_path, tokenizer_of(CHATML, moved), "a")
+    deaf = CHATML.template.replace("m.content or ''", "m.content if m.role == 'user'")
+    with pytest.raises(ValueError, match=r"line 1 .*does not write 'content' of turn 1"):
+        pair_of(tmp_path, tokenizer_of(CHATML, deaf), "a")
+
+
 @pytest.mark.parametrize("name", ["drops", "as it is"])
 def test_a_reply_without_thoughts_where_they_are_opened(name: str, tmp_path: Path) -> None:
     tokenizer = opening(name)
@@ -490,8 +528,8 @@ def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> Non
     family = FAMILIES[name]
     tokenizer: Any = tokenizer_of(family)
     end = tokenizer.convert_tokens_to_ids(family.end)
-    yes = tokenizer("yes", add_special_tokens=False).input_ids
-    want = [*yes, end]
+    gap = " " if name == "mistral" else ""  # which its template puts before an answer
+    want = [*tokenizer(f"{gap}yes", add_special_tokens=False).input_ids, end]
     assert end_of_turn(tokenizer, "chat") == end == end_of_turn(tokenizer, "rendered")
     assert end_of_turn(tokenizer, "none") == tokenizer.eos_token_id
 
@@ -499,18 +537,17 @@ def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> Non
     pairs = DemonstrationsConfig(source=source, template="chat")
     pair = load_demonstrations(pairs, tokenizer, seed=1).at(0)
     assert pair.response_ids == want
-    gap = " " if name == "mistral" else ""  # which its template puts before an answer
     talk = [ASK, ANSWER, MORE, ANSWER]
     assert conversation(tmp_path, tokenizer, talk)[1:] == [f"{gap}yes{family.end}"] * 2
     source = written(tmp_path, {"prompt": [ASK], "chosen": [ANSWER], "rejected": [NO]})
     config = PreferencesConfig(source=source, template="chat")
     one = load_preferences(config, tokenizer, seed=1).row(0)
     assert one.prompt_ids == pair.prompt_ids
-    assert tokenizer.decode(one.responses[0]) == f"{gap}yes{family.end}"
+    assert one.responses[0] == want
 
     shown = tokenizer.decode(pair.prompt_ids)
     (scored,) = scored_tokens(
-        tokenizer, [shown], ["yes"], "rendered", end_of_turn(tokenizer, "rendered")
+        tokenizer, [shown], [f"{gap}yes"], "rendered", end_of_turn(tokenizer, "rendered")
     )
     assert scored == [*pair.prompt_ids, *want]
     model = ModelConfig(path=str(write_model(tmp_path / "model", vocab_size=300)))
