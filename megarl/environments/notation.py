@@ -60,6 +60,11 @@ ANSWER = re.compile(
     re.IGNORECASE,
 )
 """The words before an answer, also in Chinese."""
+NO_ANSWER = re.compile(
+    r"\banswers?\b(?!\W{0,4}[:=\d$\\(]|[^.\n]{0,60}?\b(?:is|are|was|be|equals?)\b)", re.IGNORECASE
+)
+"""The word where no answer follows, as in "add 2 to the answer of the first step": math-verify
+takes any number within 50 characters behind it for the final answer."""
 ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
 EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][-+]?\d{1,2})(?![\w.]\w)")
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm)"
@@ -197,6 +202,7 @@ def without_units(text: str) -> str:
 def in_prose(text: str) -> str:
     """A response without a marked answer, with its numbers written as math-verify reads them."""
     text = ANSWER.sub("answer: ", text.translate(WRITTEN).replace("\u3002", ". "))
+    text = NO_ANSWER.sub("result", text)
     text = PERCENT_OF_NUMBER.sub("", CURRENCY.sub(lambda found: found["formula"] or "", text))
     text = in_signs(THIN_SPACE.sub("", text))
     text = MIXED.sub(lambda found: str(_mixed(found)), BARE_POWER.sub(r"^(\1)", text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -20,7 +21,11 @@ from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
 from megarl.types import Prompt
 
-PAIRS = Path(__file__).resolve().parents[1] / "support" / "answer_pairs.txt"
+ROOT = Path(__file__).resolve().parents[2]
+PAIRS = ROOT / "tests" / "support" / "answer_pairs.txt"
+_PAGE = (ROOT / "docs" / "rewards.md").read_text()
+SECTIONS = _PAGE.partition("### Equal answers")[2].partition("## Mixtures of data")[0]
+"""What the documentation says of the answers that are right and wrong."""
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +209,7 @@ def answer_pairs() -> list[tuple[str, str, bool]]:
         elif mark in ("+", "-"):
             found.append((reference, f"\\boxed{{{text}}}", mark == "+"))
         elif mark in (">+", ">-"):
-            found.append((reference, text, mark == ">+"))
+            found.append((reference, text.replace("<newline>", "\n"), mark == ">+"))
     return found
 
 
@@ -213,6 +218,18 @@ def test_the_verdicts_of_all_labelled_pairs(math: Verifier) -> None:
     assert len(pairs) > 600 and 0.3 < sum(right for *_, right in pairs) / len(pairs) < 0.7
     wrong = [pair for pair in pairs if ask(math, *pair[:2]) != float(pair[2])]
     assert wrong == []
+
+
+def test_the_tables_of_the_documentation_are_true(math: Verifier) -> None:
+    rows = re.findall(r"^\| (`.*) \| (.*) \| (.*) \|$", SECTIONS, re.MULTILINE)
+    asked = [
+        (re.findall("`(.*?)`", reference)[0], f"\\boxed{{{text}}}", right)
+        for reference, *cells in rows
+        for cell, right in zip(cells, (1.0, 0.0), strict=True)
+        for text in re.findall("`(.*?)`", cell)
+    ]
+    assert len(rows) > 30 and len(asked) > 150
+    assert [pair for pair in asked if ask(math, *pair[:2]) != pair[2]] == []
 
 
 @pytest.mark.parametrize(
