@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat_template import ChatTemplate, end_of_turn
+from megarl.chat_template import ChatTemplate, Turn, end_of_turn
 from megarl.data.chats import (
     check_question,
     check_reply,
@@ -22,7 +22,7 @@ from megarl.data.chats import (
     turns_of,
 )
 from megarl.data.config import DemonstrationsConfig
-from megarl.data.fingerprint import fingerprint
+from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
@@ -36,7 +36,7 @@ from megarl.data.tokens import (
     text_tokens,
     without_end,
 )
-from megarl.schema import require
+from megarl.schema import require, shortened
 from megarl.types import Demonstration
 
 if TYPE_CHECKING:
@@ -162,15 +162,12 @@ def _pairs(
         asked = column(row, config.prompt_column, place=place, setting=named)
         tools = _tools(config, row, place, setting) if template is not None else []
         values.append([asked, tools] if tools else asked)
-        value = column(
-            row, config.response_column, place=place, setting=f"{setting}.response_column"
-        )
-        said = text_of(value, what="the response", place=place)
-        answer = {"role": "assistant", "content": said}
-        check_reply(answer, f"{place}: the response (column '{config.response_column}')")
-        marks.append(said)
+        answer = _answer(config, row, place, setting)
+        # Turns of one text alone are the same data as that text.
+        is_text = set(answer) == {"role", "content"}
+        marks.append(answer["content"] if is_text else canonical_json(answer))
         if template is None:
-            pairs.append((render(asked, None, place=place, setting=setting), said))
+            pairs.append((render(asked, None, place=place, setting=setting), answer["content"]))
             continue
         asked = parsed_chat(asked)
         asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -178,6 +175,31 @@ def _pairs(
         check_question(chat, place=place)
         pairs.append(template.answered([*chat, answer], place, tools))
     return values, marks, [asked for asked, _ in pairs], [said for _, said in pairs]
+
+
+def _answer(config: DemonstrationsConfig, row: Row, place: str, setting: str) -> Turn:
+    """The response of a row: a text, or a chat of one turn of the assistant."""
+    name, named = config.response_column, f"{setting}.response_column"
+    value = parsed_chat(column(row, name, place=place, setting=named))
+    if isinstance(value, list):
+        require(
+            config.template == "chat",
+            f"{place}: column '{name}' holds a chat; set {setting}.template to 'chat'",
+        )
+        turns = turns_of(value, place=place, setting=named)
+        roles = [turn["role"] for turn in turns]
+        require(
+            roles == ["assistant"],
+            f"{place}: column '{name}' is a chat of {shortened(', '.join(roles))}, but a response"
+            f" is one turn of the assistant; set {setting}.messages_column to a column of whole"
+            " conversations",
+        )
+        answer = turns[0]
+    else:
+        said = text_of(value, what="the response", place=place)
+        answer = {"role": "assistant", "content": said}
+    check_reply(answer, f"{place}: the response (column '{name}')")
+    return answer
 
 
 def _whole_texts(config: DemonstrationsConfig, table: Table, setting: str) -> list[str]:

@@ -237,7 +237,7 @@ def _texts(
     first two as texts of the model.
     """
     key, named = getattr(config, name), f"{setting}.{name}"
-    value = column(row, key, place=place, setting=named)
+    value = parsed_chat(column(row, key, place=place, setting=named))
     what = f"{place}: the response (column '{key}')"
     if template is None:
         require(
@@ -248,7 +248,6 @@ def _texts(
         check_reply({"content": reply}, what)
         asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
         return render(asked, None, place=place, setting=setting), reply, [asked, reply]
-    value = parsed_chat(value)
     reply = value if isinstance(value, list) else text_of(value, what="the response", place=place)
     reply = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
     reply = turns_of(reply, place=place, setting=named)

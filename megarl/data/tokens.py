@@ -91,7 +91,7 @@ def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: i
     """Responses without the tokens that they end with: `end` and the end-of-sequence token, as
     often as they stand there, with the white space behind them.
     """
-    known = [one for one in (end, tokenizer.eos_token_id) if one is not None]
+    known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
     ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
     return [re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text) for text in texts]
 

@@ -429,7 +429,7 @@ def opening(name: str) -> Any:
     return tokenizer_of(CHATML, BODY.replace("{WRITTEN}", OPENING[name]) + ASKS)
 
 
-def pair_of(folder: Path, tokenizer: Any, said: str) -> list[str]:
+def pair_of(folder: Path, tokenizer: Any, said: Any) -> list[str]:
     config = DemonstrationsConfig(
         source=written(folder, {"prompt": "rain?", "response": said}), template="chat"
     )
@@ -476,6 +476,41 @@ def test_a_reply_is_trained_on_as_the_template_writes_it(name: str, tmp_path: Pa
     )  # fmt: skip
     if "ended" not in name:
         assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
+
+
+CALL_CHAT = [ANSWER | {"tool_calls": [CALL]}]
+STORED: dict[str, tuple[Any, str]] = {  # {name: (response, what is trained on)}
+    "a text": (json.dumps([ANSWER]), "yes<|im_end|>"),
+    "a list": ([ANSWER], "yes<|im_end|>"),
+    "a call": (json.dumps(CALL_CHAT), f"yes{WRITTEN}<|im_end|>"),
+    "no chat": ('[{"a": 1}]', '[{"a": 1}]<|im_end|>'),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_response_may_be_a_chat_of_one_turn(name: str, tmp_path: Path) -> None:
+    tokenizer, (said, want) = tokenizer_of(CHATML), STORED[name]
+    assert pair_of(tmp_path, tokenizer, said)[1] == want
+    found = preference(tmp_path, tokenizer, prompt="rain?", chosen=said, rejected="no")
+    assert found[1] == want
+    if name == "no chat":
+        return
+    data = {"prompt": "rain?", "response": said, "chosen": said, "rejected": "no", "good": True}
+    read: dict[str, Any] = {"source": written(tmp_path, data), "template": "rendered"}
+    for column, load in (
+        ("response", lambda: load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1)),
+        ("chosen", lambda: load_preferences(PreferencesConfig(**read), tokenizer, seed=1)),
+    ):
+        with pytest.raises(ValueError, match=f"line 1 .*column '{column}' holds a chat; set .*cha"):
+            load()
+
+
+@pytest.mark.parametrize("turns", [[ANSWER, MORE, ANSWER], [ASK], [ASK, ANSWER], [RESULT, ANSWER]])
+def test_a_response_of_other_turns_is_refused(turns: Any, tmp_path: Path) -> None:
+    said = r"line 1 .*column 'response' is a chat of .*demonstrations\.messages_column"
+    for value in (turns, json.dumps(turns)):
+        with pytest.raises(ValueError, match=said):
+            pair_of(tmp_path, tokenizer_of(CHATML), value)
 
 
 def test_a_pair_that_the_template_writes_in_another_way(tmp_path: Path) -> None:
