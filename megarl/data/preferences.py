@@ -143,6 +143,7 @@ def load_preferences(
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
     replies = [without_end(tokenizer, texts, end) for texts in columns.responses]
     responses = [response_tokens(tokenizer, texts, end) for texts in replies]
+    _check_sides(table, responses)
     warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
     for texts, ids in zip(replies, responses, strict=True):
         warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
@@ -204,11 +205,6 @@ def _columns(
             f"{place}: the conversations of columns '{config.chosen_column}' and"
             f" '{config.rejected_column}' differ before their last turn; drop the row",
         )
-        require(
-            single or texts[0][1] != texts[1][1],
-            f"{place}: the chosen and the rejected response are equal, so that there is nothing to"
-            " learn; drop the row",
-        )
         found.rows.append([said for _, _, said in texts])
         found.prompts.append(texts[0][0])
         for place_of, (_, reply, _) in zip(found.responses, texts, strict=True):
@@ -223,6 +219,16 @@ def _columns(
             f" {setting}.label_column or other data",
         )
     return found
+
+
+def _check_sides(table: Table, responses: list[TokenLists]) -> None:
+    """Raise `ValueError` if the two responses of a row have the same tokens."""
+    for index in range(len(responses[0])):
+        require(
+            len(responses) == 1 or responses[0][index] != responses[1][index],
+            f"{table.place(index)}: the chosen and the rejected response are equal as tokens, so"
+            " that there is nothing to learn; drop the row",
+        )
 
 
 def _texts(

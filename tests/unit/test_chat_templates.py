@@ -622,13 +622,19 @@ def test_a_session_of_tools_ends_a_turn_once() -> None:
 
 def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
     tokenizer: Any = tokenizer_of(CHATML)
-    ends = [f"yes{end}" for end in ("", "<|im_end|>", "<|endoftext|>")]
+    marks = ("", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n", "<|im_end|> <|endoftext|>\n\n")
+    ends = [f"yes{end}" for end in marks]
     source = written(tmp_path, *({"prompt": "q", "response": text} for text in ends))
-    for template, end in (("chat", "<|im_end|>"), ("none", "<|endoftext|>")):
+    for template, end in (
+        ("chat", "<|im_end|>"), ("rendered", "<|im_end|>"), ("none", "<|endoftext|>")
+    ):  # fmt: skip
         config = DemonstrationsConfig(source=source, template=template, shuffle=False)  # pyright: ignore[reportArgumentType]
         rows = load_demonstrations(config, tokenizer, seed=1)
-        found = [tokenizer.decode(rows.at(n).response_ids) for n in range(3)]
-        want = [f"yes{end}"] * 3 if template == "chat" else [f"{text}{end}" for text in ends[:2]]
+        found = [tokenizer.decode(rows.at(n).response_ids) for n in range(len(ends))]
+        assert rows.warning == ""
+        want = [f"yes{end}"] * len(ends)
+        if template == "none":
+            want = [f"{text}{end}" for text in ends[:2]]
         assert found[: len(want)] == want
 
 

@@ -184,6 +184,18 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no rejected side": ([{"prompt": "1", "chosen": "2"}], {}, r"no column 'rejected'.*rejected_c"),
     "null": ([PAIR | {"chosen": None}], {}, "column 'chosen' is null"),
     "equal sides": ([PAIR, PAIR | {"rejected": "3"}], {}, r"row 1.*are equal"),
+    "equal but for an end": ([PAIR, PAIR | {"rejected": "3<eos>"}], {}, r"row 1.*are equal"),
+    "equal but for ends": ([OTHER | {"rejected": "4<eos>\n <eos> "}], {}, r"row 0.*are equal"),
+    "equal as written": (
+        [{"prompt": "1+2", "chosen": "3", "rejected": "3<eos>"}],
+        {"template": "chat"},
+        r"row 0.*are equal",
+    ),
+    "equal tokens": (
+        [PAIR | {"chosen": "3\u00e9", "rejected": "3\u00e8"}],
+        {},
+        r"row 0.*are equal",
+    ),
     "empty side": ([PAIR | {"rejected": " "}], {}, r"response \(column 'rejected'\) is empty"),
     "no prompt": ([{"chosen": "1", "rejected": "2"}], {}, "no column 'prompt'"),
     "empty prompt": ([PAIR | {"prompt": ""}], {}, "the prompt"),
