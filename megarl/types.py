@@ -87,6 +87,9 @@ class Preference:
     is_single: bool = False
     is_desirable: bool = True
     """With `is_single`: whether the response is good."""
+    cut: int = 0
+    """With `is_single`: first tokens of the prompt that the response of another prompt goes
+    without, so that both fit."""
 
 
 class TokenArrays(NamedTuple):

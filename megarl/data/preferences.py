@@ -68,11 +68,14 @@ class PreferenceList:
         *,
         margins: list[float],
         labels: list[bool] | None = None,
+        cuts: np.ndarray | None = None,
         warning: str = "",
     ) -> None:
         """`labels`: whether each response is desirable, for single responses; None for pairs. The
-        second column of `responses` then holds responses to other prompts.
+        second column of `responses` then holds responses to other prompts. `cuts` [N]: the first
+        tokens of each prompt that the second response goes without; None for 0.
         """
+        self._cuts = np.zeros(len(prompts), np.int64) if cuts is None else cuts
         self._prompts, self._responses, self._order = prompts, responses, order
         self._margins, self._labels = margins, labels
         self.fingerprint = fingerprint
@@ -99,12 +102,14 @@ class PreferenceList:
             margin=self._margins[index],
             is_single=self._labels is not None,
             is_desirable=self._labels is None or self._labels[index],
+            cut=int(self._cuts[index]),
         )
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and response together."""
-        return int(max((self._prompts.lengths + one.lengths).max() for one in self._responses))
+        first, second = (self._prompts.lengths + one.lengths for one in self._responses)
+        return int(max(first.max(), (second - self._cuts).max()))
 
     @property
     def digest(self) -> str:
@@ -113,6 +118,8 @@ class PreferenceList:
         for lists in (self._prompts, *self._responses):
             hasher.update(lists.offsets.tobytes())
             hasher.update(lists.ids.tobytes())
+        if self._cuts.any():
+            hasher.update(self._cuts.tobytes())
         return hasher.hexdigest()
 
 
@@ -160,23 +167,17 @@ def load_preferences(
     columns = columns.only(kept)
     settings: list[Any] = [config.template, config.shuffle, single]
     settings += template_settings(tokenizer, config)
-    if note and config.too_long == "truncate_left":
+    labels, margins, cuts = None, columns.margins, None
+    if single:
+        prompts, responses, labels = _singles(prompts, responses, columns, setting)
+        cuts, more = _cuts(config, prompts, responses[1], setting)
+        margins, warning = [0.0] * len(labels), "; ".join(filter(None, (warning, more)))
+    if (note and config.too_long == "truncate_left") or (cuts is not None and cuts.any()):
         settings.append(f"truncated to {config.max_tokens}")
     marks = zip(columns.margins, columns.labels, strict=True)
     digest = fingerprint(
         settings, zip(columns.rows, (canonical_json(mark) for mark in marks), strict=True)
     )
-    labels, margins = None, columns.margins
-    if single:
-        prompts, responses, labels = _singles(prompts, responses, columns, setting)
-        longest = int((prompts.lengths + responses[1].lengths).max())
-        require(
-            longest <= config.max_tokens,
-            f"{setting}: a prompt with a response to another prompt, with which KTO estimates a"
-            f" divergence, has {longest} tokens, but {setting}.max_tokens is {config.max_tokens};"
-            f" set it to at least {longest}",
-        )
-        margins = [0.0] * len(labels)
     return PreferenceList(
         prompts,
         (responses[0], responses[1]),
@@ -184,6 +185,7 @@ def load_preferences(
         digest,
         margins=margins,
         labels=labels,
+        cuts=cuts,
         warning="; ".join(filter(None, (warning, note))),
     )
 
@@ -361,3 +363,23 @@ def _singles(
     others = [lists[other[index]] for index in range(num_rows) for lists, _ in sides]
     labels = [marks[index] for index in range(num_rows) for _, marks in sides]
     return TokenLists(asked), [TokenLists(replies), TokenLists(others)], labels
+
+
+def _cuts(
+    config: PreferencesConfig, prompts: TokenLists, others: TokenLists, setting: str
+) -> tuple[np.ndarray, str]:
+    """([N] first tokens of each prompt that its response to another prompt goes without, so that
+    both fit into `max_tokens`; what the user should know). Every prompt keeps a token, since a
+    response fits its own prompt. Raises `ValueError` if rows that are too long are refused.
+    """
+    lengths, limit = prompts.lengths + others.lengths, config.max_tokens
+    longest, cuts = int(lengths.max()), np.maximum(0, lengths - limit)
+    count = int((cuts > 0).sum())
+    require(
+        not count or config.too_long != "refuse",
+        f"{setting}: a prompt with a response to another prompt, with which KTO estimates a"
+        f" divergence, has {longest} tokens, but {setting}.max_tokens is {limit};"
+        f" set it to at least {longest}, or {setting}.too_long to 'truncate_left'",
+    )
+    found = f"{count} of {len(cuts)} prompts lose their first tokens before a response to another"
+    return cuts, f"{found} prompt, with which KTO estimates a divergence" if count else ""

@@ -71,8 +71,9 @@ def batch_of(preferences: Sequence[Preference], reference: np.ndarray | None) ->
     samples = []
     for number, one in enumerate(preferences):
         for side, response in enumerate(one.responses):
-            mask = np.array([False] * len(one.prompt_ids) + [True] * len(response))
-            samples.append(Samples.one(2 * number + side, [*one.prompt_ids, *response], mask=mask))
+            prompt = one.prompt_ids[one.cut if side else 0 :]
+            mask = np.array([False] * len(prompt) + [True] * len(response))
+            samples.append(Samples.one(2 * number + side, [*prompt, *response], mask=mask))
     indices = [one.index for one in preferences]
     none = np.zeros((len(indices), 2))
     return PairBatch(

@@ -180,6 +180,29 @@ def test_rows_that_are_too_long(tokenizer: Any, tmp_path: Path) -> None:
     assert texts(tokenizer, found, 1) == ("2+3=", "4<eos>", "4<eos>")
 
 
+@pytest.mark.parametrize("too_long", ["drop", "truncate_left"])
+def test_a_response_to_another_prompt_that_is_too_long(
+    too_long: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    """KTO's estimate of the divergence reads the end of a prompt; what is trained on stays."""
+    wide = {"prompt": "1+2+3=", "chosen": "6", "rejected": "5"}
+    long = {"prompt": "2=", "chosen": "34567", "rejected": "4"}
+    single: dict[str, Any] = {"single": True, "shuffle": False}
+    with pytest.raises(ValueError, match=r"response to another prompt.* has 12 tokens.* is 8"):
+        load(tokenizer, tmp_path, [wide, long], **single, max_tokens=8)
+    found = load(tokenizer, tmp_path, [wide, long], **single, max_tokens=8, too_long=too_long)
+    whole = load(tokenizer, tmp_path, [wide, long], **single)
+    assert found.longest == 8 and "1 of 4 prompts" in found.warning
+    for n in range(4):
+        one, same = found.row(n), whole.row(n)
+        assert (one.prompt_ids, one.responses[0]) == (same.prompt_ids, same.responses[0])
+    assert found.fingerprint != whole.fingerprint and found.digest != whole.digest
+    samples = batch_of([found.row(n) for n in range(4)], None).samples
+    shown = [tokenizer.decode(one) for one in np.split(samples.token_ids, samples.offsets[1:-1])]
+    assert shown[:4] == ["1+2+3=6<eos>", "3=34567<eos>", "1+2+3=5<eos>", "1+2+3=4<eos>"]
+    assert shown[4::2] == ["2=34567<eos>", "2=4<eos>"]
+
+
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no rejected side": ([{"prompt": "1", "chosen": "2"}], {}, r"no column 'rejected'.*rejected_c"),
     "null": ([PAIR | {"chosen": None}], {}, "column 'chosen' is null"),
