@@ -134,7 +134,8 @@ async def load(
 ) -> dict[str, Any]:
     """Send the responses at their times, restart the server half-way; the outcomes by number."""
     from megarl.environments.config import EnvironmentConfig, RemoteConfig
-    from megarl.environments.reward_client import RewardClient, read_token
+    from megarl.environments.addresses import read_token
+    from megarl.environments.reward_client import RewardClient
     from megarl.types import Prompt
 
     url = f"http://127.0.0.1:{port}/v1/score"
