@@ -133,8 +133,8 @@ async def load(
     args: argparse.Namespace, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
 ) -> dict[str, Any]:
     """Send the responses at their times, restart the server half-way; the outcomes by number."""
-    from megarl.environments.config import EnvironmentConfig, RemoteConfig
     from megarl.environments.addresses import read_token
+    from megarl.environments.config import EnvironmentConfig, RemoteConfig
     from megarl.environments.reward_client import RewardClient
     from megarl.types import Prompt
 
