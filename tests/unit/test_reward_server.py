@@ -229,7 +229,8 @@ def test_a_slow_response_does_not_hold_up_the_others() -> None:
         config = EnvironmentConfig(verifier=url, time_limit_s=4.0, remote=remote)
         found = _together(config, ["a", "once", "b", "never", "c"])
     assert [one.failure for one in found] == ["", "", "", "timeout", ""]
-    assert "had not scored it" in found[3].detail
+    # The server's words, or the client's where they do not arrive in time.
+    assert re.search(r"had not scored it|did not answer within 0\.5 s", found[3].detail)
     assert asked.count("once") >= 2 and asked.count("never") >= 3
 
 
