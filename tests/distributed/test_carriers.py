@@ -234,7 +234,7 @@ def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
 ) -> None:
     here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
     killed = here["killed"]
-    assert killed["seconds"] < 5, killed
+    assert killed["seconds"] < DEADLINE_S, killed
     if transport == "point_to_point":
         # Who sees the connection break first names the engine, and the others give the version up:
         # a trainer rank by its error, an engine by an entry in the store.
@@ -259,7 +259,7 @@ def test_receivers_of_a_version_given_up_are_told(transport: str, folder: str) -
         "Aborted",
         "Aborted",
     ]
-    assert stopped["seconds"] < 3
+    assert stopped["seconds"] < DEADLINE_S
     check_version(here["version 4"], here["destinations"])
 
 
@@ -275,7 +275,7 @@ def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(
         for problem in never["problems"]
         if problem
     )
-    assert never["seconds"] < NEVER_S + 3
+    assert never["seconds"] < DEADLINE_S
     assert never["seconds"] > 0.9 * NEVER_S or transport == "disk"  # whose senders wait for nobody
     check_version(here["version 5"], here["destinations"])
 
@@ -288,7 +288,7 @@ def test_a_killed_relay_is_named_by_those_beside_it(folder: str) -> None:
     check_versions(here, "point_to_point")
     killed = here["killed"]
     assert killed["lost"] == 1 and killed["progress"] == DIE_AT, killed
-    assert killed["seconds"] < 5, killed
+    assert killed["seconds"] < DEADLINE_S, killed
     said = [answer["error"].split(":")[0] for answer in killed["answers"]]
     assert said == ["Aborted", "died", "Aborted", "Aborted", "Aborted"]
     assert here["stopped"]["lost"] is None and here["never"]["lost"] is None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)

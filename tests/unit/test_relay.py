@@ -123,7 +123,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 90))
 
 
 def engines(
@@ -189,13 +189,13 @@ def test_a_relay_gathers_the_answers_of_its_engines() -> None:
 
 
 def test_an_answer_waits_for_no_timer_if_no_other_comes() -> None:
-    """Although others would be held back for 600 s."""
+    """Although others would be held back for 100 s."""
 
     async def go() -> None:
         pace = Pace()
         _, made = engines(2, 2, pace)
         for n in (1, 2):
-            started_at, pace.linger_s = time.monotonic(), 600.0
+            started_at, pace.linger_s = time.monotonic(), 100.0
             await generate(made[n - 1], n)
             assert time.monotonic() - started_at < 60
         await close_relays(made)
@@ -204,12 +204,12 @@ def test_an_answer_waits_for_no_timer_if_no_other_comes() -> None:
 
 
 def test_a_lost_engine_is_told_at_once() -> None:
-    """Requests of other engines are under way, and their answers are held back for 10 s."""
+    """Requests of other engines are under way, and their answers are held back for 100 s."""
 
     async def go() -> None:
         pace = Pace()
         handles, made = engines(3, 3, pace)
-        pace.linger_s = 10.0
+        pace.linger_s = 100.0
         for handle in handles:
             handle.made.opened.clear()
         asked = [asyncio.ensure_future(generate(one, 5)) for one in made]
@@ -219,15 +219,16 @@ def test_a_lost_engine_is_told_at_once() -> None:
         handles[1].death.set_result(None)
         with pytest.raises(EngineLost, match="its process died"):
             await asked[1]
-        assert time.monotonic() - started_at < 9.0
+        assert time.monotonic() - started_at < 60
         assert not made[1].relay.is_lost
+        for handle in handles:
+            handle.made.opened.set()
+        await asyncio.gather(asked[0], asked[2])
         fresh = Actor(Engine())
         again = await replaced(made[1], fresh, pace)
         assert (await generate(again, 4)).num_tokens == 4 and fresh.calls["submit"] == 1
         assert isinstance(again, RelayedEngine) and again.relay is made[0].relay
         assert again.handle is fresh and again.number == 1
-        for one in asked:
-            one.cancel()
         await close_relays(made)
 
     run(go)
