@@ -7,16 +7,55 @@ trained
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Tools, Turn
-from megarl.data.rows import Row, kind_of
+from megarl.data.rows import Row, Table, kind_of
 from megarl.data.tokens import TokenLists, encode
 from megarl.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+JSON_FILE = re.compile(r"\.jsonl?(?:, line \d+)? \(row \d+, counted from 0\)$", re.IGNORECASE)
+"""End of the place of a row of a JSON file, whose nulls are those of its author."""
+
+
+def as_written(table: Table, tools_column: str) -> Table:
+    """The table without the nulls inside the tools and the turns of its rows: Arrow, which holds
+    parquet files and what `datasets` reads, gives every object the keys of all others. The nulls
+    of a JSON file stay, as do those in the text of JSON.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(one) for key, one in value.items()}
+        turns = isinstance(value, list) and all(
+            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value
+        )
+        # The keys of turns themselves may be null in any file; see `turns_of`.
+        return (
+            [{key: _bare(one) for key, one in turn.items()} for turn in value] if turns else value
+        )
+
+    rows: list[Row] = []
+    for index, row in enumerate(table.rows):
+        if not JSON_FILE.search(table.place(index)):
+            row = changed(row) | {key: _bare(row[key]) for key in {tools_column} & row.keys()}
+        rows.append(row)
+    return table.holding(rows)
+
+
+def _bare(value: Any) -> Any:
+    """A value without the nulls of the objects in it."""
+    if isinstance(value, list):
+        return [_bare(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _bare(one) for key, one in value.items() if one is not None}
+    return value
 
 
 def parsed_chat(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Turn, end_of_turn
 from megarl.data.chats import (
+    as_written,
     check_question,
     check_reply,
     conversation,
@@ -95,6 +96,7 @@ def load_demonstrations(
     and the setting to change. `setting`: the section of the recipe.
     """
     table = read_rows(config.source, split=config.split, limit=config.limit, setting=setting)
+    table = as_written(table, config.tools_column)
     config, table = demonstrations_as_read(config, table, setting)
     template = chat_template(tokenizer, config, setting)
     end = end_of_turn(tokenizer, config.template, config.template_variables)

@@ -16,7 +16,14 @@ import numpy as np
 import xxhash
 
 from megarl.chat_template import ChatTemplate, Turn, end_of_turn
-from megarl.data.chats import check_question, check_reply, parsed_chat, tools_of, turns_of
+from megarl.data.chats import (
+    as_written,
+    check_question,
+    check_reply,
+    parsed_chat,
+    tools_of,
+    turns_of,
+)
 from megarl.data.config import PreferencesConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import preferences_as_read
@@ -143,6 +150,7 @@ def load_preferences(
         setting=setting,
         subset=config.subset,
     )
+    table = as_written(table, config.tools_column)
     config, table = preferences_as_read(config, table, setting, single=single)
     template = chat_template(tokenizer, config, setting)
     end = end_of_turn(tokenizer, config.template, config.template_variables)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from megarl.chat_template import Tools
-from megarl.data.chats import tools_of
+from megarl.data.chats import as_written, tools_of
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
@@ -162,6 +162,7 @@ def _load_source(
         setting=setting,
         subset=config.subset,
     )
+    table = as_written(table, config.tools_column)
     config = prompts_as_read(config, table, setting)
     if config.unique:
         table = _unique(config, table, setting)

@@ -9,7 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from support.chat_templates import CHATML, FAMILIES, tokenizer_of
 from support.tiny import write_model
@@ -41,6 +44,9 @@ TEXT_CALL = {"type": "function", "function": {"name": "look", "arguments": '{"ci
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "wet", "tool_call_id": "a", "name": "look"}
 ANSWER = {"role": "assistant", "content": "yes"}
+SYSTEM = {"role": "system", "content": "s"}
+MORE = {"role": "user", "content": "sure?"}
+NO = {"role": "assistant", "content": "no"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 WRITTEN = '<call>look {"city": "Rome"}</call>'
 
@@ -202,11 +208,86 @@ def test_the_column_of_the_tools(tmp_path: Path) -> None:
         )
 
 
+# --------------------------------------------------------------- nulls that Arrow has filled in
+
+
+def tool(name: str, **arguments: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": arguments}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def calling(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+CITY, DAY = {"city": {"type": "string"}}, {"day": {"type": "object", "enum": ["Mon"]}}
+FILLED = [  # rows whose tools and calls each have keys that those of others lack
+    {"prompt": [asked], "answer": "1", "messages": [asked, *said], "tools": tools}
+    | {"chosen": [asked, *said], "rejected": [asked, *said[:-1], NO]}
+    for asked, said, tools in (
+        (ASK, [calling("look", city="Rome")], [tool("look", **CITY)]),
+        (MORE, [calling("at", day={"n": 1}), RESULT, calling("now")], [tool("at", **DAY)]),
+        (ASK, [ANSWER], []),
+        (ASK, [calling("at", day={"m": [{"k": 0}, {"l": 1}]})], [tool("now"), tool("at", **DAY)]),
+    )
+]
+
+
+def tokens_of(source: str, tokenizer: Any) -> list[list[list[int]]]:
+    """Tokens of the prompts, conversations and pairs of each row."""
+    read: dict[str, Any] = {"source": source, "template": "chat", "shuffle": False}
+    asked = load_prompts(PromptsConfig(**read), tokenizer, seed=1)
+    named = DemonstrationsConfig(**read, messages_column="messages")
+    talks = load_demonstrations(named, tokenizer, seed=1)
+    pairs = load_preferences(PreferencesConfig(**read, prompt_column=""), tokenizer, seed=1)
+    return [
+        [list(one) for one in (asked.at(n).token_ids, talks.at(n).prompt_ids,
+         talks.at(n).response_ids, pairs.row(n).prompt_ids, *pairs.row(n).responses)]
+        for n in range(len(asked))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_the_same_chat_from_json_and_from_arrow(parts: bool, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = json.loads(json.dumps(FILLED))
+    if parts:
+        for number, turn in enumerate(t for row in rows for t in row["messages"] if t["content"]):
+            more = {f"cache{number % 2}": {"ttl": 5}}
+            turn["content"] = [{"type": "text", "text": turn["content"]} | more]
+    tokenizer = tokenizer_of(CHATML)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    want = tokens_of(written(tmp_path, *rows), tokenizer)
+    shown = "".join(tokenizer.decode(ids) for row in want for ids in row)
+    assert "null" not in shown and '"k": 0}, {"l": 1' in shown
+    for source in ("rows.parquet", "saved", "*.parquet"):
+        found = tokens_of(str(tmp_path / source), tokenizer)
+        for number, (row, other) in enumerate(zip(want, found, strict=True)):
+            assert list(map(tokenizer.decode, other)) == list(map(tokenizer.decode, row)), number
+
+
+def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
+    """In files of JSON, and in the text of JSON, which Arrow does not fill."""
+    tools = [tool("look", city={"type": "string", "default": None})]
+    talk = [ASK, calling("look", city=None)]
+    inside = [talk[0], json.loads(json.dumps(talk[1]))]
+    inside[1]["tool_calls"][0]["function"]["arguments"] = '{"city": null}'
+    wanted, *_ = conversation(tmp_path, tokenizer_of(CHATML), talk, tools=tools)
+    assert '"default": null' in wanted
+    for messages in (json.dumps(talk), inside):
+        table = pyarrow.Table.from_pylist([{"messages": messages, "tools": json.dumps(tools)}])
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        config = DemonstrationsConfig(
+            source=str(tmp_path / "rows.parquet"), messages_column="messages", template="chat"
+        )
+        row = load_demonstrations(config, tokenizer_of(CHATML), seed=1).at(0)
+        shown = tokenizer_of(CHATML).decode([*row.prompt_ids, *row.response_ids])
+        assert shown == f'{wanted}<call>look {{"city": null}}</call><|im_end|>'
+
+
 # ------------------------------------------------------------------- preferences: prompt + side
 
-SYSTEM = {"role": "system", "content": "s"}
-MORE = {"role": "user", "content": "sure?"}
-NO = {"role": "assistant", "content": "no"}
 BEFORE = "".join(
     f"<|im_start|>{role}\n{text}<|im_end|>\n"
     for role, text in (("system", "s"), ("user", "rain?"), ("assistant", "yes"), ("user", "sure?"))
