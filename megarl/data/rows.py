@@ -9,25 +9,40 @@ from __future__ import annotations
 
 import csv
 import glob
+import gzip
 import io
 import json
 import os
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl import console
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
 from megarl.third_party import opening, quiet, said
 
+if TYPE_CHECKING:
+    import pyarrow
+
 Row = dict[str, Any]
-SPLIT = re.compile(r"(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
-"""Beginning of a file's name that says its split."""
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""{split: the words for it, which file names have between other signs than letters}"""
+SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+"""Beginning of the name of a file that is a part of a split, whatever this is called."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of a folder that `datasets` has saved."""
+ABOUT = ("dataset_info.json", "dataset_infos.json")
+"""Files that tell of a data set and hold none of its rows."""
 NOT_TEXT = {"image", "images", "video", "videos", "audio", "audios"}
 """Columns of what a model of text cannot be shown."""
 MOST_FILES = 20_000
@@ -132,7 +147,43 @@ def read_parquet(path: Path, limit: int | None) -> Table:
     with opening(f"{path} is not parquet", fix="write it anew, or name it by what it holds"):
         table = pyarrow.parquet.read_table(path)
         rows = (table if limit is None else table.slice(0, limit)).to_pylist()
+        _make_plain(rows, table.schema)
     return Table(str(path), rows)
+
+
+def _make_plain(rows: list[Row], schema: pyarrow.Schema) -> None:
+    """Replace values of the rows of an arrow table: see `_plain`."""
+    for field in schema:
+        if re.search("float|date|time", str(field.type)):  # most columns have none: time is saved
+            for row in rows:
+                row[field.name] = _plain(row[field.name], field.type)
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """A value of arrow type `kind`; a float of 16 or 32 bits as the shortest decimal that it stands
+    for (1.1, which as a double is 1.100000023841858), a date or time as ISO text, also inside lists
+    and objects.
+    """
+    import numpy
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float16(kind):
+        return float(str(numpy.float16(value)))
+    if types.is_float32(kind):
+        return float(str(numpy.float32(value)))
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+        return value.isoformat()
+    if types.is_dictionary(kind):
+        return _plain(value, kind.value_type)
+    if types.is_struct(kind):
+        return {part.name: _plain(value[part.name], part.type) for part in kind}
+    if types.is_map(kind):
+        return [(key, _plain(item, kind.item_type)) for key, item in value]
+    if isinstance(value, list) and types.is_nested(kind):
+        return [_plain(item, kind.value_type) for item in value]
+    return value
 
 
 def read_csv(path: Path, limit: int | None) -> Table:
@@ -178,13 +229,15 @@ READERS: dict[str, Callable[[Path, int | None], Table]] = {
     ".parquet": read_parquet,
     ".csv": read_csv,
 }
+TEXTS = (".csv", ".json", ".jsonl")
+"""Formats in whose texts `datasets` sees numbers, nulls and times, which these readers do not."""
 
 
 def read_rows(
     source: str, *, split: str, limit: int | None, setting: str, subset: str = ""
 ) -> Table:
-    """Read a file, whose suffix determines the format, or a hub data set. Raises `ValueError` that
-    names file and line.
+    """Read a file, whose suffix determines the format, several files, or a hub data set. Raises
+    `ValueError` that names file and line.
 
     `setting`: the section of the recipe ("prompts"), for error messages.
     """
@@ -193,14 +246,19 @@ def read_rows(
         f"{setting}.source is empty; set it to a data file or the name of a data set on the hub",
     )
     path = Path(source)
-    if files := _several(path, setting):
-        return _joined(source, files, limit, setting)
-    reader = READERS.get(path.suffix.lower())
-    if reader is not None:
+    if path.is_dir():
+        files, others = _of_folder(path, split, subset, setting)
+    elif not path.exists() and glob.has_magic(source):
+        files, others = _of_pattern(path, setting)
+    else:
+        files, others = [], []
+    if files:
+        table = _joined(source, files, others, limit, setting)
+    elif format_of(path) and not path.is_dir():
         require(
             path.is_file(), f"{setting}.source {path} does not exist; set it to a file that does"
         )
-        table = reader(path, limit)
+        table = READERS[format_of(path)](path, limit)
     else:
         require(
             not path.is_file(),
@@ -221,45 +279,130 @@ def read_rows(
     return table
 
 
-def _several(path: Path, setting: str) -> list[Path]:
-    """The files that a pattern (`data/*.jsonl`) names, or those of a folder, by name; empty for
-    anything else, and for folders that `datasets` reads: those that it has saved, and those whose
-    files have the names of splits. Raises `ValueError` for a pattern without files, and for a
-    folder of several formats.
+def format_of(path: Path) -> str:
+    """The key of `READERS` that reads a file, which gzip may have compressed (`a.jsonl.gz`); empty
+    if none does.
     """
-    if path.is_dir():
-        held = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-        if any((path / name).exists() for name in held) or not _holds_few_files(path):
-            return []
-        files = [file for file in sorted(path.iterdir()) if file.suffix.lower() in READERS]
-        kinds = sorted({file.suffix.lower() for file in files})
-        if any(SPLIT.match(file.name) for file in files):
-            return []
+    name = Path(path.name.lower().removesuffix(".gz"))
+    found = name.suffix if name.suffix in READERS else ""
+    return "" if found == ".parquet" and name.name != path.name.lower() else found
+
+
+def _of_folder(path: Path, split: str, subset: str, setting: str) -> tuple[list[Path], list[str]]:
+    """The files of a folder to read, by name, and the names of all else in it. These are the files
+    of `split` where names tell of splits, and otherwise all. A folder without files of its own has
+    them in a folder named by `subset` or `split`, or in `data`. No files: a folder for `datasets`.
+
+    Raises `ValueError` where it is not clear which files are meant.
+    """
+    # datasets looks at every file below, which in / or a home folder takes minutes.
+    require(
+        _holds_few_files(path),
+        f"{setting}.source '{path}' is a folder with more than {MOST_FILES:,} files; set it to the"
+        " folder of one data set",
+    )
+    if any((path / name).exists() for name in SAVED):
+        return [], []
+    inside = sorted(one for one in path.iterdir() if not one.name.startswith("."))
+    folders = {one.name: one for one in inside if one.is_dir()}
+    if subset in folders:
+        return _of_folder(folders[subset], split, "", setting)
+    held = [one for one in inside if format_of(one) and one.is_file() and one.name not in ABOUT]
+    below = next((folders[name] for name in (split, "data") if name in folders), None)
+    if not held and below:
+        return _of_folder(below, split, "", setting)
+    if not held:
+        deep = next((one for one in sorted(path.rglob("*")) if format_of(one) in TEXTS), None)
         require(
-            len(kinds) <= 1,
-            f"{setting}.source {path} is a folder of several formats"
-            f" ({', '.join(file.name for file in files[:6])}); set it to one of the files, or to"
-            f" {' or '.join(f'{path}/*{kind}' for kind in kinds)}",
+            deep is None,
+            f"{setting}.source {path} holds its files in other folders, such as {deep}; set it to"
+            f" one of these, or to {path}/**/*{deep and format_of(deep)}",
         )
+        return [], []
+    files = _of_split(held, path, split, setting)
+    kinds = sorted({format_of(file) for file in files})
+    require(
+        len(kinds) <= 1,
+        f"{setting}.source {path} is a folder of several formats"
+        f" ({', '.join(file.name for file in files[:6])}); set it to one of the files, or to"
+        f" {' or '.join(f'{path}/*{kind}' for kind in kinds)}",
+    )
+    return files, [
+        f"{one.name}/" if one.is_dir() else one.name for one in inside if one not in files
+    ]
+
+
+def _of_split(files: list[Path], folder: Path, split: str, setting: str) -> list[Path]:
+    """Those of `files` whose names tell that they hold `split`; all, where no name tells a split.
+    Raises `ValueError` if there are none of `split`, or a file of its format that tells no split.
+    """
+    splits = {file: _split_of(file) for file in files}
+    if not any(splits.values()):
         return files
-    if path.exists() or not glob.has_magic(str(path)):
-        return []
-    files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    require(bool(files), f"{setting}.source {path} is a pattern that no file fits; correct it")
-    return files
+    wanted = {split, _split_of(Path(split))}
+    found = [file for file in files if file.name.partition(".")[0] == split]
+    found = found or [file for file in files if splits[file] and splits[file] in wanted]
+    require(
+        bool(found),
+        f"{setting}.split '{split}' of {folder} cannot be had: its files have the splits"
+        f" {', '.join(sorted({*splits.values()} - {''}))}; set {setting}.split to one of these",
+    )
+    kind = format_of(found[0])
+    unclear = next((one for one in files if not splits[one] and format_of(one) == kind), None)
+    require(
+        unclear is None,
+        f"{setting}.source {folder} holds {found[0].name} of split '{split}', and"
+        f" {unclear and unclear.name}, which names no split; set it to {folder}/*{kind}, or to a"
+        " pattern of those to read",
+    )
+    return found
 
 
-def _joined(source: str, files: list[Path], limit: int | None, setting: str) -> Table:
-    """The rows of several files, one after the other; which files these are is said."""
-    names = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
-    console.say(f"{setting}.source {source}: {len(files)} files are read: {names}")
+def _split_of(file: Path) -> str:
+    """The split that a file's name tells; empty if it tells none."""
+    shard = SHARD.match(file.name)
+    if shard:
+        return shard[1]
+    words = re.findall("[a-z]+", file.name.lower())
+    return next((name for name, known in SPLITS.items() if {*known} & {*words}), "")
+
+
+def _of_pattern(path: Path, setting: str) -> tuple[list[Path], list[str]]:
+    """The files that a pattern (`data/*.jsonl`) names, each once, and the names of what it fits
+    besides. Raises `ValueError` for a pattern that fits no file.
+    """
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    files = {one.resolve(): one for one in reversed(found) if format_of(one) and one.is_file()}
+    kept = sorted(files.values())
+    require(
+        bool(kept),
+        f"{setting}.source {path} is a pattern that no file fits that ends in {', '.join(READERS)};"
+        " correct it",
+    )
+    others = [f"{one.name}/" if one.is_dir() else one.name for one in found if not format_of(one)]
+    return kept, others if "**" not in str(path) else [one for one in others if one[-1] != "/"]
+
+
+def _joined(
+    source: str, files: list[Path], others: list[str], limit: int | None, setting: str
+) -> Table:
+    """The rows of several files, one after the other; which files these are is said, and what was
+    found beside them.
+    """
+
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+    names = some([file.name for file in files])
+    beside = f"; not read: {some(others)}" if others else ""
+    console.say(f"{setting}.source {source}: {len(files)} files are read: {names}{beside}")
     rows: list[Row] = []
     places: list[str] = []
     for file in files:
         left = None if limit is None else limit - len(rows)
         if left == 0:
             break
-        part = read_rows(str(file), split="", limit=left, setting=setting)
+        part = READERS[format_of(file)](file, left)
         places += [part.place(index) for index in range(len(part.rows))]
         rows += part.rows
     return Table(source, rows, places=places)
@@ -273,18 +416,11 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         " was it downloaded,"
     )
     require(state != "unreachable", f"{unknown} {why_absent(name)}")
-    # The library looks at every file below, which in / or a home folder takes minutes.
-    require(
-        not Path(name).is_dir() or _holds_few_files(Path(name)),
-        f"{setting}.source '{name}' is a folder with more than {MOST_FILES:,} files; set it to the"
-        " folder of one data set",
-    )
     import datasets
 
     try:
         with quiet():
-            saved = Path(name, "state.json").exists() or Path(name, "dataset_dict.json").exists()
-            if saved:
+            if any(Path(name, file).exists() for file in SAVED):
                 data: Any = datasets.load_from_disk(name)
                 if isinstance(data, datasets.DatasetDict):
                     require(split in data, f"it has the splits {', '.join(map(str, data))}")
@@ -308,7 +444,9 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         console.say(f"{setting}.source {name}: split '{split}' is read, {len(data)} rows")
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
-    return Table(f"{name}[{split}]", data.to_list())
+    rows = data.to_list()
+    _make_plain(rows, data.features.arrow_schema)
+    return Table(f"{name}[{split}]", rows)
 
 
 def _holds_few_files(folder: Path) -> bool:
@@ -322,15 +460,18 @@ def _holds_few_files(folder: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """Read a UTF-8 file as text, without a byte-order mark."""
+    """Read a UTF-8 file, which gzip may have compressed, as text without a byte-order mark."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it"
         ) from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
+    except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{path} cannot be read: {why}; set another file") from None
 
 
 def repeated(names: Sequence[str]) -> str | None:

@@ -1,0 +1,168 @@
+"""Which files a source means, and the values that their rows get."""
+
+from __future__ import annotations
+
+import gzip
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data.render import column, text_of
+from megarl.data.rows import read_rows
+
+
+def rows(source: object, split: str = "train", **changes: Any) -> list[dict[str, Any]]:
+    given = {"limit": None, "setting": "prompts", **changes}
+    return read_rows(str(source), split=split, **given).rows
+
+
+def lay(folder: Path, *names: str) -> Path:
+    """`folder` with files of one row each, whose `a` is the file's name."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = f'{{"a": "{name}"}}\n' if ".jsonl" in name.lower() else f"a\n{name}\n"
+        file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return folder
+
+
+def read(source: object, split: str = "train", **changes: Any) -> list[str]:
+    return [row["a"] for row in rows(source, split, **changes)]
+
+
+TRUE = {"id": "007", "na": "NA", "day": "2024-01-01", "price": "1.50"}
+
+
+@pytest.mark.parametrize("name", ["train", "train-00000-of-00001", "gsm_train"])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".csv.gz"])
+@pytest.mark.parametrize("below", ["", "data", "train"])
+def test_values_of_a_folder_by_split_stay(
+    name: str, suffix: str, below: str, tmp_path: Path
+) -> None:
+    """A reader that guesses types makes 7 of 007, null of NA, and a time of a date."""
+    lay(tmp_path / below, f"{name}{suffix}", f"test{suffix}")
+    text = ",".join(TRUE) + "\n" + ",".join(TRUE.values()) + "\n"
+    if "jsonl" in suffix:
+        text = str(TRUE).replace("'", '"') + "\n"
+    data = gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode()
+    (tmp_path / below / f"{name}{suffix}").write_bytes(data)
+    assert rows(tmp_path) == [TRUE]
+
+
+def test_files_of_a_split(tmp_path: Path) -> None:
+    lay(tmp_path, "train.jsonl", "dev.jsonl", "test_b.csv", "test-a.csv", "meta.json")
+    assert read(tmp_path) == ["train.jsonl"]
+    for split in ("dev", "validation", "val"):
+        assert read(tmp_path, split) == ["dev.jsonl"]
+    assert read(tmp_path, "test") == ["test-a.csv", "test_b.csv"]
+    assert read(tmp_path, "test", limit=1) == ["test-a.csv"]
+    assert read(tmp_path, "test_b") == ["test_b.csv"]
+    with pytest.raises(ValueError, match=r"split 'x' .*splits test, train, validation; set prom"):
+        rows(tmp_path, "x")
+    chat = lay(tmp_path / "c", *(f"{n}-00000-of-00001.csv" for n in ("train_sft", "train_gen")))
+    assert read(chat, "train_sft") == ["train_sft-00000-of-00001.csv"]
+    with pytest.raises(ValueError, match=r"split 'train' .*have the splits train_gen, train_sft"):
+        rows(chat)
+    clone = lay(tmp_path / "clone", "main/train.csv", "other/train.csv", "README.md")
+    assert read(clone, subset="main") == ["main/train.csv"]
+    with pytest.raises(ValueError, match=r"clone holds .*main/train\.csv.*clone/\*\*/\*\.csv"):
+        rows(clone)
+
+
+def test_what_is_not_read_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = lay(tmp_path / "a", "a.jsonl", "b.JSONL", "c.jsonl.gz", "d.jsonl.zst", "sub/x.jsonl")
+    lay(folder, ".hidden.jsonl", ".cache/y.jsonl")
+    assert read(folder) == ["a.jsonl", "b.JSONL", "c.jsonl.gz"]
+    said = capfd.readouterr().err
+    assert "3 files are read: a.jsonl, b.JSONL, c.jsonl.gz; not read: d.jsonl.zst, sub/" in said
+    assert read(f"{folder}/*") == ["a.jsonl", "b.JSONL", "c.jsonl.gz"]
+    assert "not read: d.jsonl.zst, sub/" in capfd.readouterr().err
+    splits = lay(tmp_path / "b", "train.jsonl", "test.jsonl", "README.md")
+    assert read(splits) == ["train.jsonl"]
+    assert "files are read: train.jsonl; not read: README.md, test" in capfd.readouterr().err
+    lay(splits, "part2.jsonl")
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl.*part2\.jsonl, which names no split.*b/\*\.jsonl"
+    ):
+        rows(splits)
+    with pytest.raises(ValueError, match=r"pattern that no file fits"):
+        rows(f"{tmp_path}/[ab]")
+
+
+def test_links_that_lead_back_and_files_without_rows(tmp_path: Path) -> None:
+    folder = lay(tmp_path / "a", "a.csv", "b.csv", "sub/c.csv")
+    (folder / "loop").symlink_to(folder)
+    (folder / "b.csv").write_text("")
+    assert read(folder) == ["a.csv"]
+    assert read(f"{folder}/**/*.csv") == ["a.csv", "sub/c.csv"]
+    with pytest.raises(ValueError, match=r"b\.csv is empty"):
+        rows(folder / "b.csv")
+    (folder / "a.csv.gz").write_bytes(b"a\n1\n")
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: .*[Nn]ot a gzip"):
+        rows(folder / "a.csv.gz")
+    (folder / "a.csv.gz").write_bytes(gzip.compress(b"a\n1\n")[:-9])
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: .*ended before"):
+        rows(folder / "a.csv.gz")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_marks_and_ends_of_lines(end: str, tmp_path: Path) -> None:
+    for name, lines in (("a.csv", ["a,b", "1,2"]), ("a.jsonl", ['{"a": "1", "b": "2"}'])):
+        file = tmp_path / name
+        file.write_bytes("".join(f"{line}{end}" for line in lines).encode("utf-8-sig"))
+        assert rows(file) == [{"a": "1", "b": "2"}]
+
+
+def test_narrow_floats_are_the_decimals_that_were_written(tmp_path: Path) -> None:
+    f2, f4, f8 = pyarrow.float16(), pyarrow.float32(), pyarrow.float64()
+    kinds: dict[str, tuple[Any, Any, Any]] = {
+        "single": (f4, 1.1, 1.1),
+        "half": (f2, 0.1, 0.1),
+        "double": (f8, 1.100000023841858, 1.100000023841858),
+        "large": (f4, 1e20, 1e20),
+        "none": (f4, None, None),
+        "list": (pyarrow.list_(f4), [1.1, None], [1.1, None]),
+        "fixed": (pyarrow.list_(f2, 2), [0.1, 0.2], [0.1, 0.2]),
+        "struct": (
+            pyarrow.struct({"x": f4, "y": pyarrow.list_(pyarrow.struct({"z": f4}))}),
+            {"x": 0.7, "y": [{"z": 0.3}, None]},
+            {"x": 0.7, "y": [{"z": 0.3}, None]},
+        ),
+        "map": (pyarrow.map_(pyarrow.string(), f4), {"k": 1.1}, [("k", 1.1)]),
+        "decimal": (pyarrow.decimal128(9, 2), Decimal("1.50"), Decimal("1.50")),
+        "integer": (pyarrow.uint64(), 2**64 - 1, 2**64 - 1),
+        "truth": (pyarrow.bool_(), True, True),
+        "date": (pyarrow.date32(), date(2024, 1, 2), "2024-01-02"),
+        "time": (pyarrow.time64("us"), time(3, 4), "03:04:00"),
+        "stamp": (pyarrow.timestamp("us"), datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
+        "zone": (
+            pyarrow.timestamp("ns", "UTC"),
+            datetime(2024, 1, 2, 3, tzinfo=UTC),
+            "2024-01-02T03:00:00+00:00",
+        ),
+        "stamps": (pyarrow.list_(pyarrow.date32()), [date(2024, 1, 2)], ["2024-01-02"]),
+    }
+    table = pyarrow.table(
+        {name: pyarrow.array([value], kind) for name, (kind, value, _) in kinds.items()}
+    )
+    table = table.append_column("coded", table["single"].dictionary_encode())
+    table = table.append_column("a", pyarrow.array(["q"]))
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    import datasets
+
+    datasets.Dataset(table.select(["single", "list"])).save_to_disk(str(tmp_path / "saved"))
+    (row,) = rows(tmp_path / "rows.parquet")
+    for name, (_, _, expected) in kinds.items():
+        assert row[name] == expected and type(row[name]) is type(expected), name
+    assert row["coded"] == 1.1
+    assert rows(tmp_path / "saved") == [{"single": 1.1, "list": [1.1, None]}]
+    for name, answer in (("single", "1.1"), ("struct.x", "0.7"), ("date", "2024-01-02")):
+        value = column(row, name, place="", setting="")
+        assert text_of(value, what="", place="") == answer
+    with pytest.raises(ValueError, match="is True, not a text or a finite number"):
+        text_of(row["truth"], what="", place="")
