@@ -122,7 +122,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
             f"{place}: a tool call is not {{type: function, function: {{name, arguments}}}}; mend"
             " the row",
         )
-        arguments = _from_json(inner.get("arguments"))
+        arguments = from_json(inner.get("arguments"))
         require(
             isinstance(arguments, dict),
             f"{place}: the arguments of a call of '{inner['name']}' are neither an object nor the"
@@ -142,7 +142,7 @@ def tools_of(row: Row, name: str, *, place: str, setting: str) -> list[dict[str,
         name in row or name in ("", "tools"),
         f"{place}: no column '{name}'; set {setting} to one of: {', '.join(row)}",
     )
-    tools = _from_json(row.get(name) or [])
+    tools = from_json(row.get(name) or [])
     require(
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools),
         f"{place}: column '{name}' is {kind_of(tools)}, not a list of tools ({{type: function,"
@@ -152,7 +152,7 @@ def tools_of(row: Row, name: str, *, place: str, setting: str) -> list[dict[str,
     return tools
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     """What a text is the JSON of; any other value, and a text that is no JSON, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value

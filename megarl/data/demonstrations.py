@@ -28,7 +28,7 @@ from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import lost_text
+from megarl.data.round_trip import check_texts, lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import (
     TokenLists,
@@ -103,6 +103,7 @@ def load_demonstrations(
     masks = None
     if config.text_column:
         values = texts = _whole_texts(config, table, setting)
+        check_texts(table, texts)
         whole = text_tokens(tokenizer, texts, config.template)
         # Nothing stands before the first token, by which it could be predicted.
         prompts, responses = whole.split(1)
@@ -112,12 +113,14 @@ def load_demonstrations(
         if config.messages_column:
             assert template is not None  # `DemonstrationsConfig` requires `template: chat`
             values, pieces = _conversations(config, table, template, setting)
-            prompts, responses, masks = conversation_tokens(tokenizer, pieces, end)
             texts = [row[0][0] for row in pieces]
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
+            check_texts(table, texts, replies)
+            prompts, responses, masks = conversation_tokens(tokenizer, pieces, end)
             marks = ["conversation"] * len(values)
         else:
             values, marks, texts, replies = _pairs(config, table, template, setting)
+            check_texts(table, texts, replies)
             replies = without_end(tokenizer, replies, end)
             prompts = prompt_tokens(tokenizer, texts, config.template)
             responses = response_tokens(tokenizer, replies, end)

@@ -30,7 +30,7 @@ from megarl.data.forms import preferences_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import lost_text
+from megarl.data.round_trip import check_texts, lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, without_end
 from megarl.schema import require, shortened
@@ -155,6 +155,7 @@ def load_preferences(
     template = chat_template(tokenizer, config, setting)
     end = end_of_turn(tokenizer, config.template, config.template_variables)
     columns = _columns(config, table, template, setting)
+    check_texts(table, columns.prompts, *columns.responses)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
     replies = [without_end(tokenizer, texts, end) for texts in columns.responses]
     responses = [response_tokens(tokenizer, texts, end) for texts in replies]

@@ -1,12 +1,15 @@
-"""Whether a tokenizer keeps the text of a data set: characters that it has no token for are lost to
-the model in silence.
+"""Whether the text of a data set reaches the model whole: half characters cannot be encoded, and
+characters that a tokenizer has no token for are lost in silence.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megarl.data.chats import from_json
+from megarl.data.rows import Table
 from megarl.data.tokens import TokenLists
 from megarl.schema import shortened
 from megarl.third_party import opening
@@ -16,6 +19,34 @@ if TYPE_CHECKING:
 
 MOST_TEXTS = 1000
 """Largest number of texts that are decoded again, evenly spread over the data set."""
+
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can write (`"\\ud800"`) and no encoding has."""
+
+
+def check_texts(table: Table, *texts: Sequence[str]) -> None:
+    """Raise `ValueError`, naming row and column, if one of `texts` cannot be encoded. Each holds a
+    text for every row of `table`, as it is read, or as the chat template has written it.
+    """
+    for index, row in enumerate(zip(*texts, strict=True)):
+        half = next(filter(None, map(HALF.search, row)), None)
+        if half is not None:
+            names = [name for name, value in table.rows[index].items() if _has_half(value)]
+            there = f"column '{', '.join(names)}'" if names else "the text"
+            raise ValueError(
+                f"{table.place(index)}: {there} holds half of a surrogate pair"
+                f" (U+{ord(half[0]):04X}), which is no character; mend the text or drop the row"
+            )
+
+
+def _has_half(value: Any) -> bool:
+    """Whether a text in `value`, or in the JSON that it is the text of, has a half pair."""
+    value = from_json(value)
+    if isinstance(value, dict):
+        return any(map(_has_half, [*value, *value.values()]))
+    if isinstance(value, list):
+        return any(map(_has_half, value))
+    return isinstance(value, str) and HALF.search(value) is not None
 
 
 def lost_text(

@@ -23,7 +23,7 @@ from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import lost_text
+from megarl.data.round_trip import check_texts, lost_text
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require
@@ -187,6 +187,7 @@ def _load_source(
         )
         for index, value in enumerate(values)
     ]
+    check_texts(table, texts, answers)
     token_ids = prompt_tokens(tokenizer, texts, config.template)
     lost = lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}")
     kept, cut, note = fit(

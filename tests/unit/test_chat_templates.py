@@ -47,6 +47,7 @@ ANSWER = {"role": "assistant", "content": "yes"}
 SYSTEM = {"role": "system", "content": "s"}
 MORE = {"role": "user", "content": "sure?"}
 NO = {"role": "assistant", "content": "no"}
+CHAT = {"template": "chat"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 WRITTEN = '<call>look {"city": "Rome"}</call>'
 
@@ -284,6 +285,40 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
         row = load_demonstrations(config, tokenizer_of(CHATML), seed=1).at(0)
         shown = tokenizer_of(CHATML).decode([*row.prompt_ids, *row.response_ids])
         assert shown == f'{wanted}<call>look {{"city": null}}</call><|im_end|>'
+
+
+HALF = "a\ud800"
+HALVES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+    "a prompt": (load_prompts, "prompt", {"prompt": HALF}, {}),
+    "a prompt's chat": (load_prompts, "prompt", {"prompt": [ASK | {"content": HALF}]}, CHAT),
+    "JSON of a chat": (load_prompts, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])},
+                       CHAT),
+    "an answer": (load_prompts, "answer", {"answer": HALF}, {}),
+    "tools": (load_prompts, "tools", {"tools": [tool(HALF)]}, CHAT),
+    "a response": (load_demonstrations, "response", {"response": HALF}, {}),
+    "a whole text": (load_demonstrations, "text", {"text": HALF}, {"text_column": "text"}),
+    "a call": (load_demonstrations, "messages", {"messages": [ASK, calling("f", city=HALF)]},
+               CHAT | {"messages_column": "messages"}),
+    "a choice": (load_preferences, "rejected", {"rejected": HALF}, {}),
+    "a chosen chat": (load_preferences, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
+}  # fmt: skip
+"""{name: (function, column, what a row then has, settings)}"""
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_character_is_named(name: str, tmp_path: Path) -> None:
+    load, column, change, settings = HALVES[name]
+    row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "text": "abc"}
+    row |= {"chosen": "b", "rejected": "c", "messages": [ASK, ANSWER]}
+    kind = {load_prompts: PromptsConfig, load_demonstrations: DemonstrationsConfig}
+    config = kind.get(load, PreferencesConfig)(
+        source=written(tmp_path, row, row | change), **settings
+    )
+    said = (
+        rf"^\S+rows.jsonl, line 2 \(row 1, .*\): column '{column}' holds half .*\(U\+D800\).*mend"
+    )
+    with pytest.raises(ValueError, match=said):
+        load(config, tokenizer_of(CHATML), seed=1)
 
 
 # ------------------------------------------------------------------- preferences: prompt + side
