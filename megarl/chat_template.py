@@ -66,6 +66,15 @@ def end_of_turn(
     return int(found)  # pyright: ignore[reportArgumentType]
 
 
+def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
+    """Responses without the tokens that they end with: `end` and the end-of-sequence token, as
+    often as they stand there, with the white space behind them.
+    """
+    known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
+    ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
+    return [re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text) for text in texts]
+
+
 def tags_of(chat_template: object) -> tuple[str, str]:
     """The tags around the thoughts of a model that a chat template names; `TAGS` without one."""
     found = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
@@ -85,6 +94,24 @@ class ChatTemplate:
         self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
+
+    @functools.cached_property
+    def _specials(self) -> tuple[str, ...]:
+        """Texts of the tokenizer's special tokens."""
+        known = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return tuple(filter(str.strip, known))
+
+    def _unended(self, chat: Sequence[Turn]) -> list[Turn]:
+        """A chat whose turns do not end with the token that the template writes behind them; see
+        `without_end`.
+        """
+        found = list(chat)
+        for number, turn in enumerate(found):
+            said = turn.get("content")
+            if isinstance(said, str) and said.rstrip().endswith(self._specials):
+                end: Any = self.tokenizer.convert_tokens_to_ids(self._end)
+                found[number] = turn | {"content": without_end(self.tokenizer, [said], end)[0]}
+        return found
 
     @functools.cached_property
     def _end(self) -> str:
@@ -129,7 +156,7 @@ class ChatTemplate:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(chat),
+                    self._unended(chat),
                     tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
                     tokenize=False,
                     add_generation_prompt=asks,
@@ -149,6 +176,7 @@ class ChatTemplate:
         answer is as `continued` returns it. It is None if the template writes the chat in another
         way once it is answered. Raises `ValueError` as `text` and `continued` do.
         """
+        chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
         said, (stem, tag, _) = str(chat[-1]["content"] or ""), self._opened(before)

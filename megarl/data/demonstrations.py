@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat_template import ChatTemplate, Turn, end_of_turn
+from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
 from megarl.data.chats import (
     as_written,
     check_question,
@@ -35,7 +35,6 @@ from megarl.data.tokens import (
     prompt_tokens,
     response_tokens,
     text_tokens,
-    without_end,
 )
 from megarl.schema import require, shortened
 from megarl.types import Demonstration
@@ -103,7 +102,7 @@ def load_demonstrations(
     masks = None
     if config.text_column:
         values = texts = _whole_texts(config, table, setting)
-        check_texts(table, texts)
+        check_texts(table, setting, texts)
         whole = text_tokens(tokenizer, texts, config.template)
         # Nothing stands before the first token, by which it could be predicted.
         prompts, responses = whole.split(1)
@@ -115,12 +114,12 @@ def load_demonstrations(
             values, pieces = _conversations(config, table, template, setting)
             texts = [row[0][0] for row in pieces]
             replies = ["".join(text for text, _ in row[1:]) for row in pieces]
-            check_texts(table, texts, replies)
+            check_texts(table, setting, texts, replies)
             prompts, responses, masks = conversation_tokens(tokenizer, pieces, end)
             marks = ["conversation"] * len(values)
         else:
             values, marks, texts, replies = _pairs(config, table, template, setting)
-            check_texts(table, texts, replies)
+            check_texts(table, setting, texts, replies)
             replies = without_end(tokenizer, replies, end)
             prompts = prompt_tokens(tokenizer, texts, config.template)
             responses = response_tokens(tokenizer, replies, end)
@@ -172,7 +171,8 @@ def _pairs(
         is_text = set(answer) == {"role", "content"}
         marks.append(answer["content"] if is_text else canonical_json(answer))
         if template is None:
-            pairs.append((render(asked, None, place=place, setting=setting), answer["content"]))
+            text = render(parsed_chat(asked), None, place=place, setting=setting)
+            pairs.append((text, answer["content"]))
             continue
         asked = parsed_chat(asked)
         asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -213,6 +213,11 @@ def _whole_texts(config: DemonstrationsConfig, table: Table, setting: str) -> li
     for index, row in enumerate(table.rows):
         place, named = table.place(index), f"{setting}.text_column"
         value = column(row, config.text_column, place=place, setting=named)
+        require(
+            not isinstance(parsed_chat(value), list),
+            f"{place}: column '{config.text_column}' holds a chat; set {setting}.messages_column"
+            f" to it, and {setting}.template to 'chat'",
+        )
         texts.append(text_of(value, what="the text", place=place))
         require(bool(texts[-1].strip()), f"{place}: the text is empty; drop the row or fill it")
     return texts

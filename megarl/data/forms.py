@@ -10,7 +10,7 @@ there. Which one was found is said.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,18 +80,29 @@ def preferences_as_read(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
     """(settings, rows) with which preferences are read, as `demonstrations_as_read`. `single`:
-    whether the method trains on single responses with labels.
+    whether the method trains on single responses with labels. Raises `ValueError` also if the
+    responses of all rows repeat their prompts.
     """
+    config, table = _preferences_form(config, table, setting, single=single)
+    sides = (config.chosen_column, config.rejected_column)
+    sides = (config.response_column,) if config.response_column else sides
+    require(
+        not all(_repeats_prompt(row, config.prompt_column, sides) for row in table.rows),
+        f"{table.source}: {' and '.join(map(repr, sides))} begin with the text of"
+        f" '{config.prompt_column}', which would be read twice; cut it off, or drop the column"
+        f" '{config.prompt_column}'",
+    )
+    return config, table
+
+
+def _preferences_form(
+    config: PreferencesConfig, table: Table, setting: str, *, single: bool
+) -> tuple[PreferencesConfig, Table]:
     plain = PreferencesConfig()
     names = ("prompt_column", "chosen_column", "rejected_column", "response_column", "label_column")
     if any(getattr(config, name) != getattr(plain, name) for name in names):
         return config, table
     first = table.rows[0]
-    require(
-        not all(_repeats_prompt(row) for row in table.rows),
-        f"{table.source}: 'chosen' and 'rejected' begin with the text of 'prompt', which would be"
-        " read twice; cut it off, or drop the column 'prompt'",
-    )
     if {"prompt", "completion", "label"} <= set(first) and "chosen" not in first:
         require(
             single,
@@ -111,12 +122,20 @@ def preferences_as_read(
     return config, table
 
 
-def _repeats_prompt(row: Row) -> bool:
-    """Whether both responses of a pair of texts begin with the prompt."""
-    asked, sides = row.get("prompt"), (row.get("chosen"), row.get("rejected"))
+def _repeats_prompt(row: Row, prompt: str, sides: Sequence[str]) -> bool:
+    """Whether the texts of the columns `sides` begin with that of the column `prompt`."""
+    asked, *said = (value_or_none(row, name) for name in (prompt, *sides))
     if not (isinstance(asked, str) and asked.strip()):
         return False
-    return all(isinstance(side, str) and side.startswith(asked) for side in sides)
+    return all(isinstance(side, str) and side.startswith(asked) for side in said)
+
+
+def value_or_none(row: Row, name: str) -> Any:
+    """The value of a column, which may be nested (dots); None if there is none."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def prompts_as_read(config: PromptsConfig, table: Table, setting: str) -> PromptsConfig:
@@ -193,17 +212,28 @@ def _prompt_completion(row: Row, place: str) -> Row:
 
 
 def _turn(turn: Any, place: str) -> dict[str, Any]:
-    """A ShareGPT turn {from, value} as {role, content}; a turn with a role stays."""
-    if isinstance(turn, Mapping) and "role" in turn:
-        return dict(turn)
-    said = turn.get("from") if isinstance(turn, Mapping) else None
-    role = ROLES.get(str(said).lower())
+    """A ShareGPT turn {from, value} as {role, content}. It may have both names of a key, with one
+    value.
+    """
+    turn = turn if isinstance(turn, Mapping) else {}
+    said, value = turn.get("from"), turn.get("value")
+    role, content = turn.get("role"), turn.get("content")
+    role = ROLES.get(str(said).lower()) if role is None else role
     require(
         role is not None,
         f"{place}: a turn of the conversation is from {said!r:.40}; known are {', '.join(ROLES)}",
     )
+    same = said is None or ROLES.get(str(said).lower(), said) == ROLES.get(str(role).lower(), role)
+    for one, a, other, b, is_same in (
+        ("from", said, "role", role, same),
+        ("value", value, "content", content, value is None or content in (None, value)),
+    ):
+        require(
+            is_same,
+            f"{place}: a turn has '{one}' {a!r:.40} and '{other}' {b!r:.40}; keep one of the two",
+        )
     more = {key: one for key, one in turn.items() if key not in ("from", "value")}
-    return {"role": role, "content": turn.get("value")} | more
+    return more | {"role": role, "content": value if content is None else content}
 
 
 def _sharegpt(row: Row, place: str) -> Row:

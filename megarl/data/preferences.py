@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.chat_template import ChatTemplate, Turn, end_of_turn
+from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
 from megarl.data.chats import (
     as_written,
     check_question,
@@ -26,13 +26,13 @@ from megarl.data.chats import (
 )
 from megarl.data.config import PreferencesConfig
 from megarl.data.fingerprint import canonical_json, fingerprint
-from megarl.data.forms import preferences_as_read
+from megarl.data.forms import preferences_as_read, value_or_none
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import check_texts, lost_text
 from megarl.data.rows import Row, Table, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens, without_end
+from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
 from megarl.schema import require, shortened
 from megarl.types import Preference
 
@@ -155,7 +155,7 @@ def load_preferences(
     template = chat_template(tokenizer, config, setting)
     end = end_of_turn(tokenizer, config.template, config.template_variables)
     columns = _columns(config, table, template, setting)
-    check_texts(table, columns.prompts, *columns.responses)
+    check_texts(table, setting, columns.prompts, *columns.responses)
     prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
     replies = [without_end(tokenizer, texts, end) for texts in columns.responses]
     responses = [response_tokens(tokenizer, texts, end) for texts in replies]
@@ -264,7 +264,8 @@ def _texts(
         reply = text_of(value, what=f"the response (column '{key}')", place=place)
         check_reply({"content": reply}, what)
         asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
-        return render(asked, None, place=place, setting=setting), reply, [asked, reply]
+        text = render(parsed_chat(asked), None, place=place, setting=setting)
+        return text, reply, [asked, reply]
     reply = value if isinstance(value, list) else text_of(value, what="the response", place=place)
     reply = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
     reply = turns_of(reply, place=place, setting=named)
@@ -289,7 +290,7 @@ def _joined(
     """
     named = config.prompt_column
     goes_on = reply[0]["role"] in ("assistant", "tool")
-    if len(reply) > 1 and (not named or (not goes_on and _lacks(row, named))):
+    if len(reply) > 1 and (not named or (not goes_on and value_or_none(row, named) is None)):
         return reply
     key = f"{setting}.prompt_column"
     value = parsed_chat(column(row, named, place=place, setting=key))
@@ -310,14 +311,6 @@ def _joined(
         f" repeats it; mend the row, or set {key} to '' if the conversations hold their prompt",
     )
     return asked + reply
-
-
-def _lacks(row: Row, name: str) -> bool:
-    """Whether a row has no column `name`, which may be nested (dots), or it is null."""
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value is None
 
 
 def _margin(config: PreferencesConfig, row: Row, place: str, setting: str) -> float:

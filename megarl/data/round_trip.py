@@ -1,5 +1,5 @@
-"""Whether the text of a data set reaches the model whole: half characters cannot be encoded, and
-characters that a tokenizer has no token for are lost in silence.
+"""Whether the text of a data set reaches the model whole: half characters cannot be encoded, images
+are not shown, and characters that a tokenizer has no token for are lost in silence.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl import console
 from megarl.data.chats import from_json
-from megarl.data.rows import Table
+from megarl.data.rows import NOT_TEXT, Table
 from megarl.data.tokens import TokenLists
-from megarl.schema import shortened
+from megarl.schema import require, shortened
 from megarl.third_party import opening
 
 if TYPE_CHECKING:
@@ -24,10 +25,30 @@ HALF = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which JSON can write (`"\\ud800"`) and no encoding has."""
 
 
-def check_texts(table: Table, *texts: Sequence[str]) -> None:
-    """Raise `ValueError`, naming row and column, if one of `texts` cannot be encoded. Each holds a
-    text for every row of `table`, as it is read, or as the chat template has written it.
+def check_texts(table: Table, setting: str, *texts: Sequence[str]) -> None:
+    """Raise `ValueError`, naming row and column, if one of `texts` cannot be encoded, or has a
+    place for an image or sound of its row (`<image>`). Say where rows have images or sound besides,
+    as a reward may read. Each of `texts` holds a text for every row of `table`, as it is read, or
+    as the chat template has written it.
     """
+    more = [
+        sorted(name for name in NOT_TEXT & row.keys() if row[name] not in (None, "", [], {}))
+        for row in table.rows
+    ]
+    for index, names in enumerate(more):
+        for name in names:
+            mark = f"<{name.rstrip('s')}>"
+            require(
+                not any(mark in column[index] for column in texts),
+                f"{table.place(index)}: '{mark}' stands for column '{name}', which is not shown to"
+                " the model; drop the row",
+            )
+    if any(more):
+        names = ", ".join(map(repr, sorted({name for names in more for name in names})))
+        console.say(
+            f"{setting}: {sum(map(bool, more))} of {len(more)} rows have more than text (columns"
+            f" {names}), which is not shown to the model"
+        )
     for index, row in enumerate(zip(*texts, strict=True)):
         half = next(filter(None, map(HALF.search, row)), None)
         if half is not None:

@@ -269,13 +269,6 @@ def read_rows(
     require(
         bool(table.rows), f"{setting}.source {source} is empty; set it to one with at least one row"
     )
-    for index, row in enumerate(table.rows):
-        for name in NOT_TEXT & row.keys():
-            require(
-                row[name] in (None, "", [], {}),
-                f"{table.place(index)}: column '{name}' holds more than text, which is not read;"
-                " drop the column if the texts are whole without it",
-            )
     return table
 
 

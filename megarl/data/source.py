@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from megarl.chat_template import Tools
-from megarl.data.chats import as_written, tools_of
+from megarl.data.chats import as_written, parsed_chat, tools_of
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.fingerprint import canonical_json, fingerprint
@@ -177,7 +177,7 @@ def _load_source(
     )
     texts = [
         render(
-            value,
+            parsed_chat(value),
             template,
             system=config.system,
             instruction=_instruction(config, table, index, setting),
@@ -187,7 +187,7 @@ def _load_source(
         )
         for index, value in enumerate(values)
     ]
-    check_texts(table, texts, answers)
+    check_texts(table, setting, texts, answers)
     token_ids = prompt_tokens(tokenizer, texts, config.template)
     lost = lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}")
     kept, cut, note = fit(

@@ -5,12 +5,12 @@ texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.chat_template import without_end
 from megarl.data.config import TemplateName
 from megarl.third_party import opening
 
@@ -81,19 +81,10 @@ def response_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
 ) -> TokenLists:
     """Tokenise responses, each with exactly one token `end` at the end; see
-    `megarl.chat_template.end_of_turn` and `without_end`.
+    `end_of_turn` and `without_end` of `megarl.chat_template`.
     """
     bare = without_end(tokenizer, texts, end)
     return encode(tokenizer, bare, add_special_tokens=False, fix=lambda text, ids: [*ids, end])
-
-
-def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
-    """Responses without the tokens that they end with: `end` and the end-of-sequence token, as
-    often as they stand there, with the white space behind them.
-    """
-    known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
-    ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
-    return [re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text) for text in texts]
 
 
 def text_tokens(

@@ -590,8 +590,7 @@ def test_a_reply_is_trained_on_as_the_template_writes_it(name: str, tmp_path: Pa
     assert preference(tmp_path, tokenizer, prompt=[ASK], chosen=[chosen], rejected=[NO])[:2] == (
         asked, want
     )  # fmt: skip
-    if "ended" not in name:
-        assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
+    assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
 
 
 CALL_CHAT = [ANSWER | {"tool_calls": [CALL]}]
@@ -752,6 +751,22 @@ def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
         if template == "none":
             want = [f"{text}{end}" for text in ends[:2]]
         assert found[: len(want)] == want
+
+
+@pytest.mark.parametrize("ends", ["{end}", "{end}\n", "{end} {eos}\n\n"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_end_in_a_turn_is_not_doubled(name: str, ends: str, tmp_path: Path) -> None:
+    """Of any role, in data of every kind."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(FAMILIES[name])
+    end = ends.format(end=family.end, eos=family.eos)
+    plain = [ASK, ANSWER, MORE, NO]
+    ended = [turn | {"content": f"{turn['content']}{end}"} for turn in plain]
+    assert conversation(tmp_path, tokenizer, ended) == conversation(tmp_path, tokenizer, plain)
+    want = preference(tmp_path, tokenizer, chosen=plain, rejected=[*plain[:-1], ANSWER])
+    assert preference(tmp_path, tokenizer, chosen=ended, rejected=[*ended[:-1], ANSWER]) == want
+    assert prompt(tmp_path, tokenizer, ended[:3]) == prompt(tmp_path, tokenizer, plain[:3])
+    inside = [ASK | {"content": f"a{family.end}b"}, ANSWER]
+    assert f"a{family.end}b" in conversation(tmp_path, tokenizer, inside)[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "mistral"])

@@ -356,6 +356,22 @@ def test_a_prompt_is_not_read_twice(tokenizer: Any, tmp_path: Path) -> None:
         row = {"prompt": asked, "chosen": asked + "4", "rejected": asked + "3"}
         with pytest.raises(ValueError, match=r"begin with the text of 'prompt'.*drop the column"):
             load(tokenizer, tmp_path, [row, row])
+        named: dict[str, Any] = {"prompt_column": "x.q", "chosen_column": "good"}
+        row = {"x": {"q": asked}, "good": row["chosen"], "rejected": row["rejected"]}
+        said = r"'good' and 'rejected' begin with the text of 'x\.q'"
+        for settings in ({}, {"template": "chat"}):
+            with pytest.raises(ValueError, match=said):
+                load(tokenizer, tmp_path, [row, row], **named, **settings)
+        single = [{"prompt": asked, "completion": f"{asked}{n}", "label": n > 1} for n in range(3)]
+        for settings in ({}, {"response_column": "completion"}):
+            with pytest.raises(ValueError, match="'completion' begin with the text of 'prompt'"):
+                load(tokenizer, tmp_path, single, single=True, **settings)
+
+
+def test_the_json_of_a_chat_needs_a_template(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [PAIR, PAIR | {"prompt": json.dumps(USER)}]
+    with pytest.raises(ValueError, match=r"line 2 .*the prompt is a chat, .*set it to 'chat'"):
+        load(tokenizer, tmp_path, rows)
 
 
 def test_single_responses_need_no_names(

@@ -851,6 +851,9 @@ MESSAGES = [
     {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
     for turn in SHAREGPT
 ]
+EMPTY: list[dict[str, Any]] = [
+    {"role": None, "content": None}, {"role": "user"}, {"content": "a2"}
+]  # fmt: skip
 TOOLS = [
     {"from": "system", "value": "s"},
     {"from": "user", "value": "q"},
@@ -891,6 +894,16 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     ),
     "messages": ({"messages": MESSAGES}, IN_CHAT, {"messages": MESSAGES}, "'messages'"),
     "ShareGPT": ({"conversations": SHAREGPT}, IN_CHAT, {"messages": MESSAGES}, "ShareGPT"),
+    "ShareGPT, both names": (
+        {
+            "conversations": [
+                a | other for a, other in zip(SHAREGPT, [MESSAGES[0], *EMPTY], strict=True)
+            ]
+        },
+        IN_CHAT,
+        {"messages": MESSAGES},
+        "ShareGPT",
+    ),
     "ShareGPT with a system text": (
         {"conversations": SHAREGPT, "system": "s", "tools": ""},
         IN_CHAT,
@@ -961,6 +974,12 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
     [
         ([{"conversations": SHAREGPT}, {"conversations": [{"from": "x", "value": "q"}]}],
          r"line 2 .*from 'x'; known are human"),
+        *(([{"conversations": SHAREGPT}, {"conversations": [SHAREGPT[0], SHAREGPT[1] | more]}],
+           f"line 2 .*a turn has '{one}' .* and '{other}' .*; keep one")
+          for one, other, more in (
+              ("value", "content", {"content": "b"}),
+              ("from", "role", {"role": "user"}),
+              ("value", "content", {"role": "assistant", "content": "b"}))),
         ([{"conversations": SHAREGPT}, {"conversations": "q"}], r"line 2 .*is a text; make it"),
         ([{"conversations": SHAREGPT}, {"other": 1}], "line 2 .*no column 'conversations'"),
         ([{"q": "1", "a": "2"}], r"no column 'prompt'; set demonstrations.prompt_column to one of:"
@@ -977,8 +996,9 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
         ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
         ([{"instruction": "q", "output": "a", "history": [["b", "c"]]}], "column 'history'"),
         ([{"instruction": "q", "output": "a", "system": "s"}], "column 'system' is not read"),
-        *(([{"prompt": "q", "response": "a", name: None}, {"prompt": "q", "response": "a", name: x}],
-           f"line 2 .*column '{name}' holds more than text")
+        *(([{"prompt": "q", "response": "a", name: None},
+            {"prompt": f"<{name.rstrip('s')}>q", "response": "a", name: x}],
+           f"line 2 .*'<{name.rstrip('s')}>' stands for column '{name}', which is not shown")
           for name, x in (("image", "a.png"), ("images", ["a.png"]), ("audio", {"path": "b"}))),
         ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
     ],
@@ -986,6 +1006,36 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         demonstrations(write(tmp_path / "rows.jsonl", rows), template="chat")
+
+
+def test_images_beside_the_text_are_not_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "q", "answer": "1", "response": "a"}
+    more = [{"images": ["a.png"]}, {"images": [], "audio": None}, {"image": "b.png"}, {}]
+    file = write(tmp_path / "rows.jsonl", [row | one for one in more])
+    for load, section in ((prompts, "prompts"), (demonstrations, "demonstrations")):
+        found = load(file)
+        (said,) = capfd.readouterr().err.splitlines()
+        assert said.startswith(f"{section}: 2 of 4 rows ") and "'image', 'images'" in said
+        assert "not shown to the model" in said and len(found) == 4
+    assert prompts(file).at(0).fields.get("images") in (["a.png"], [], None)
+    plain = write(tmp_path / "plain.jsonl", [row, row | {"prompt": "what is <image>?"}])
+    assert len(prompts(plain)) == 2
+
+
+@pytest.mark.parametrize("template", ["none", "rendered"])
+def test_the_json_of_a_chat_needs_a_template(template: str, tmp_path: Path) -> None:
+    chat = json.dumps(TALK[:2])
+    rows = [{"prompt": one, "answer": "1", "response": "a", "text": one} for one in ("q", chat)]
+    file = write(tmp_path / "rows.jsonl", rows)
+    for load in (prompts, demonstrations):
+        with pytest.raises(ValueError, match=r"line 2 .*the prompt is a chat, but .*set it to 'ch"):
+            load(file, template=template)
+    with pytest.raises(ValueError, match=r"line 2 .*column 'text' holds a chat; set .*messages_co"):
+        demonstrations(file, template=template, text_column="text")
+    literal = write(tmp_path / "literal.jsonl", [{"prompt": '[{"a": 1}]', "answer": "1"}])
+    assert prompts(literal, template=template).at(0).text == '[{"a": 1}]'
 
 
 def test_files_below_a_folder_and_the_split_of_a_saved_one(tmp_path: Path) -> None:
