@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-JSON_FILE = re.compile(r"\.jsonl?(?:, line \d+)? \(row \d+, counted from 0\)$", re.IGNORECASE)
+JSON_FILE = re.compile(
+    r"\.jsonl?(?:\.gz)?(?:, line \d+)? \(row \d+, counted from 0\)$", re.IGNORECASE
+)
 """End of the place of a row of a JSON file, whose nulls are those of its author."""
 
 

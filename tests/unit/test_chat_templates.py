@@ -4,6 +4,7 @@ turn of the model ends with one token wherever it is read.
 
 from __future__ import annotations
 
+import gzip
 import json
 from datetime import datetime
 from pathlib import Path
@@ -276,11 +277,15 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
     inside[1]["tool_calls"][0]["function"]["arguments"] = '{"city": null}'
     wanted, *_ = conversation(tmp_path, tokenizer_of(CHATML), talk, tools=tools)
     assert '"default": null' in wanted
-    for messages in (json.dumps(talk), inside):
+    line = json.dumps({"messages": talk, "tools": tools})
+    (tmp_path / "rows.json").write_text(f"[{line}]")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    for number, messages in enumerate((json.dumps(talk), inside)):
         table = pyarrow.Table.from_pylist([{"messages": messages, "tools": json.dumps(tools)}])
-        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        pyarrow.parquet.write_table(table, tmp_path / f"rows{number}.parquet")
+    for name in ("rows.jsonl", "rows.json", "rows.jsonl.gz", "rows0.parquet", "rows1.parquet"):
         config = DemonstrationsConfig(
-            source=str(tmp_path / "rows.parquet"), messages_column="messages", template="chat"
+            source=str(tmp_path / name), messages_column="messages", template="chat"
         )
         row = load_demonstrations(config, tokenizer_of(CHATML), seed=1).at(0)
         shown = tokenizer_of(CHATML).decode([*row.prompt_ids, *row.response_ids])
