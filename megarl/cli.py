@@ -140,7 +140,7 @@ def dispatch(name: str, rest: list[str]) -> int:
             kind, rest = load(command.arguments)(rest)
         say = console.say if os.environ.get("RANK", "0") == "0" else str
         config = configs.load(getattr(configs, kind), rest[0], rest[1:], say)
-    except ValueError as error:
+    except (ValueError, PermissionError) as error:
         raise mistake(error) from error
     if "--print-config" in flags:
         console.result(configs.dump(config).rstrip("\n"))
@@ -161,7 +161,7 @@ def dispatch(name: str, rest: list[str]) -> int:
                 inputs = check(config, ranks)
                 if owner is not None:
                     inputs = replace(inputs, owner=owner)
-        except ValueError as error:
+        except (ValueError, PermissionError) as error:
             raise mistake(error) from error
         if "--check" in flags:
             console.say(f"checked: {inputs}")
@@ -194,9 +194,15 @@ def _long(word: str, flags: tuple[tuple[str, str], ...]) -> str:
     return f"{dict(flags).get(name, name)}{equals}{value}"
 
 
-def mistake(error: ValueError) -> UserError:
+def mistake(error: ValueError | PermissionError) -> UserError:
     """The error as one line, whatever text of the user's the message repeats."""
-    return UserError(shortened(str(error), LONGEST_MESSAGE))
+    said = str(error)
+    if isinstance(error, PermissionError) and error.filename is not None:
+        said = (
+            f"{error.filename} cannot be opened: {error.strerror}; give this user the right to it"
+            " and to the folders above, or set another path in the recipe"
+        )
+    return UserError(shortened(said, LONGEST_MESSAGE))
 
 
 def _take_ranks(words: list[str]) -> int | None:

@@ -63,16 +63,12 @@ def main(arguments: list[str]) -> int:
     """
     try:
         options = parse(arguments)
-        require(
-            Path(options.recipe).is_file(),
-            f"recipe {options.recipe} does not exist; name a .yaml file (see launch/recipes/)",
-        )
+        written = configs.written_tree(options.recipe)
         own = os.uname().nodename
         planned = options.num_nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
         num_nodes = options.num_nodes or len(hosts)
         refuse_port(options, num_nodes)
-        written = configs.written_tree(options.recipe)
         # Every recipe without a section that only another command has is one of `megarl train`.
         command = next((name for section, name in SECTIONS.items() if section in written), "train")
         config = configs.load(KINDS[command], options.recipe, list(options.overrides), say)

@@ -85,7 +85,8 @@ class PromptsConfig:
     subset: str = ""
     """Configuration of a hub data set that has several (openai/gsm8k: 'main')."""
     split: str = "train"
-    """Split of a hub data set, such as 'train'; ignored for files."""
+    """Split of a hub data set, such as 'train', or of a folder whose files are named by split;
+    ignored for a single file or a pattern."""
     unique: bool = False
     """Keep each prompt only once, even if the source repeats it (DAPO-Math-17k repeats each about a
     hundred times)."""
@@ -214,7 +215,8 @@ class DemonstrationsConfig:
     source: PathText = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     split: str = "train"
-    """Split of a hub data set, such as 'train'; ignored for files."""
+    """Split of a hub data set, such as 'train', or of a folder whose files are named by split;
+    ignored for a single file or a pattern."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a chat (a list of {role, content})."""
     response_column: str = "response"
@@ -271,7 +273,8 @@ class PreferencesConfig:
     subset: str = ""
     """Configuration of a hub data set that has several."""
     split: str = "train"
-    """Split of a hub data set, such as 'train_prefs'; ignored for files."""
+    """Split of a hub data set, such as 'train_prefs', or of a folder with files named by split;
+    ignored for a single file or a pattern."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a chat (a list of {role, content, ...}), which the
     responses go on from. A response that is a conversation may repeat it, whole (as in

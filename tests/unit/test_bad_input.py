@@ -729,6 +729,45 @@ def test_the_same_from_the_shell(name: str, model: Path, tmp_path: Path) -> None
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_paths_that_may_not_be_entered_are_one_line(model: Path, tmp_path: Path) -> None:
+    """Of a source, a model, a tokenizer, a verifier and a recipe; for root too, whose right to
+    enter every folder is given up."""
+    _, path, *_ = prepare(tmp_path, model, Case([]))
+    closed = tmp_path / "closed"
+    (closed / "model").mkdir(parents=True)
+    (closed / "a.jsonl").write_text(GOOD)
+    (closed / "mine.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    (closed / "recipe.yaml").write_text(Path(path).read_text())
+    settings = [
+        *(["--prompts.source", f"{closed}{end}"] for end in ("", "/a.jsonl", "/deep/a.jsonl")),
+        *(["--model.path", f"{closed}{end}"] for end in ("", "/model")),
+        ["--model.tokenizer", f"{closed}/model"],
+        ["--environment.verifier", f"{closed}/mine.py:score"],
+    ]
+    calls = [[path, *words] for words in settings] + [[f"{closed}/recipe.yaml"]]
+    code = (
+        "import json, sys\nfrom megarl import cli\nfrom megarl.errors import UserError\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try:\n        cli.dispatch('train', [*words, '--check'])\n"
+        "    except BaseException as error:\n        print(type(error).__name__, error)\n"
+    )
+    rights = "-dac_override,-dac_read_search"
+    as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    closed.chmod(0)
+    try:
+        done = subprocess.run(
+            [*(as_others if os.geteuid() == 0 else []), *command],
+            **{"capture_output": True, "text": True, "cwd": ROOT, "timeout": 120},
+        )
+    finally:
+        closed.chmod(0o700)
+    found = [line for line in done.stdout.splitlines() if str(closed) in line]
+    assert len(found) == len(calls), done.stdout + done.stderr
+    for line in found:
+        assert line.startswith("UserError ") and "Permission denied; " in line, line
+
+
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:
     """A recipe is judged without DeepSpeed, Ray or vLLM."""
     arguments = [*prepare(tmp_path, model, Case([])), "--check"]
