@@ -185,23 +185,26 @@ def make(folder: Path, args: dict[str, int]) -> bool:
     return write_folder(folder, args, write)
 
 
-def write_folder(folder: Path, args: dict[str, Any], write: Callable[[Path], None]) -> bool:
-    """Have `write` fill a folder aside, then give it the name `folder`; False where the task of
-    these `args` is there already, `ValueError` where something else is.
+def write_folder(
+    folder: Path, args: dict[str, Any], write: Callable[[Path], None], name: str = STAMP
+) -> bool:
+    """Have `write` fill a folder aside, then give it the name `folder`; False where what was made
+    of these `args` is there already, `ValueError` where something else is. The file `name` in the
+    folder says what it was made of.
     """
     stamp = {"format": FORMAT, **args}
-    found = folder / STAMP
+    found = folder / name
     if found.is_file() and json.loads(found.read_text()) == stamp:
         return False
     if folder.exists() and any(folder.iterdir()):
-        holds = "the task of other arguments" if found.is_file() else "files of another origin"
+        holds = "what was made of other arguments" if found.is_file() else "files of another origin"
         raise ValueError(f"folder {folder} holds {holds}; name another folder, or delete it first")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)
         write(unfinished)
-        write_json(unfinished / STAMP, stamp)
+        write_json(unfinished / name, stamp)
         if folder.exists():
             folder.rmdir()  # empty, as seen above
         os.rename(unfinished, folder)

@@ -55,8 +55,16 @@ def load_model_config(
     what = f"{setting}.path {config.path!r}"
     folder = Path(config.path)
     if folder.exists():
+        is_gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
+        has_config = (folder / "config.json").is_file()
         require(
-            (folder / "config.json").is_file(),
+            has_config or not is_gguf,
+            f"{what} is in the GGUF format, whose quantised weights are not trained; set it to a"
+            " folder with config.json and safetensors, which `python tools/real_model.py` and"
+            " transformers' `from_pretrained(..., gguf_file=...)` make",
+        )
+        require(
+            has_config,
             f"{what} cannot be loaded: there is no file {folder / 'config.json'}; set it to a model"
             " folder or hub name",
         )

@@ -63,10 +63,17 @@ class Side:
     """Trainer's side of one engine."""
 
     def __init__(
-        self, folder: Path, group: EngineGroup, mesh: ProcessMesh, device: torch.device, dtype: str
+        self,
+        folder: Path,
+        group: EngineGroup,
+        mesh: ProcessMesh,
+        device: torch.device,
+        dtype: str,
+        probe_tolerance: float = BOUND,
     ) -> None:
-        """`dtype`: that of the engine; the trainer's is float32."""
+        """`dtype`: that of the engine; the trainer's is float32, of which is `probe_tolerance`."""
         self.folder, self.dtype, self._mesh = folder, dtype, mesh
+        self.probe_tolerance = probe_tolerance if dtype == "float32" else 0.0
         self.policy, self.engines, self.version = PlainPolicy(folder, device), group, -1
         self.model = self.policy.model
         self.publisher = self.make_publisher()
@@ -76,7 +83,7 @@ class Side:
         one.
         """
         publisher = Publisher(
-            WeightSyncConfig(probe_tolerance=BOUND if self.dtype == "float32" else 0.0, **settings),
+            WeightSyncConfig(probe_tolerance=self.probe_tolerance, **settings),
             table=parameter_table(self.model.config.to_dict()),
             policy=self.policy,
             engines=self.engines,
@@ -122,8 +129,18 @@ class Side:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, config: EngineConfig, *, on_cpu: bool = True) -> Iterator[Side]:
-    """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU."""
+def opened(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    on_cpu: bool = True,
+    max_tokens: int = 240,
+    probe_tolerance: float = BOUND,
+) -> Iterator[Side]:
+    """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU.
+
+    `max_tokens`: of a request, prompt and response. `probe_tolerance`: see `WeightSyncConfig`.
+    """
     prepare_environment(1)
     device = mesh_module.initialise(timeout_s=120)
     assert on_cpu == (device.type == "cpu")
@@ -136,7 +153,7 @@ def opened(folder: Path, config: EngineConfig, *, on_cpu: bool = True) -> Iterat
             timeout_s=120 if on_cpu else 300,
             model=str(folder),
             config=config,
-            max_tokens=240,
+            max_tokens=max_tokens,
             stop_token_ids=[1],
             trust_remote_code=False,
             seed=0,
@@ -144,7 +161,7 @@ def opened(folder: Path, config: EngineConfig, *, on_cpu: bool = True) -> Iterat
             environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
         )
         group.wait()
-        made = Side(folder, group, mesh, device, config.dtype)
+        made = Side(folder, group, mesh, device, config.dtype, probe_tolerance)
         yield made
         made.publisher.close()
     mesh_module.finalise()

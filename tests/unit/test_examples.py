@@ -171,7 +171,7 @@ def test_bad_arguments_of_programs(
         make_programs.main([str(tmp_path / "none"), "--held-out", "0"])
     assert "--held-out is 0; set it to a number from 1 to 2000" in capsys.readouterr().err
     assert make_programs.main([str(task), *SMALL, "--seed", "3"]) == 1
-    assert "holds the task of other arguments" in capsys.readouterr().err
+    assert "holds what was made of other arguments" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 

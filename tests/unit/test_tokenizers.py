@@ -294,7 +294,7 @@ def test_addition_is_made_once(
     assert tool.main([str(addition), *same]) == 0
     assert "there already" in capsys.readouterr().err
     assert tool.main([str(addition), *same, "--seed", "2"]) == 1
-    assert "the task of other arguments; name another folder" in capsys.readouterr().err
+    assert "what was made of other arguments; name another folder" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in addition.rglob("*.json*")} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("!")

@@ -1,0 +1,28 @@
+"""A real vLLM engine scores real text with the published weights of a pretrained model as
+transformers does.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.engine_side import BOUND, gap, opened
+from support.real import by_transformers, documents, real_folder
+
+from megarl.rollout.config import EngineConfig
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_an_engine_scores_real_text_as_transformers_does(name: str) -> None:
+    """Gemma's text is longer than its windows. The engine begins with other weights."""
+    folder = real_folder(name)
+    texts = documents(folder)
+    # The probe is random words, whose log-probs of -20 to -30 float32 rounds more.
+    with opened(folder, EngineConfig(), max_tokens=720, probe_tolerance=1e-3) as side:
+        (found,) = side.engines.score(texts[-1], timeout_s=120)
+        side.publish()
+        for text, right in zip(texts, by_transformers(folder, texts), strict=True):
+            (published,) = side.engines.score(text, timeout_s=120)
+            assert gap(published, right) < BOUND
+        assert gap(found, published) > 0.1, "an engine that no weights reach would pass"
