@@ -56,8 +56,9 @@ def end_of_turn(
         closing = (text or "").rpartition(SAID)[2]
         added = tokenizer.added_tokens_decoder
         ids = tokenizer(closing, add_special_tokens=False).input_ids
-        # Some tokenizers have added tokens for white space.
-        found = next((one for one in ids if one in added and added[one].content.strip()), None)
+        # Some tokenizers have added tokens for white space, or for tags such as </answer>.
+        named = [one for one in ids if one in added and added[one].content.strip()]
+        found = next((one for one in named if added[one].special), next(iter(named), None))
     found = tokenizer.eos_token_id if found is None else found  # pyright: ignore[reportAssignmentType]
     require(
         found is not None,

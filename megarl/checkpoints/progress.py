@@ -183,9 +183,11 @@ def choose(
     """Path of the newest undamaged checkpoint in `folder` that this run can resume, perhaps after
     its conversion to this run's layout; None if the folder has no checkpoint.
 
-    `base`: with LoRA, the digest of the base model's weights. `reference`: of a run whose reference
-    has the adapter that the run starts from, the digest of that adapter, or ""; else None. Other
-    checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
+    `base`: with LoRA, the digest of the base model's weights. `reference`: the digest of the
+    adapter with which the reference computes, "" for the base model alone; None where the reference
+    is another model, or there is none.
+
+    Other checkpoints are skipped with a message on standard error. Raises `ValueError` if all were
     skipped, and for a checkpoint of a newer format than this version reads: to go on from an older
     one would lose the steps between.
     """
@@ -253,10 +255,12 @@ def _foreign(
     written = written_for(path / "adapter") if base else ""
     if written and written != base:
         return "its adapters were trained on another base model than model.path"
-    if reference is not None and progress.reference not in ("", reference):
+    if reference is not None and progress.reference != reference:
+        if not progress.reference:
+            return "its reference has no adapter; set reference.lora to base"
         return (
             "its reference is the adapter that the run started from, and training.lora.adapter is"
-            " another one, or its file has changed"
+            " another one, its file has changed, or reference.lora is not start"
         )
     if progress.layout != layout and not convertible(progress.layout, layout):
         return (

@@ -107,8 +107,8 @@ def policy_as_reference(config: RunConfig) -> bool:
 
 
 def reference_adapter(config: AnyConfig) -> str | None:
-    """Folder of the adapter that the run starts from, "" if from none, where the reference is the
-    model before training; None where it is another model, or nothing is compared with one.
+    """Folder of the adapter with which the reference computes, "" for the base model alone; None
+    where the reference is another model, or nothing is compared with one.
     """
     if isinstance(config, RunConfig):
         compares, reference = "reference" in config.other_roles, config.reference
@@ -116,8 +116,9 @@ def reference_adapter(config: AnyConfig) -> str | None:
         compares, reference = config.loss.has_reference, config.reference
     else:
         return None
-    is_start = compares and reference.lora == "start" and not reference.model.path
-    return config.training.lora.adapter if is_start else None
+    if not compares or reference.model.path:
+        return None
+    return config.training.lora.adapter if reference.lora == "start" else ""
 
 
 def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:

@@ -86,9 +86,10 @@ class Role:
             trains=optimizer_steps is not None,
         )
         if broken := self.engine.broken_weight():
+            source = training.lora.adapter if "lora_" in broken else ""
             raise UserError(
                 f"the weight {broken} of the {name} has a value that is not finite; fetch"
-                f" {model.path} again, or choose another model"
+                f" {source or model.path} again, or choose another"
             )
         self._prove_attention()
 

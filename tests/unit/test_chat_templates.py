@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from support.chat_templates import CHATML, FAMILIES, tokenizer_of
 from support.tiny import write_model
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megarl.chat_template import end_of_turn
@@ -673,6 +673,16 @@ def test_thoughts_that_the_template_writes(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ one end of a turn everywhere
+
+
+def test_a_tag_that_is_an_added_token_ends_no_turn() -> None:
+    template = CHATML.template.replace("{% endfor %}<|im_end|>", "{% endfor %}</a><|im_end|>")
+    tokenizer: Any = tokenizer_of(CHATML, template)
+    tokenizer.add_tokens([AddedToken("</a>", special=False, normalized=False)])
+    assert "</a><|im_end|>" in tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": "yes"}], tokenize=False
+    )
+    assert end_of_turn(tokenizer, "chat") == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

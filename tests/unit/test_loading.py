@@ -30,9 +30,12 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.state_files import StateFiles, read_state
 from megarl.checks.model_checks import check_export, check_model, stop_tokens
-from megarl.trainer.config import ModelConfig
+from megarl.data.config import PreferencesConfig
+from megarl.supervised_config import PreferenceConfig
+from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.loading import check_weights, empty_model, generation_config, load_model
+from megarl.trainer.places import reference_adapter
 from megarl.trainer.weights import RandomWeights
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -285,11 +288,31 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> 
     assert chosen() == folder, "another reference by choice"
     for other in ("b", ""):
         with pytest.raises(
-            ValueError, match=r"training\.lora\.adapter is another one, or its file"
+            ValueError, match=r"adapter is another one, its file has changed, or reference\.lora"
         ):
             chosen(reference=other)
     shutil.rmtree(folder)
-    assert sealed(folder) == chosen(reference="a"), "of an earlier version"
+    assert sealed(folder) == chosen(reference="") == chosen()
+    with pytest.raises(ValueError, match=r"no adapter; set reference\.lora to base"):
+        chosen(reference="a")
+
+
+def test_a_reference_without_adapter_is_no_other_reference() -> None:
+    """ "" is compared with what a checkpoint holds, None with nothing."""
+    lora = LoraConfig(rank=2, alpha=4.0, adapter="a")
+    config = PreferenceConfig(
+        folder="f",
+        model=ModelConfig(path="m"),
+        preferences=PreferencesConfig(source="p"),
+        training=TrainingConfig(lora=lora),
+    )
+    assert reference_adapter(config) == "a"
+    base = replace(config.reference, lora="base")
+    assert reference_adapter(replace(config, reference=base)) == ""
+    other = replace(config.reference, model=ModelConfig(path="m"))
+    assert reference_adapter(replace(config, reference=other)) is None
+    simpo = replace(config, loss=replace(config.loss, method="simpo"))
+    assert reference_adapter(simpo) is None
 
 
 def test_checkpoints_have_the_order_of_their_steps(
