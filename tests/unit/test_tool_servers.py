@@ -173,6 +173,52 @@ def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
     using(ToolServer("pages", f"{sys.executable} {tmp_path}/server.py"), use)
 
 
+JUNK = """import json, os, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    found = {"tools": [{"name": "tool", "inputSchema": {"type": "object"}}]}
+    if asked["method"] == "initialize":
+        found = {"protocolVersion": "2025-03-26", "capabilities": {}}
+        found["serverInfo"] = {"name": "junk", "version": "1"}
+    if asked["method"] == "tools/call":
+        os.write(1, eval(sys.argv[1]))
+        found = {"content": [{"type": "text", "text": "fine \u2713"}]}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)"""
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [r"b'\xff\xfe\n'", r"b'\xe2\x82\n'", r"b'caf\xe9\n\0\n[]\n'", r"b'x'*10**6+b'\n'"],
+    ids=["no text", "half a character", "latin-1, NUL, batch", "long"],
+)
+def test_a_line_that_is_no_message_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, junk: str
+) -> None:
+    (tmp_path / "server.py").write_text(JUNK)
+
+    async def use(tools: dict[str, Any]) -> None:
+        for _ in range(2):
+            assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
+
+    using(ToolServer("junk", f'{sys.executable} {tmp_path}/server.py "{junk}"'), use)
+    assert caplog.text == "", "no traceback for each of them"
+
+
+def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
+    """The client would end the session of all calls."""
+    (tmp_path / "server.py").write_text(JUNK)
+
+    async def use(tools: dict[str, Any]) -> None:
+        for bad in (r'{"a": "\ud800"}', r'{"\udfff": 1}', '{"a": %s}' % ("[" * 300 + "]" * 300)):
+            with pytest.raises(CallError, match="the arguments cannot be sent"):
+                await tools["tool"].call(bad, 10.0)
+        assert await tools["tool"].call(r'{"a": "\ud83d\ude00"}', 10.0) == "fine \u2713"
+
+    server = ToolServer("junk", f"{sys.executable} {tmp_path}/server.py 'bytes()'")
+    using(server, use)
+
+
 def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "START_WITHIN_S", 0.5)
     assert "`sleep 60` gave no list of tools within 0.5 s; run" in refused("sleep 60")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 Schema = dict[str, Any]
 """A tool in OpenAI's format: {"type": "function", "function": {name, description, parameters}},
 with `parameters` a JSON schema."""
@@ -49,6 +51,10 @@ def read_object(arguments: str) -> dict[str, Any]:
         raise CallError(f"the arguments are not JSON: {error}") from None
     if not isinstance(found, dict):
         raise CallError(f"the arguments are {type(found).__name__}, not an object")
+    try:
+        to_json(found)  # as the client does, which would end the session of all calls
+    except ValueError as error:
+        raise CallError(f"the arguments cannot be sent: {error}") from None
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import sys
@@ -40,6 +41,10 @@ OF_THE_ENCODING = ("content-encoding", "content-length", "transfer-encoding")
 FAILED, LOST = -40_001, -40_002
 """Codes of the errors that stand for an HTTP request without an answer of MCP: the session goes on,
 or the server no longer knows it."""
+
+# A traceback for each line that is no message, with parts of the line; errors are told here.
+for _logger in ("mcp", "client"):
+    logging.getLogger(_logger).setLevel(logging.CRITICAL)
 
 
 class LastWords:
@@ -87,6 +92,7 @@ async def over_pipes(
         command=sys.executable,
         args=["-P", "-c", PROGRAM, str(ROOT), str(os.getpid()), *shlex.split(command)],
         env=dict(variables),
+        encoding_error_handler="replace",  # or one such byte would end all reading, unnoticed
     )
     with words.file:
         async with stdio_client(parameters, errlog=words.file) as streams:
