@@ -20,7 +20,7 @@ from megarl.environments.tools import servers
 from megarl.environments.tools.config import ToolsConfig
 from megarl.environments.tools.servers import ToolServer
 from megarl.environments.tools.tool import CallError, ToolUnavailable
-from megarl.environments.tools.transports import WORDS
+from megarl.environments.tools.transports import PASSED_ON, WORDS
 
 SERVER = """
 import os, sys
@@ -217,6 +217,33 @@ def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
 
     server = ToolServer("junk", f"{sys.executable} {tmp_path}/server.py 'bytes()'")
     using(server, use)
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [("a line\\n", 10), ("a line\\n", 10**6), ("no line", 10**6)],
+    ids=["few lines", "many", "one without end"],
+)
+def test_what_a_server_writes_is_passed_on_within_bounds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, times: int
+) -> None:
+    program = f"""import os, sys\nsys.stderr.write("{text}" * {times} + "the end\\n")\n{JUNK}"""
+    (tmp_path / "server.py").write_text(program)
+
+    async def use(tools: dict[str, Any]) -> None:
+        assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
+        for _ in range(2):
+            with pytest.raises(ToolUnavailable, match=r"it wrote: .*the end"):
+                await tools["tool"].call('{"end": 1}', 10.0)
+
+    ends = """bytes() if not asked["params"]["arguments"] else os._exit(1)"""
+    using(ToolServer("loud", f"{sys.executable} {tmp_path}/server.py '{ends}'"), use)
+    wrote = capfd.readouterr().err
+    if times == 10:
+        assert wrote == ("a line\n" * 10 + "the end\n") * 2, "of each start"
+    else:
+        assert len(wrote) < 2 * (PASSED_ON + 300) and wrote.startswith(text[:6])
+        assert wrote.count("\nenvironment.tools.servers.loud: the rest of what") == 2
 
 
 def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

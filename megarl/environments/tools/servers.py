@@ -109,7 +109,7 @@ class ToolServer:
         else:
             if self._words is not None:
                 self._words.close()
-            self._words = LastWords()
+            self._words = LastWords(self.name)
             async with over_pipes(self._command, self._variables, self._words) as streams:
                 yield streams
 

@@ -34,6 +34,8 @@ from megarl.environments.die_with_parent import run
 run(int(sys.argv[2]), sys.argv[3:])"""
 WORDS = 600
 """Most characters of a server's own words in a message."""
+PASSED_ON = 2**18
+"""Most bytes of a server's standard error that are passed on after each start."""
 WORDS_WITHIN_S = 1.0
 CONNECT_WITHIN_S = 10.0
 ANSWER_BYTES = 16 * 2**20
@@ -48,11 +50,13 @@ for _logger in ("mcp", "client"):
 
 
 class LastWords:
-    """What a server writes to its standard error: passed on to that of this process, with the end
-    of it kept for messages. Belongs to one event loop.
+    """What a server writes to its standard error: the first `PASSED_ON` bytes are passed on to that
+    of this process, and the end is kept for messages. Belongs to one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        """`server`: its name in the recipe."""
+        self._server, self._left = server, PASSED_ON
         self._reads, writes = os.pipe()
         self.file = os.fdopen(writes, "w")
         """For the server's process; to be closed here once the process has it."""
@@ -62,8 +66,15 @@ class LastWords:
     def _read(self) -> None:
         chunk = os.read(self._reads, 2**16)
         self._kept = (self._kept + chunk)[-4 * WORDS :]
+        passed = chunk[: max(self._left, 0)]
+        if 0 <= self._left < len(chunk):
+            passed += (
+                f"\nenvironment.tools.servers.{self._server}: the rest of what it writes to"
+                " standard error is left out; errors have its last words\n"
+            ).encode()
+        self._left -= len(chunk)
         with contextlib.suppress(OSError):
-            os.write(2, chunk)
+            os.write(2, passed)
         if not chunk:
             self.close()
 
