@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
@@ -316,7 +317,7 @@ def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: 
         for fault, said in (
             ((503, "text/plain", b"busy, hush"), "HTTP 503 Service Unavailable: busy, \\*\\*\\*"),
             ((200, "text/html", b"<p>hello"), "HTTP 200 OK: <p>hello"),
-            ((200, "application/json", b"nonsense"), "Invalid JSON"),
+            ((200, "application/json", b"nonsense"), "HTTP 200 OK: nonsense"),
             ((200, "text/event-stream", b""), "ended without a response"),
             ((202, "application/json", b""), "answered a request with 202"),
         ):
@@ -346,6 +347,80 @@ def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: 
         assert "export NUMBERS_TOKEN (environment.tools.server_tokens.broken)" in told
         told = refused(address)
         assert "HTTP 401" in told and "set environment.tools.server_tokens.broken" in told
+
+
+ECHOED = "t0k/en+abcdefghijklmnopqrstuvwxyz/0123456789/ABCDEFGHIJKLMNOPQRSTUVWXYZ=="
+FAULT = '{"jsonrpc": "2.0", "id": ID, "error": {"code": CODE, "message": "FILL bad AUTH"}}'
+FOUND = '{"jsonrpc": "2.0", "id": ID, "result": RESULT}'
+BEGUN = """{"protocolVersion": "2025-03-26", "capabilities": {},
+    "serverInfo": {"name": "echo", "version": "1"}}"""
+TOOL = """{"tools": [{"name": "tool", "description": "for AUTH", "inputSchema": {"type": "object",
+    "properties": {"a": {"type": "string", "enum": ["AUTH"]}, "AUTH": {"type": "string"}}}}]}"""
+SAID = '{"content": [{"type": "text", "text": "FILL AUTH"}], "isError": WRONG}'
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "text/html"])
+@pytest.mark.parametrize(
+    ("method", "echo"),
+    [
+        ("initialize", FAULT),
+        ("initialize", '{"error": "bad AUTH"}'),
+        ("initialize", '{"error": "bad AUTH'),
+        ("tools/list", FOUND.replace("RESULT", '{"tools": [{"name": ["AUTH"]}]}')),
+        ("tools/list", FOUND.replace("RESULT", TOOL)),
+        ("tools/call", FAULT),
+        ("tools/call", FAULT.replace("CODE", "-7")),
+        ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "false")),
+        ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "true")),
+        ("tools/call", FOUND.replace("RESULT", '{"content": "AUTH"}')),
+        ("tools/call", "AUTH"),
+    ],
+)
+def test_a_token_that_a_server_echoes_is_told_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    echo: str,
+    kind: str,
+) -> None:
+    """Nor a part of it, where a text is cut; however JSON writes it."""
+    monkeypatch.setenv("ECHO_TOKEN", ECHOED)
+    plain = {"initialize": BEGUN, "tools/list": TOOL.replace("AUTH", "all"), "tools/call": "{}"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"] if scope["method"] == "POST" else b""
+        asked = json.loads(body or "{}")
+        if "id" not in asked:
+            return await answer(send, 202 if body else 405, "application/json", b"")
+        text = FOUND.replace("RESULT", plain[asked["method"]])
+        as_page, as_stream = (asked["method"] == method and kind.endswith(e) for e in ("l", "m"))
+        if asked["method"] == method:
+            slash = {"n": "\\/", "m": r"\u002F", "l": "%2f"}[kind[-1]]
+            said = dict(scope["headers"])[b"authorization"].decode().replace("/", slash)
+            text = echo.replace("AUTH", said)
+        for name, value in {"ID": asked["id"], "CODE": -32600, "FILL": "x" * 250}.items():
+            text = text.replace(name, str(value))
+        if as_stream:
+            text = "event: message\ndata: " + text.replace("\n", " ") + "\n\n"
+        head = kind if as_stream or as_page else "application/json"
+        await answer(send, 500 if as_page else 200, head, text.encode())
+
+    told: list[str] = []
+
+    async def use(tools: dict[str, Any]) -> None:
+        told.append(json.dumps(tools["tool"].schema))
+        told.append(await tools["tool"].call("{}", 10.0))
+
+    with serving(app, path="/mcp") as address:
+        server = ToolServer("echo", address, {}, "ECHO_TOKEN")
+        try:
+            using(server, use)
+        except (ValueError, CallError, ToolUnavailable) as error:
+            told.append(str(error))
+    whole = "\n".join([*told, caplog.text])
+    parts = [ECHOED[at : at + 6] for at in range(len(ECHOED) - 5)]
+    assert told and not [part for part in parts if part in whole], whole
+    assert "***" in whole or "xxx..." in whole or "Failed to parse SSE" in whole, whole
 
 
 async def silent(scope: Any, receive: Any, send: Any) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -22,9 +23,11 @@ from typing import Any
 import httpx2
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp.types import PARSE_ERROR, JSONRPCError, jsonrpc_message_adapter
+from pydantic import ValidationError
 
 from megarl.environments.addresses import Token
-from megarl.schema import shortened
 
 ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
 # The server ends with this process, even one that is killed.
@@ -120,21 +123,60 @@ async def over_http(address: str, token: Token | None, limit_s: float) -> AsyncI
         httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {token.value}"} if token else {},
             timeout=httpx2.Timeout(CONNECT_WITHIN_S, read=limit_s),
-            transport=_AnswersAll(token),
+            transport=_AnswersAll(),
         ) as client,
-        streamable_http_client(address, http_client=client) as streams,
+        streamable_http_client(address, http_client=client) as (read, write),
     ):
-        yield streams
+        yield _WithoutToken(read, token), write
+
+
+class _WithoutToken:
+    """The messages of a server that is reached over HTTP, with `***` for the token it was sent.
+    Errors of the transport are messages too, so nothing else of the server is told.
+    """
+
+    def __init__(self, stream: Any, token: Token | None) -> None:
+        # As JSON or an address may write each character, for bodies that are told as they are.
+        signs = (
+            rf"(?:\\{{0,2}}{re.escape(sign)}|(?i:\\{{1,2}}u{ord(sign):04x}|%{ord(sign):02x}))"
+            for sign in (token.value if token else "")
+        )
+        self._stream, self._token = stream, re.compile("".join(signs)) if token else None
+
+    async def __aenter__(self) -> _WithoutToken:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stream.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for found in self._stream:
+            if not isinstance(found, SessionMessage):
+                continue  # an event outside of any call that is no message
+            message = found.message
+            if self._token is not None:
+                if isinstance(message, JSONRPCError) and message.error.code == PARSE_ERROR:
+                    # Pydantic quotes the input with a cut, in which half a token would stay.
+                    message.error.message = message.error.message.split("input_value=")[0]
+                cleaned = self._clean(message.model_dump(exclude_unset=True))
+                message = type(message).model_validate(cleaned)
+            yield SessionMessage(message, found.metadata)
+
+    def _clean(self, found: Any) -> Any:
+        assert self._token is not None
+        if isinstance(found, str):
+            return self._token.sub("***", found)
+        if isinstance(found, list):
+            return [self._clean(one) for one in found]
+        if isinstance(found, dict):
+            return {self._clean(name): self._clean(one) for name, one in found.items()}
+        return found
 
 
 class _AnswersAll(httpx2.AsyncHTTPTransport):
     """Answers a request that failed with an error of MCP. The official client would end the session
     of all calls where one connection fails, and names no status.
     """
-
-    def __init__(self, token: Token | None) -> None:
-        super().__init__()
-        self._token = token
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         try:
@@ -146,12 +188,10 @@ class _AnswersAll(httpx2.AsyncHTTPTransport):
             response = await _whole(response)
         except httpx2.TransportError as error:
             return _error(FAILED, f"{type(error).__name__}: {error}")
-        is_json = kind.lower().startswith("application/json")
+        is_json = kind.lower().startswith("application/json") and _is_message(response.content)
         if response.is_redirect or (response.is_success and (is_json or not response.content)):
             return response
         said = f"HTTP {response.status_code} {response.reason_phrase}: {response.text}"
-        if self._token is not None:
-            said = said.replace(self._token.value, "***")
         # Some servers answer 400 instead of 404 for a session that they do not know.
         is_lost = response.status_code in (400, 404) and "mcp-session-id" in request.headers
         return _error(LOST if is_lost else FAILED, said)
@@ -171,6 +211,14 @@ async def _whole(response: httpx2.Response) -> httpx2.Response:
     return httpx2.Response(response.status_code, headers=kept, content=content)
 
 
+def _is_message(content: bytes) -> bool:
+    try:
+        jsonrpc_message_adapter.validate_json(content, by_name=False)
+    except ValidationError:
+        return False
+    return True
+
+
 def _error(code: int, message: str) -> httpx2.Response:
-    error = {"code": code, "message": shortened(message, WORDS)}
+    error = {"code": code, "message": message}
     return httpx2.Response(502, json={"jsonrpc": "2.0", "id": None, "error": error})
