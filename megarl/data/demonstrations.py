@@ -28,7 +28,7 @@ from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import check_texts, lost_text
+from megarl.data.round_trip import check_texts, lost_text, unwrapped
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import (
     TokenLists,
@@ -100,6 +100,7 @@ def load_demonstrations(
     template = chat_template(tokenizer, config, setting)
     end = end_of_turn(tokenizer, config.template, config.template_variables)
     masks = None
+    bare = ""
     if config.text_column:
         values = texts = _whole_texts(config, table, setting)
         check_texts(table, setting, texts)
@@ -123,6 +124,7 @@ def load_demonstrations(
             replies = without_end(tokenizer, replies, end)
             prompts = prompt_tokens(tokenizer, texts, config.template)
             responses = response_tokens(tokenizer, replies, end)
+            bare = unwrapped(tokenizer, texts, config.template, setting)
         warning = lost_text(tokenizer, texts, prompts, what=f"prompts of {setting}") or lost_text(
             tokenizer, replies, responses, what=f"responses of {setting}"
         )
@@ -147,7 +149,7 @@ def load_demonstrations(
         Order(len(prompts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, marks, strict=True)),
         masks.only(kept) if masks is not None else None,
-        "; ".join(filter(None, (warning, note))),
+        "; ".join(filter(None, (warning, note, bare))),
     )
 
 

@@ -30,7 +30,7 @@ from megarl.data.forms import preferences_as_read, value_or_none
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import check_texts, lost_text
+from megarl.data.round_trip import check_texts, lost_text, unwrapped
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
 from megarl.schema import require, shortened
@@ -161,6 +161,7 @@ def load_preferences(
     responses = [response_tokens(tokenizer, texts, end) for texts in replies]
     _check_sides(table, responses)
     warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
+    bare = unwrapped(tokenizer, columns.prompts, config.template, setting)
     for texts, ids in zip(replies, responses, strict=True):
         warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
     kept, prompts, note = fit(
@@ -195,7 +196,7 @@ def load_preferences(
         margins=margins,
         labels=labels,
         cuts=cuts,
-        warning="; ".join(filter(None, (warning, note))),
+        warning="; ".join(filter(None, (warning, note, bare))),
     )
 
 

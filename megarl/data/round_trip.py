@@ -99,6 +99,22 @@ def lost_text(
     )
 
 
+def unwrapped(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: str, setting: str
+) -> str:
+    """A warning where the model has a chat template, and `texts`, the prompts of section `setting`,
+    are written with none; empty otherwise, as where the first text has a special token.
+    """
+    is_bare = template == "none" and bool(tokenizer.chat_template)
+    if not is_bare or any(one in texts[0] for one in tokenizer.all_special_tokens):
+        return ""
+    return (
+        f"{setting}.template is none, so the model reads the texts of {setting} bare, without its"
+        " chat template; a model that was trained on chats answers those badly: set"
+        f" {setting}.template to chat, unless this is a base model"
+    )
+
+
 def _bare(text: str) -> str:
     """`text` without white space."""
     return "".join(text.split())

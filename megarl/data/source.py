@@ -23,7 +23,7 @@ from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import check_texts, lost_text
+from megarl.data.round_trip import check_texts, lost_text, unwrapped
 from megarl.data.rows import Row, Table, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require
@@ -190,6 +190,7 @@ def _load_source(
     check_texts(table, setting, texts, answers)
     token_ids = prompt_tokens(tokenizer, texts, config.template)
     lost = lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}")
+    bare = unwrapped(tokenizer, texts, config.template, setting)
     kept, cut, note = fit(
         table,
         token_ids,
@@ -217,7 +218,7 @@ def _load_source(
         answers,
         Order(len(texts), seed=seed, shuffle=config.shuffle),
         fingerprint(settings, zip(values, answers, strict=True)),
-        "; ".join(filter(None, (lost, note))),
+        "; ".join(filter(None, (lost, note, bare))),
         environments,
     )
 

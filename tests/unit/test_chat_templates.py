@@ -750,6 +750,28 @@ def test_a_session_of_tools_ends_a_turn_once() -> None:
     assert follows.startswith("<|endoftext|>\n<|im_start|>user\n<result>wet")
 
 
+def test_bare_texts_for_a_chat_model_are_said(tmp_path: Path) -> None:
+    """Not of a text that somebody has rendered, and not of a model without a template."""
+
+    def warnings(prompt: str, tokenizer: Any) -> list[str]:
+        row = {"prompt": prompt, "answer": "a", "response": "b", "chosen": "b", "rejected": "c"}
+        source = written(tmp_path, row)
+        loaded = (
+            load_prompts(PromptsConfig(source=source), tokenizer, seed=1),
+            load_demonstrations(DemonstrationsConfig(source=source), tokenizer, seed=1),
+            load_preferences(PreferencesConfig(source=source), tokenizer, seed=1),
+        )
+        return [one.warning for one in loaded]
+
+    chatml: Any = tokenizer_of(CHATML)
+    names = ("prompts", "demonstrations", "preferences")
+    for name, warning in zip(names, warnings("rain?", chatml), strict=True):
+        assert warning.startswith(f"{name}.template is none") and "template to chat" in warning
+    assert warnings("<|im_start|>user\nrain?<|im_end|>\n", chatml) == ["", "", ""]
+    chatml.chat_template = None
+    assert warnings("rain?", chatml) == ["", "", ""]
+
+
 def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
     tokenizer: Any = tokenizer_of(CHATML)
     marks = ("", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n", "<|im_end|> <|endoftext|>\n\n")
@@ -761,7 +783,7 @@ def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
         config = DemonstrationsConfig(source=source, template=template, shuffle=False)  # pyright: ignore[reportArgumentType]
         rows = load_demonstrations(config, tokenizer, seed=1)
         found = [tokenizer.decode(rows.at(n).response_ids) for n in range(len(ends))]
-        assert rows.warning == ""
+        assert ("demonstrations.template is none" in rows.warning) == (template == "none")
         want = [f"yes{end}"] * len(ends)
         if template == "none":
             want = [f"{text}{end}" for text in ends[:2]]

@@ -433,7 +433,7 @@ def test_prompts_that_are_too_long(tmp_path: Path) -> None:
         prompts(file, max_prompt_tokens=8)
     found = prompts(file, max_prompt_tokens=8, too_long="drop")
     assert [one.answer for one in found] == ["3", "8"] and found.longest == 8
-    assert found.warning == (
+    assert found.warning.startswith(
         "3 of 5 prompts have more tokens than prompts.max_prompt_tokens = 8 (the longest 20);"
         " they are left out"
     )
@@ -448,7 +448,7 @@ def test_prompts_that_are_too_long(tmp_path: Path) -> None:
     assert all(TOKENIZER.decode(one.token_ids) == one.text for one in found)
     other = prompts(file, max_prompt_tokens=9, too_long="truncate_left", template="rendered")
     assert other.fingerprint != found.fingerprint
-    assert prompts(file, too_long="truncate_left").warning == ""
+    assert prompts(file, too_long="truncate_left", template="rendered").warning == ""
 
 
 def test_demonstrations_that_are_too_long(tmp_path: Path) -> None:
