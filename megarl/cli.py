@@ -19,11 +19,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl import console, signals
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
+from megarl.files import refuse_unfit
 from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
 from megarl.recipe_paths import typed
@@ -38,6 +40,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         use_utf8()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    os.umask(os.umask(0o077) | 0o022)  # what a command and its processes write, only they change
     signals.handle()
     console.prepare()
     if sys.flags.optimize > 1:
@@ -176,7 +179,7 @@ def dispatch(name: str, rest: list[str]) -> int:
 
 def refuse_no_run(words: list[str]) -> None:
     """Raise `UserError` where the first word that is neither an option nor the value of `--out` is
-    no folder.
+    no folder, or where files in that folder are none; see `refuse_unfit`.
     """
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
@@ -185,6 +188,10 @@ def refuse_no_run(words: list[str]) -> None:
                 raise UserError(
                     f"{word} {what}; name the run folder, which the recipe has as folder"
                 )
+            try:
+                refuse_unfit(Path(word))
+            except ValueError as error:
+                raise mistake(error) from None
             return
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.activity.process import machine, start_of, state_of
+from megarl.files import parse_json
 
 FOLDER = "activity"
 """Name of the folder in the run folder."""
@@ -156,7 +156,7 @@ def _records(paths: list[Path], only_last: bool, tail_bytes: int) -> Iterator[di
         kept = max(1, len(lines) - tail_bytes // 100)
         for line in [lines[0], *lines[kept:]]:
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue  # the torn line of a killed process, or the one being written
             if isinstance(record, dict):

@@ -16,6 +16,7 @@ from megarl.activity.files import Life, SpanRecord, of_run, read
 from megarl.activity.process import descendants
 from megarl.activity.state import chain, condition, doing, seconds
 from megarl.console import say
+from megarl.files import read_json
 
 LAST = "last_report"
 """Name of the file in RUN/activity that tells of the newest report."""
@@ -78,8 +79,8 @@ def report(
 
 def last_report(folder: Path) -> tuple[float, str] | None:
     """(seconds since the epoch, line) of the newest report; None without one."""
-    with suppress(OSError, ValueError):
-        at, line, *_ = json.loads((folder / LAST).read_text())
+    with suppress(OSError, ValueError, TypeError):
+        at, line, *_ = read_json(folder / LAST)
         return float(at), str(line)
     return None
 
@@ -89,8 +90,8 @@ def _is_reported(folder: Path, lives: Mapping[str, Life], since: float, now: flo
     too. Both in seconds since the epoch; `lives`: {process: what it has recorded}.
     """
     try:
-        at, _, process, numbers = json.loads((folder / LAST).read_text())
-    except (OSError, ValueError):
+        at, _, process, numbers = read_json(folder / LAST)
+    except (OSError, ValueError, TypeError):
         return False
     if at <= max(since, now - SAME_S):
         return False

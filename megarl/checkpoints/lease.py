@@ -27,6 +27,7 @@ from typing import Any
 
 from megarl.activity.process import machine, start_of
 from megarl.console import say
+from megarl.files import parse_json
 
 RENEW_S = 5.0
 """Seconds between two renewals of a lease."""
@@ -79,7 +80,7 @@ def decode(content: bytes) -> Record | None:
     record.
     """
     try:
-        found: Any = json.loads(content)
+        found: Any = parse_json(content)
         if found.pop("format", FORMAT) != FORMAT:
             return None
         known = {one.name for one in fields(Record)}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import xxhash
 
+from megarl.files import read_json
+
 DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
 CHUNK_BYTES = 4 * 2**20
@@ -55,7 +57,7 @@ def damage(folder: Path) -> str:
     unexpected file, or an empty string.
     """
     try:
-        found = json.loads((folder / DIGESTS).read_text())
+        found = read_json(folder / DIGESTS)
     except (OSError, ValueError) as error:
         return f"its {DIGESTS} cannot be read ({error})"
     if not isinstance(found, dict) or found.get("algorithm") != ALGORITHM:
@@ -78,7 +80,7 @@ def damage(folder: Path) -> str:
 def has_other_digests(folder: Path) -> bool:
     """Whether `digests.json` of a folder can be read and has no digests that this version knows."""
     try:
-        found = json.loads((folder / DIGESTS).read_text())
+        found = read_json(folder / DIGESTS)
     except (OSError, ValueError):
         return False
     return not isinstance(found, dict) or found.get("algorithm") != ALGORITHM

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl import signals
 from megarl.checkpoints import lease
 from megarl.config import AnyConfig
+from megarl.files import refuse_unfit
 from megarl.observe.config import ObserveConfig
 from megarl.parallel import launcher
 from megarl.recipe_file import read_tree
@@ -29,7 +30,7 @@ MIN_FREE_BYTES = 64 * 2**20
 
 def check_writable(folder: str, *, setting: str) -> None:
     """Raise `ValueError` unless `folder` is a folder, or can be made, with files written into it
-    and some free space on its disk.
+    and some free space on its disk, and what stands there can be read; see `refuse_unfit`.
     """
     existing = Path(folder).absolute()
     try:
@@ -59,6 +60,7 @@ def check_writable(folder: str, *, setting: str) -> None:
         f"the disk of {setting} {folder} has {free / 2**20:.0f} MiB free; free some or set another"
         f" {setting}",
     )
+    refuse_unfit(Path(folder))
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
@@ -120,6 +122,7 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
     """
     if launcher.rank() != 0 or not starts:
         if not starts:
+            refuse_unfit(Path(config.folder))
             lease.refuse_living(Path(config.folder))
         yield None
         return

@@ -85,7 +85,8 @@ def check_run(
 ) -> RunInputs:
     """Run all checks of `megarl train` for `num_ranks` ranks. Raises `ValueError` if one fails.
 
-    With `new` False (evaluation), run folder, engine placement and checkpoints are not checked.
+    With `new` False (evaluation), engine placement, checkpoints and whether the folder holds
+    another run are not checked.
     With `started` False, the ranks were not started, and are all on this host.
     """
     if launcher.rank() == 0:  # the others are told where Ray is
@@ -106,6 +107,8 @@ def check_run(
     )
     if new:
         check_places(config)
+    else:
+        check_writable(config.folder, setting="folder")
     tokenizer, hf = check_model(config.model)
     warn(unused_weights(config.model))
     check_engine_model(hf)

@@ -37,7 +37,7 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
     step = progress.step if progress is not None else 0
     for path in (folder / METRICS, folder / EVALUATIONS, read_again(folder / TRANSCRIPTS, step)):
         try:
-            for _ in read_records(path):
+            for _ in read_records(path, numbers=path.name in (METRICS, EVALUATIONS)):
                 pass
         except OSError as error:
             raise _unreadable(path, error) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.checks.folder_checks import check_writable
 from megarl.checks.preflight import check_run, ranks_to_check
 from megarl.checks.roles import check_positions, check_role
 from megarl.config import RunConfig
@@ -56,7 +55,6 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         "environment.session or environment.tools is set, but the turns of an environment are no"
         " response to learn from; set environment.verifier instead",
     )
-    check_writable(config.folder, setting="folder")
     inputs = check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():

@@ -16,6 +16,7 @@ from megarl.checkpoints.lease import RUNS, Record, decode, is_here, lives, newes
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import result
 from megarl.errors import UserError
+from megarl.files import parse_json
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.observe.observer import METRICS
 
@@ -158,7 +159,7 @@ def trained(run: Path) -> int | None:
         for line in reversed(tail):
             if line.endswith(b"}") and any(one in line for one in says_step):
                 try:
-                    return int(json.loads(line)["step"])
+                    return int(parse_json(line)["step"])
                 except (ValueError, KeyError, TypeError):
                     continue
     return None

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.files import parse_json
+
 FILE = "ledger.jsonl"
 """Name of the ledger in the run folder."""
 
@@ -99,7 +101,7 @@ class Reader:
         """The records in order, without the first line's; `n` and `crc` are left out."""
         for line in self.lines():
             if self.num_lines > 1:
-                record = json.loads(line[:-SEAL_BYTES] + b"}")
+                record = parse_json(line[:-SEAL_BYTES] + b"}")
                 del record["n"]
                 yield record
 
@@ -136,7 +138,7 @@ class Reader:
 def _run_id(path: Path, line: bytes) -> str:
     """The run's name in the first line; raises `ValueError` unless that is one of this format."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:  # of JSON or of UTF-8
         record = None
     if not isinstance(record, dict) or record.get("event") != "ledger":

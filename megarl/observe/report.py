@@ -46,7 +46,7 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     sections = [
         _header(run, title),
         _section("Learning", "", _charts(_learning(run))),
-        _section("Examples", *examples(run)),
+        _section("Examples", *_examples(run)),
         _section("Time and agreement", "", _charts(_systems(run))),
         _section("Processes", "", last_steps(folder)),
         _section("Optimisation", "", _charts(_optimisation(run))),
@@ -96,6 +96,14 @@ class LiveReport:
             write_report(self._folder, title=self._folder.name)
             ended_at = time.monotonic()
             self._next = ended_at + max(self._every_s, 50 * (ended_at - started_at))
+
+
+def _examples(run: Run) -> tuple[str, str]:
+    """As `examples`; transcripts that another program has changed end no run."""
+    try:
+        return examples(run)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return "", f"<p>The transcripts cannot be shown: {safe_html(repr(error))}</p>"
 
 
 def _section(title: str, note: str, body: str) -> str:

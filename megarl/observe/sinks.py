@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.console import say
+from megarl.files import parse_json
 from megarl.observe.config import ObserveConfig
 
 
@@ -43,11 +44,12 @@ def finite(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any]]:
     """The records of a JSON-lines file; none where the file does not exist.
 
     A last line without newline, which a killed process leaves, is skipped. Raises `ValueError` for
-    any other line that is not a JSON object with an integer `step`.
+    any other line that is not a JSON object with an integer `step`; with `numbers`, as of metrics,
+    also for one with other values than numbers, null, and `transcripts`, a list of objects.
     """
     if not path.exists():
         return
@@ -57,12 +59,23 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 return
             fix = f"delete the line: sed -i {number}d {shlex.quote(str(path))}"
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = parse_json(line)
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); {fix}") from None
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError(f"{path}, line {number} has no whole number `step`; {fix}")
+            wrong = [name for name, value in record.items() if numbers and not _fits(name, value)]
+            if wrong:
+                raise ValueError(f"{path}, line {number} has a wrong value of {wrong[0]}; {fix}")
             yield record
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a metric named `name` can have `value`."""
+    if name == "transcripts":
+        return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    is_whole = isinstance(value, int) and abs(value) < 2**63
+    return value is None or isinstance(value, float) or is_whole
 
 
 class MetricsFile:

@@ -73,7 +73,7 @@ def read_run(folder: Path) -> Run:
     folder = Path(folder)
     if not (folder / METRICS).exists():
         raise ValueError(f"{folder} has no {METRICS}; give the folder of a run")
-    metrics = {record["step"]: record for record in read_records(folder / METRICS)}
+    metrics = {record["step"]: record for record in read_records(folder / METRICS, numbers=True)}
     return Run(
         metrics=[metrics[step] for step in sorted(metrics)],
         evaluations=_read_evaluations(folder / EVALUATIONS),
@@ -85,7 +85,7 @@ def _read_evaluations(path: Path) -> list[Evaluation]:
     """Evaluations by step, with the greedy evaluation's transcripts if there are several kinds."""
     found: dict[int, Evaluation] = {}
     greedy: set[int] = set()
-    for record in read_records(path):
+    for record in read_records(path, numbers=True):
         step = record.pop("step")
         transcripts = record.pop("transcripts", None)
         one = found.setdefault(step, Evaluation(step))

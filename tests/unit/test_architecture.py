@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    {"errors", "host_memory", "peer_names", "quick_imports", "schema", "types"},
+    {"errors", "files", "host_memory", "peer_names", "quick_imports", "schema", "types"},
     {"chat_template", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},
