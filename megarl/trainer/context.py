@@ -46,6 +46,7 @@ from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
+from megarl.trainer.rounding import rounding_line
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
 
@@ -178,6 +179,9 @@ class RunContext:
         is_trained = optimizer_steps is not None
         if self.is_main and is_trained and (trained := role.engine.module.share_trained()):
             console.say(f"{name}: LoRA trains {trained}")
+        elif self.is_main and is_trained and role.training.precision == "bfloat16":
+            rate = role.training.optimizer.learning_rate
+            console.say(rounding_line(name, role.engine.own_weights(), rate))
         return role
 
     def checkpoints(
