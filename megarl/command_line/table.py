@@ -219,6 +219,22 @@ COMMANDS = {
         about="The exit code is 1 if the ledger contradicts itself.",
         example="runs/mine",
     ),
+    "chat": Command(
+        summary="talk to a trained model, or to any other",
+        run="megarl.loops.chat:main",
+        first="RUN|MODEL",
+        options={
+            "--prompt TEXT": "answer this alone (default: each line of standard input)",
+            "--system TEXT": "the system message",
+            "--max-tokens N": "tokens of an answer at most (default: 512)",
+            "--temperature T": "0 for the most probable answer (default: 0.7)",
+        },
+        about=(
+            "Of a run folder the model of the newest checkpoint answers, by vLLM on the first GPU"
+            " or the CPU. A model without a chat template goes on with each line."
+        ),
+        example='runs/mine --prompt "What is 47 plus 38?"',
+    ),
     "status": Command(
         summary="what each process of a run does, and on whom it waits",
         run="megarl.checks.status:main",

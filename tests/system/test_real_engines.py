@@ -4,6 +4,11 @@ transformers does.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from support.engine_side import BOUND, gap, opened
 from support.real import by_transformers, documents, real_folder
@@ -26,3 +31,28 @@ def test_an_engine_scores_real_text_as_transformers_does(name: str) -> None:
             (published,) = side.engines.score(text, timeout_s=120)
             assert gap(published, right) < BOUND
         assert gap(found, published) > 0.1, "an engine that no weights reach would pass"
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_one_can_talk_to_a_run(tmp_path: Path) -> None:
+    """The second question needs the first; of a run folder the newest checkpoint answers."""
+    for step in (2, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step_000010" / "model"
+    newest.symlink_to(real_folder("smollm2"))
+    done = subprocess.run(
+        [
+            *["megarl", "chat", "--temperature", "0", "--max-tokens", "24", "--system"],
+            "Be brief.",
+            tmp_path,
+        ],
+        input="What is the capital of France?\n\nAnd what is the capital of Italy?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "Paris" in first and "Rome" in second and done.stderr == ""

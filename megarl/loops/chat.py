@@ -1,0 +1,172 @@
+"""`megarl chat RUN|MODEL`: talk to a model, a trained one or any other, through a vLLM engine.
+
+The newest checkpoint of a run folder, a model folder or a hub name answers, on the first GPU or the
+CPU. A model with a chat template is asked by it and sees the whole conversation; a model without
+one goes on with each line as a text of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megarl import console
+from megarl.errors import UserError
+
+CONTEXT = 4096
+"""Tokens of a conversation, unless the model has fewer positions."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its mistakes are those of every command."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"megarl chat: {message}; see megarl chat --help")
+
+
+def main(arguments: list[str]) -> int:
+    """Answer `--prompt`, or each line of standard input until it ends. Raises `UserError` for a
+    model that cannot be read.
+    """
+    parser = _Parser(add_help=False)
+    parser.add_argument("model")
+    parser.add_argument("--prompt")
+    parser.add_argument("--system", default="")
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    wanted = parser.parse_args(arguments)
+    if wanted.max_tokens < 1 or not 0.0 <= wanted.temperature < 100.0:
+        parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
+    model = model_of(wanted.model)
+    with console.diverted():
+        try:
+            chat = Chat(model, wanted.max_tokens, wanted.temperature, wanted.system)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    try:
+        for line in questions(wanted.prompt):
+            for piece in chat.reply(line):
+                print(piece, end="", flush=True)
+            print(flush=True)
+    except BrokenPipeError:  # nobody reads any more; nor may the end of Python write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def model_of(named: str) -> str:
+    """The model to load: of a run folder, that of its newest checkpoint."""
+    from megarl.checkpoints.progress import newest_first
+
+    folder = Path(named).expanduser()
+    if not (folder / "checkpoints").is_dir():
+        return str(folder) if folder.exists() else named
+    for checkpoint in newest_first(folder / "checkpoints"):
+        return str(checkpoint / "model")
+    raise UserError(f"{folder} has no checkpoint yet; name a model folder, or wait for the first")
+
+
+def questions(prompt: str | None) -> Iterator[str]:
+    """`prompt` alone, or the lines of standard input, asked for in a terminal."""
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class Chat:
+    """A conversation with a model."""
+
+    def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
+        """Load the model `path`. `max_tokens`: of a reply. Raises `ValueError` if the model or its
+        tokenizer cannot be read.
+        """
+        from megarl.chat_template import ChatTemplate, end_of_turn
+        from megarl.checks.model_checks import check_model, stop_tokens
+        from megarl.trainer.config import ModelConfig
+        from megarl.trainer.model_config import positions
+
+        config = ModelConfig(path=path)
+        self._tokenizer, hf = check_model(config)
+        has_template = bool(self._tokenizer.chat_template)
+        self._template = ChatTemplate(self._tokenizer) if has_template else None
+        self._turns = [{"role": "system", "content": system}] if system else []
+        end = end_of_turn(self._tokenizer, "chat" if has_template else "none")
+        self._context = min(positions(hf) or CONTEXT, CONTEXT)
+        self._engine, self._params = _engine(path, self._context)
+        self._number, self._max_tokens = 0, max_tokens
+        self._sampling = dict(
+            temperature=temperature,
+            stop_token_ids=stop_tokens(self._tokenizer, config, hf, [end]),
+        )
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The model's answer to `text`, piece by piece. Raises `UserError` if no token of the
+        context is left for it.
+        """
+        if self._template is None:
+            ids = self._tokenizer(text).input_ids
+        else:
+            self._turns.append({"role": "user", "content": text})
+            written = self._template.text(self._turns, "the conversation", asks=True)
+            ids = self._tokenizer(written, add_special_tokens=False).input_ids
+        room = min(self._max_tokens, self._context - len(ids))
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(ids)} tokens, and the model sees {self._context}; begin"
+                " a new one"
+            )
+        params = self._params(max_tokens=room, **self._sampling)
+        self._number += 1
+        self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, params)
+        said = ""
+        while self._engine.has_unfinished_requests():
+            for made in self._engine.step():
+                said += made.outputs[0].text
+                yield made.outputs[0].text
+        self._turns.append({"role": "assistant", "content": said})
+
+
+def _engine(path: str, context: int) -> tuple[Any, Any]:
+    """(vLLM's engine with the weights of `path`, a function that makes its sampling parameters)."""
+    import torch
+
+    from megarl.cluster.process_env import engine_environment
+    from megarl.quick_imports import quick_imports
+    from megarl.rollout.config import EngineConfig
+    from megarl.rollout.engine_arguments import engine_arguments
+
+    on_cpu = not torch.cuda.is_available()
+    threads = len(os.sched_getaffinity(0))
+    os.environ.update(engine_environment(on_cpu=on_cpu, num_threads=threads, kv_cache_gib=1))
+    torch.set_num_threads(threads)
+    with quick_imports():
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+    config = EngineConfig(dtype="float32" if on_cpu else "bfloat16", max_num_sequences=1)
+    settings = engine_arguments(
+        config,
+        model=path,
+        tokenizer=path,
+        max_tokens=context,
+        trust_remote_code=False,
+        seed=0,
+        on_cpu=on_cpu,
+    )
+    made = LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))
+
+    def params(**wanted: Any) -> Any:
+        return SamplingParams(output_kind=RequestOutputKind.DELTA, **wanted)
+
+    return made, params
