@@ -370,6 +370,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
 
     def own_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
