@@ -97,8 +97,8 @@ class ChatTemplate:
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
 
     @functools.cached_property
-    def _specials(self) -> tuple[str, ...]:
-        """Texts of the tokenizer's special tokens."""
+    def _added(self) -> tuple[str, ...]:
+        """Texts of the tokenizer's added tokens, all special tokens among them."""
         known = (token.content for token in self.tokenizer.added_tokens_decoder.values())
         return tuple(filter(str.strip, known))
 
@@ -109,7 +109,7 @@ class ChatTemplate:
         found = list(chat)
         for number, turn in enumerate(found):
             said = turn.get("content")
-            if isinstance(said, str) and said.rstrip().endswith(self._specials):
+            if isinstance(said, str) and said.rstrip().endswith(self._added):
                 end: Any = self.tokenizer.convert_tokens_to_ids(self._end)
                 found[number] = turn | {"content": without_end(self.tokenizer, [said], end)[0]}
         return found

@@ -73,8 +73,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value in the JSON file `path`. Raises `ValueError` as `parse_json` does, and `OSError`
-    for what cannot be read or is no regular file.
+    """The value of the JSON in the file `path`. Raises `OSError` if there is no regular file that
+    can be read, and `ValueError` if its content is not JSON or is nested too deeply.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))

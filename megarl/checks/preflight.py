@@ -227,12 +227,18 @@ def find_checkpoint(
     roles: Mapping[str, str] | None = None,
     head: HeadName = "logprobs",
 ) -> Path | None:
-    """The checkpoint to resume from, on rank 0; None for a new run and on other ranks.
+    """On rank 0: the folder of the checkpoint to resume from, None for a run that begins with
+    step 1. On other ranks always None.
 
-    `data`: fingerprint of the prompts or demonstrations. `roles`: {name: layout} of the roles
-    beside the policy that are trained. `head`: that of the trained model. Raises `ValueError` if
-    `resume` is true and there is no checkpoint, if there are some but none of them can be resumed,
-    or if a file of the run folder is broken.
+    Args:
+        layout: of the policy, or of the model that is trained.
+        data: fingerprint of the prompts or demonstrations.
+        roles: {name: layout} of the other roles that are trained, such as the critic.
+        head: output of the trained model: log-probs, values or scores.
+
+    Raises:
+        ValueError: `resume` is true and there is no checkpoint; there are some, but none can be
+            resumed; or a file of the run folder is damaged.
     """
     if launcher.rank() != 0:
         return None

@@ -98,6 +98,7 @@ def preferences_as_read(
 def _preferences_form(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
+    """As `preferences_as_read`, without the look at repeated prompts."""
     plain = PreferencesConfig()
     names = ("prompt_column", "chosen_column", "rejected_column", "response_column", "label_column")
     if any(getattr(config, name) != getattr(plain, name) for name in names):

@@ -371,9 +371,10 @@ def _singles(
 def _cuts(
     config: PreferencesConfig, prompts: TokenLists, others: TokenLists, setting: str
 ) -> tuple[np.ndarray, str]:
-    """([N] first tokens of each prompt that its response to another prompt goes without, so that
-    both fit into `max_tokens`; what the user should know). Every prompt keeps a token, since a
-    response fits its own prompt. Raises `ValueError` if rows that are too long are refused.
+    """For KTO, which also scores each prompt with the response `others` of another row: (number of
+    tokens to cut off the beginning of each of the N prompts so that the two fit into
+    `config.max_tokens`, int [N]; a warning for the user, "" if nothing is cut). Each prompt keeps
+    at least one token. Raises `ValueError` if a cut is needed and `config.too_long` is "refuse".
     """
     lengths, limit = prompts.lengths + others.lengths, config.max_tokens
     longest, cuts = int(lengths.max()), np.maximum(0, lengths - limit)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megarl import console
 from megarl.errors import UserError
+from megarl.schema import require
 
 CONTEXT = 4096
 """Tokens of a conversation, unless the model has fewer positions."""
@@ -89,7 +90,7 @@ class Chat:
 
     def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
         """Load the model `path`. `max_tokens`: of a reply. Raises `ValueError` if the model or its
-        tokenizer cannot be read.
+        tokenizer cannot be read, or if a model without a chat template is given a system message.
         """
         from megarl.chat_template import ChatTemplate, end_of_turn
         from megarl.checks.model_checks import check_model, stop_tokens
@@ -100,25 +101,32 @@ class Chat:
         self._tokenizer, hf = check_model(config)
         has_template = bool(self._tokenizer.chat_template)
         self._template = ChatTemplate(self._tokenizer) if has_template else None
+        require(
+            has_template or not system,
+            "--system is set, but the model has no chat template to write it; leave --system out",
+        )
         self._turns = [{"role": "system", "content": system}] if system else []
         end = end_of_turn(self._tokenizer, "chat" if has_template else "none")
         self._context = min(positions(hf) or CONTEXT, CONTEXT)
-        self._engine, self._params = _engine(path, self._context)
-        self._number, self._max_tokens = 0, max_tokens
-        self._sampling = dict(
-            temperature=temperature,
-            stop_token_ids=stop_tokens(self._tokenizer, config, hf, [end]),
-        )
+        self._engine = _engine(path, self._context)
+        self._stops = stop_tokens(self._tokenizer, config, hf, [end])
+        self._number, self._max_tokens, self._temperature = 0, max_tokens, temperature
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's answer to `text`, piece by piece. Raises `UserError` if no token of the
-        context is left for it.
+        """Iterate over the pieces of the model's answer to `text`. Raises `UserError` if the
+        conversation fills the context, or if the chat template refuses it.
         """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         if self._template is None:
             ids = self._tokenizer(text).input_ids
         else:
             self._turns.append({"role": "user", "content": text})
-            written = self._template.text(self._turns, "the conversation", asks=True)
+            try:
+                written = self._template.text(self._turns, "the conversation", asks=True)
+            except ValueError as error:
+                raise UserError(str(error)) from error
             ids = self._tokenizer(written, add_special_tokens=False).input_ids
         room = min(self._max_tokens, self._context - len(ids))
         if room < 1:
@@ -126,7 +134,12 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, and the model sees {self._context}; begin"
                 " a new one"
             )
-        params = self._params(max_tokens=room, **self._sampling)
+        params = SamplingParams(
+            max_tokens=room,
+            temperature=self._temperature,
+            stop_token_ids=self._stops,
+            output_kind=RequestOutputKind.DELTA,
+        )
         self._number += 1
         self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, params)
         said = ""
@@ -137,8 +150,10 @@ class Chat:
         self._turns.append({"role": "assistant", "content": said})
 
 
-def _engine(path: str, context: int) -> tuple[Any, Any]:
-    """(vLLM's engine with the weights of `path`, a function that makes its sampling parameters)."""
+def _engine(path: str, context: int) -> Any:
+    """vLLM's synchronous engine with the weights of the model `path`, for conversations of at most
+    `context` tokens. Sets the environment variables that vLLM reads.
+    """
     import torch
 
     from megarl.cluster.process_env import engine_environment
@@ -151,8 +166,7 @@ def _engine(path: str, context: int) -> tuple[Any, Any]:
     os.environ.update(engine_environment(on_cpu=on_cpu, num_threads=threads, kv_cache_gib=1))
     torch.set_num_threads(threads)
     with quick_imports():
-        from vllm import EngineArgs, LLMEngine, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm import EngineArgs, LLMEngine
 
     config = EngineConfig(dtype="float32" if on_cpu else "bfloat16", max_num_sequences=1)
     settings = engine_arguments(
@@ -164,9 +178,4 @@ def _engine(path: str, context: int) -> tuple[Any, Any]:
         seed=0,
         on_cpu=on_cpu,
     )
-    made = LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))
-
-    def params(**wanted: Any) -> Any:
-        return SamplingParams(output_kind=RequestOutputKind.DELTA, **wanted)
-
-    return made, params
+    return LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))

@@ -172,9 +172,8 @@ def _change(before: float | None, after: float | None, as_text: Any) -> str:
 
 
 def _window(count: int) -> int:
-    """Steps that a smoothed line averages over: odd, about a twentieth of the run.
-
-    It is 1 for short runs.
+    """Number of steps in the moving average of a chart's smoothed line, for a run of `count` steps:
+    odd, about `count` / 20, and 1 below 40 steps.
     """
     return (count // 20) | 1
 

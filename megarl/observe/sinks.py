@@ -45,11 +45,13 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file; none where the file does not exist.
+    """Iterate over the lines of a JSON-lines file, such as metrics.jsonl, as {name: value}. A file
+    that does not exist has none.
 
-    A last line without newline, which a killed process leaves, is skipped. Raises `ValueError` for
-    any other line that is not a JSON object with an integer `step`; with `numbers`, as of metrics,
-    also for one with other values than numbers, null, and `transcripts`, a list of objects.
+    A last line without newline is skipped: a killed process leaves one. With `numbers`, as in files
+    of metrics, every value must be a number or null, and `transcripts` a list of objects. Raises
+    `ValueError`, which names the line and how to delete it, for a line that is not a JSON object
+    with an integer `step`, or has another value than `numbers` allows.
     """
     if not path.exists():
         return
@@ -162,7 +164,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write what is still buffered to the log folder and close its file."""
         self._writer.close()
 
 

@@ -179,9 +179,15 @@ class RunContext:
         is_trained = optimizer_steps is not None
         if self.is_main and is_trained and (trained := role.engine.module.share_trained()):
             console.say(f"{name}: LoRA trains {trained}")
-        elif self.is_main and is_trained and role.training.precision == "bfloat16":
+        elif (
+            self.is_main
+            and is_trained
+            and role.training.precision == "bfloat16"
+            and self.inputs.resume_from is None  # whose master weights have left that grid
+        ):
+            # Without adapters `owned` needs no other rank.
             rate = role.training.optimizer.learning_rate
-            console.say(rounding_line(name, role.engine.own_weights(), rate))
+            console.say(rounding_line(name, role.owned().values(), rate))
         return role
 
     def checkpoints(

@@ -55,10 +55,9 @@ def load_model_config(
     what = f"{setting}.path {config.path!r}"
     folder = Path(config.path)
     if folder.exists():
-        is_gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
         has_config = (folder / "config.json").is_file()
         require(
-            has_config or not is_gguf,
+            has_config or not (folder.suffix == ".gguf" or any(folder.glob("*.gguf"))),
             f"{what} is in the GGUF format, whose quantised weights are not trained; set it to a"
             " folder with config.json and safetensors, which `python tools/real_model.py` and"
             " transformers' `from_pretrained(..., gguf_file=...)` make",

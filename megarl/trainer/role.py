@@ -133,8 +133,9 @@ class Role:
         return self.training.zero_stage
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{name: flat tensor} of the part of every weight that this rank owns, with adapters added
-        to the weights; see `TrainEngine.owned`. All ranks of the mesh call it together.
+        """{name: flat tensor} of this rank's part of every weight: its tensor-parallel shard, and
+        under ZeRO 3 its slice of that shard. LoRA adapters are merged into the weights. All ranks
+        of the mesh call it together, as adapters are gathered.
         """
         return self.engine.owned()
 
@@ -235,7 +236,9 @@ class Role:
         return self.engine.keep_adapters()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """A context manager in which the model computes without its adapters."""
+        """A context manager in whose block the model computes with the base weights alone, without
+        LoRA adapters; it changes nothing for a model that has none.
+        """
         adapters = self.engine.module.adapters
         return contextlib.nullcontext() if adapters is None else adapters.off()
 

@@ -256,11 +256,6 @@ class TrainEngine:
         named = ((_bare(n), _own_values(p, rank)) for n, p in self.module.named_parameters())
         return first_broken(named, self.mesh.world, self.device, norm=0)
 
-    def own_weights(self) -> list[torch.Tensor]:
-        """This rank's part of every parameter."""
-        rank = self.mesh.gradient.rank
-        return [_own_values(parameter, rank) for parameter in self.module.parameters()]
-
     def _plain_norm(self) -> float:
         """Gradient norm for float32 without ZeRO, where DeepSpeed does not report it."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -114,7 +114,9 @@ class ToolServer:
                 yield streams
 
     async def _note(self, message: Any) -> None:
-        """Keep the first line of a server's output that is no message."""
+        """Handle what the MCP client passes on beside answers: of lines on the server's standard
+        output that are no MCP messages, keep the first for errors.
+        """
         if isinstance(message, ValidationError) and not self._nonsense:
             self._nonsense = shortened(repr(message.errors()[0]["input"]), ERROR_CHARACTERS)
 
@@ -146,7 +148,12 @@ class ToolServer:
                 self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], limit_s: float) -> str:
-        """Call a tool of the server; see `megarl.environments.tools.tool.Tool`."""
+        """The text that the server's tool `name` returns for `arguments`; the server is started
+        first if it does not run.
+
+        Raises `CallError`, which the model is told, if the tool fails or does not answer within
+        `limit_s` seconds, and `ToolUnavailable` if the server cannot be reached or has ended.
+        """
         async with self._starting:
             if self._session is None:
                 try:

@@ -212,6 +212,7 @@ async def _whole(response: httpx2.Response) -> httpx2.Response:
 
 
 def _is_message(content: bytes) -> bool:
+    """Whether the body of an HTTP answer is a message of MCP (JSON-RPC)."""
     try:
         jsonrpc_message_adapter.validate_json(content, by_name=False)
     except ValidationError:
