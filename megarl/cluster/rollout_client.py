@@ -130,12 +130,12 @@ class RolloutClient:
         temperature: float,
         name: str,
         *,
-        takes_failures: bool = False,
+        inspects: bool = False,
     ) -> Any:
         """Ask for one scored response to each problem, without waiting; see `collect`.
-        `takes_failures`: failed verdicts are returned, however many.
+        `inspects`: see `megarl.rollout.evaluation.answers`.
         """
-        return self._service.answers.remote(list(prompts), temperature, name, takes_failures)
+        return self._service.answers.remote(list(prompts), temperature, name, inspects)
 
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
         """Wait for evaluation results. `pending` are what calls of `answers` returned.

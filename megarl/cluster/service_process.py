@@ -126,11 +126,9 @@ class ServiceActor:
         return await self._service.evaluate(self._held_out, temperature, name, publications)
 
     async def answers(
-        self, prompts: list[Prompt], temperature: float, name: str, takes_failures: bool
+        self, prompts: list[Prompt], temperature: float, name: str, inspects: bool
     ) -> list[dict[str, Any]]:
-        return await self._service.answers(
-            prompts, temperature, name, takes_failures=takes_failures
-        )
+        return await self._service.answers(prompts, temperature, name, inspects=inspects)
 
     async def engine_is_ready(self, number: int) -> None:
         await self._service.engine_is_ready(number)

@@ -142,18 +142,18 @@ def generate(
     temperature: float,
     names: list[str],
     *,
-    takes_failures: bool = False,
+    inspects: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The records of one response to each problem for each of `names`, which tell the sampling
-    seeds apart; sample by sample, in the order of the problems. `takes_failures`: failed verdicts
-    are returned, however many, where they otherwise end the command.
+    seeds apart; sample by sample, in the order of the problems. `inspects`: see
+    `megarl.rollout.evaluation.answers`.
     """
     pending = [
         client.answers(
             prompts[first : first + PROBLEMS_PER_CALL],
             temperature,
             name,
-            takes_failures=takes_failures,
+            inspects=inspects,
         )
         for name in names
         for first in range(0, len(prompts), PROBLEMS_PER_CALL)

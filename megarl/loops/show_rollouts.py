@@ -3,19 +3,24 @@
     megarl rollout RECIPE.yaml --num 4
 
 The first prompts in training order are answered by `model.path` at `rollout.temperature` and scored
-by the environment. Nothing is written but `run.log` in FOLDER/rollout.
+by the environment. Prompts and turns are printed with all special tokens, also those that the
+environment is not given.
+Nothing is written but `run.log` in FOLDER/rollout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from megarl import console
 from megarl.checks.sampling import SampleInputs
+from megarl.cluster.mailbox import fetch
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.rollout_client import RolloutClient
@@ -23,6 +28,7 @@ from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
 from megarl.loops.evaluate import generate, refuse_broken
 from megarl.parallel import mesh
+from megarl.types import Prompt
 
 PLAIN: dict[str, str] = dict.fromkeys(("model", "environment", "right", "wrong", "soft", "end"), "")
 COLOURS = {
@@ -46,7 +52,9 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
 
 
 def rollouts(config: RunConfig, inputs: SampleInputs) -> list[dict[str, Any]]:
-    """The records of one rollout of each of the first prompts; see `megarl.rollout.transcripts`."""
+    """The records of one rollout of each of the first prompts, their texts with the special tokens;
+    see `megarl.rollout.transcripts`.
+    """
     run, count = inputs.run, config.sample.shown
     assert run.prompts is not None
     prompts = [
@@ -74,7 +82,31 @@ def rollouts(config: RunConfig, inputs: SampleInputs) -> list[dict[str, Any]]:
         client = RolloutClient(0, silence_s=silence_s(config))
         temperature = config.rollout.temperature
         # A failure is what somebody who writes an environment wants to see.
-        return list(generate(client, prompts, temperature, ["shown"], takes_failures=True))
+        records = list(generate(client, prompts, temperature, ["shown"], inspects=True))
+        decode_whole(records, prompts, run.tokenizer, config.rollout.request_timeout_s)
+        return records
+
+
+def decode_whole(
+    records: Sequence[dict[str, Any]],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    timeout_s: float,
+) -> None:
+    """Replace the texts of `records`, of one rollout of each of `prompts`, by texts with the
+    special tokens, and take `segments` out. `timeout_s`: seconds that the tokens have to arrive.
+    """
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    rollouts = [record.pop("segments") for record in records]
+    arrays = iter(fetch([part.arrays for one in rollouts for part in one], timeout_s))
+    for record, prompt, segments in zip(records, prompts, rollouts, strict=True):
+        texts = [text_of(next(arrays).token_ids.tolist()) for _ in segments]
+        record |= {"prompt": text_of(prompt.token_ids), "response": "".join(texts)}
+        for turn, text in zip(record.get("turns", ()), texts, strict=False):
+            turn["text"] = text
 
 
 def lines(record: dict[str, Any], colours: dict[str, str]) -> Iterator[str]:

@@ -37,11 +37,12 @@ async def answers(
     name: str,
     *,
     num_texts: int,
-    takes_failures: bool = False,
+    inspects: bool = False,
 ) -> list[dict[str, Any]]:
     """Generate and score one response to each problem: a record of each, those of the first
     `num_texts` problems with their text. The sampling seeds depend only on the problem and `name`.
-    Raises `UserError` if too many verdicts have failed, unless `takes_failures`.
+    Raises `UserError` if too many verdicts have failed, unless `inspects`; then the records also
+    hold `segments`, a list of `Segment`.
     """
 
     async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:
@@ -60,14 +61,15 @@ async def answers(
         for task in running:
             task.cancel()
     verdicts = [verdict for _, _, verdict in found]
-    if not takes_failures:
+    if not inspects:
         failure_warning(verdicts, attempts.max_failure_share, f"evaluation '{name}'")
     parts = [part for _, segments, _ in found[:num_texts] for part in segments]
     texts = iter(await attempts.environment.texts(parts) if parts else [])
     records = []
     for number, (prompt, segments, verdict) in enumerate(found):
         of_rollout = [next(texts) for _ in segments] if number < num_texts else []
-        records.append(about(prompt) | {"metrics": {}} | record_of(segments, verdict, of_rollout))
+        record = about(prompt) | {"metrics": {}} | record_of(segments, verdict, of_rollout)
+        records.append(record | ({"segments": segments} if inspects else {}))
     return records
 
 

@@ -263,7 +263,7 @@ class RolloutService:
         temperature: float,
         name: str,
         *,
-        takes_failures: bool = False,
+        inspects: bool = False,
     ) -> list[dict[str, Any]]:
         """Generate and score one response to each of `prompts`. Returns one record for each, in
         the order of `prompts`. Arguments and records: see `megarl.rollout.evaluation.answers`.
@@ -276,7 +276,7 @@ class RolloutService:
                 temperature,
                 name,
                 num_texts=len(prompts),
-                takes_failures=takes_failures,
+                inspects=inspects,
             )
         )
 

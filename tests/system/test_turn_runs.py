@@ -5,6 +5,7 @@ itself recorded.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,24 @@ class Echo:
         if self.turns == 3 or len(token_ids) == 1:
             return {"reward": reward, "correct": len(text) % 2 == 0, "turns": self.turns}
         return Observation(",+", reward=reward)
+"""
+
+SEEN = """
+import json
+from megarl.environments.session import Answer
+
+class Seen(Echo):
+    async def start(self, prompt):
+        self.is_single = int(prompt.answer) % 2 == 0
+        return await super().start(prompt)
+
+    async def step(self, text, token_ids):
+        with open({path!r}, "a") as to:
+            to.write(json.dumps([token_ids.tolist(), text]) + "\\n")
+        if self.is_single:
+            return Answer(text)
+        said = await super().step(text, token_ids)
+        return Observation("<s>,+", said.reward) if isinstance(said, Observation) else said
 """
 
 
@@ -75,12 +94,42 @@ def test_a_run_of_several_turns(tmp_path: Path) -> None:
     assert "model, trained on" in report and "environment, read only" in report
 
 
-def test_rollouts_are_printed(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path))
-    done = megarl("rollout", recipe, "--num", "3")
+def test_rollouts_are_printed_with_special_tokens(tmp_path: Path) -> None:
+    """Those of prompt, model and environment; what is judged has none."""
+    tree = recipe_of(tmp_path)
+    tokenizer = with_bos(tmp_path / "model")
+    seen = tmp_path / "seen.jsonl"
+    (tmp_path / "own.py").write_text(SESSION + SEEN.format(path=str(seen)))
+    tree["environment"] |= {
+        "session": f"{tmp_path}/own.py:Seen",
+        "verifier": f"{tmp_path}/reward.py:score",
+    }
+    tree["rollout"]["stop"] = ["1"]
+    done = megarl("rollout", write_recipe(tmp_path / "recipe.yaml", tree), "--num", "12")
     assert done.code == 0, done.err[-3000:]
-    assert done.out.count("--- prompt ---") == 3
-    assert "--- environment, 2 tokens ---\n,+" in done.out and "\x1b" not in done.out
+    assert len(re.findall(r"--- prompt ---\n<s>\d\+\d=\n", done.out)) == 12
+    assert "--- environment, 3 tokens ---\n<s>,+\n" in done.out and "\x1b" not in done.out
+    single = r"--- prompt ---\n.*\n--- model, .*\n.*\n--- (right|wrong), "
+    assert re.search(single, done.out)
+    shown = re.findall(r"--- model, .*\n(.*)\n", done.out)
+    turns: list[Any] = records(seen)[-len(shown) :]  # those before are of the check at the start
+    assert sorted(shown) == sorted(tokenizer.decode(ids) for ids, _ in turns)
+    assert any(one.endswith("<eos>") for one in shown)
+    assert all(text == tokenizer.decode(ids, skip_special_tokens=True) for ids, text in turns)
+    rewards = [float(one) for one in re.findall(r"(?:right|wrong), reward (\S+?),?\s", done.out)]
+    assert len(rewards) == 12 and sum(rewards) == sum(len(text) % 3 / 2 for _, text in turns)
+
+
+def with_bos(folder: Path) -> Any:
+    """The tokenizer in `folder`, of which texts begin with a special token from now on."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast.from_pretrained(str(folder), bos_token="<s>")
+    first = [("<s>", made.bos_token_id)]
+    made.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", None, first)
+    made.save_pretrained(str(folder))
+    return made
 
 
 def test_rows_are_what_the_engine_recorded(tmp_path: Path) -> None:
