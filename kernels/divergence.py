@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import product
+from megarl.kernels.linear import gradient_product
 from megarl.kernels.logprobs import (
     VocabularyShard,
     accumulator,
@@ -311,7 +311,7 @@ class _LinearDivergence(torch.autograd.Function):
             rows = _Rows(*saved[:, chunk])
             _gradient_(student, teacher, rows, mean[chunk], upstream[chunk], ctx.how)
             if grad_hidden is not None:
-                grad_hidden[chunk] = product(student, weight.T)
+                grad_hidden[chunk] = gradient_product(student, weight.T)
             if grad_weight is not None:
                 add_outer(grad_weight, student, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():

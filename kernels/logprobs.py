@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import onednn_supports, product
+from megarl.kernels.linear import gradient_product, onednn_supports, product
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Bytes of one chunk of logits, by device: enough for fast matrix products, small beside a
@@ -122,7 +122,7 @@ def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> 
         torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
     else:
         for block in _blocks(total.shape[0], 4 * total.shape[1]):
-            total[block] += product(grad[:, block].T, hidden.T)
+            total[block] += gradient_product(grad[:, block].T, hidden.T)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -231,7 +231,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if slope is not None:
                 grad.mul_(slope)
             if grad_hidden is not None:
-                grad_hidden[chunk] = product(grad, weight.T)
+                grad_hidden[chunk] = gradient_product(grad, weight.T)
             if grad_weight is not None:
                 add_outer(grad_weight, grad, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():

@@ -161,6 +161,8 @@ def dispatch(name: str, rest: list[str]) -> int:
                     owner = stack.enter_context(owned(config, starts="--check" not in flags))
                 with quick_imports():
                     check = load(command.check)
+                    if getattr(getattr(config, "training", None), "precision", "") == "auto":
+                        config = load("megarl.trainer.precision:resolved")(config, say)
                 inputs = check(config, ranks)
                 if owner is not None:
                     inputs = replace(inputs, owner=owner)

@@ -81,9 +81,7 @@ def written_under(layout: Layout, training: TrainingConfig) -> str:
     lora = training.lora
     targets = " ".join(lora.targets) or "all layers"
     adapters = f", LoRA of rank {lora.rank}, alpha {lora.alpha:g}, {targets}" if lora.is_on else ""
-    return (
-        f"{layout}{backend}, ZeRO {training.zero_stage}, {training.precision}{optimizer}{adapters}"
-    )
+    return f"{layout}{backend}, ZeRO {training.zero_stage}, {training.dtype}{optimizer}{adapters}"
 
 
 def write_progress(folder: Path, progress: Progress) -> Path:

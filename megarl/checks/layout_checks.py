@@ -7,7 +7,6 @@ import importlib.util
 import torch
 import transformers
 
-from megarl.checks.gpu_checks import check_precision
 from megarl.kernels.block_cuda import WIDEST
 from megarl.kernels.blocks import WITHOUT_SOFT_CAP
 from megarl.kernels.packed_varlen import provider
@@ -22,6 +21,7 @@ from megarl.trainer.loading import empty_model
 from megarl.trainer.logits import logit_transform
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.optimizers import refuse_optimizer
+from megarl.trainer.precision import check_precision
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
@@ -75,8 +75,7 @@ def check_cut(
         Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
     )
     refuse_optimizer(training, local_device())
-    if local_device().type == "cuda":
-        check_precision(training)
+    check_precision(training, local_device())
     if training.logprobs == "liger" and head == "logprobs":
         refuse_liger(training.layout.tensor, hf)
     refuse_kernels(training, hf, empty)

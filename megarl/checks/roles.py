@@ -38,8 +38,7 @@ def check_role(
     """
     role, training = config.other_roles[name], config.training
     require(
-        role.zero_stage != 0
-        or (training.precision == "float32" and not training.offload_optimizer),
+        role.zero_stage != 0 or (training.dtype == "float32" and not training.offload_optimizer),
         f"{name}.zero_stage is 0, but training.precision is '{training.precision}' and"
         f" training.offload_optimizer {training.offload_optimizer}, which need ZeRO; set"
         f" {name}.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",

@@ -226,7 +226,7 @@ def make_publisher(
     engine, lora = config.rollout.engine, config.training.lora
     if lora.is_on and lora.publish == "adapter":
         probe = Probe.random(
-            dtypes=(engine.dtype, config.training.precision),
+            dtypes=(engine.dtype, config.training.dtype),
             vocab_size=len(inputs.tokenizer),
             max_tokens=longest_sequence(config, inputs.hf),
             seed=config.seed,
@@ -249,7 +249,7 @@ def make_publisher(
         engine_tensor=engine.tensor,
         mesh=mesh,
         dtype=engine.dtype,
-        precision=config.training.precision,
+        precision=config.training.dtype,
         vocabulary=len(inputs.tokenizer),
         max_tokens=longest_sequence(config, inputs.hf),
         seed=config.seed,
@@ -280,7 +280,7 @@ def make_teacher(
         config.teacher.model,
         policy,
         Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature),
-        precision=config.training.precision,
+        precision=config.training.dtype,
     )
 
 

@@ -41,7 +41,7 @@ def build_network(
     With `tensor_backend: autotp` every rank first loads the whole model on the CPU: AutoTP can only
     shard loaded weights.
     """
-    dtype = DTYPES[training.precision]
+    dtype = DTYPES[training.dtype]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
         model = load_model(config, dtype=dtype, seed=seed, head=head)
         return RoleModel(model, mesh, training, head)
@@ -63,7 +63,7 @@ def fill_network(
     """Load the weights of a model that is already sharded and still on the meta device; see
     `load_weights`.
     """
-    dtype = DTYPES[training.precision]
+    dtype = DTYPES[training.dtype]
     weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
     if network.adapters is not None:
         whole = whole_shapes(network.model, network.shards)

@@ -36,6 +36,7 @@ from megarl.data.demonstrations import DemonstrationList
 from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
 from megarl.host_memory import keep_freed_memory
+from megarl.kernels.linear import use_bfloat16x2
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier, broadcast_object, on_first
@@ -46,6 +47,7 @@ from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
+from megarl.trainer.precision import slow_line
 from megarl.trainer.rounding import rounding_line
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
@@ -358,6 +360,7 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """
     training = config.training
     torch.set_num_threads(training.num_threads)
+    use_bfloat16x2(training.precision == "bfloat16x2")
     signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
@@ -386,8 +389,10 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:
                 recording.make(keep=inputs.resume_from is not None)
+            if device.type == "cpu" and (slow := slow_line(training.precision)):
+                console.say(slow)
             if device.type == "cuda" and training.attention == "auto":
-                console.say(attention_line(training.precision, device))
+                console.say(attention_line(training.dtype, device))
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there
         if not run.is_main:
             console.open_log(run.folder)

@@ -93,8 +93,8 @@ def role_memory(
         divisor = sharing if stage >= divided_from else 1
         return each * sum(-(-size // divisor) for size in sizes)
 
-    weight_bytes = BYTES[training.precision]
-    master = MASTER_BYTES if stage > 0 or training.precision != "float32" else 0
+    weight_bytes = BYTES[training.dtype]
+    master = MASTER_BYTES if stage > 0 or training.dtype != "float32" else 0
     found = Memory(
         bytes_of(weights + adapters, weight_bytes, 3),
         bytes_of(trained, GRADIENT_BYTES, 2),
@@ -121,7 +121,7 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
         if training.offload_gradients == "micro_batch":
             pinned.append(sum(parts) * GRADIENT_BYTES)
         return sum(parts) * (MASTER_BYTES + MOMENT_BYTES) + sum(map(power_of_two, pinned))
-    each = BYTES[training.precision]
+    each = BYTES[training.dtype]
     pinned = [sum(parts) * size for size in (MASTER_BYTES, GRADIENT_BYTES, each)]
     pinned.append(max(trained, default=0) * each)
     return sum(parts) * MOMENT_BYTES + sum(map(power_of_two, pinned))

@@ -101,7 +101,7 @@ class Role:
         The first training pass is too late, because the comparison computes gradients, which fails
         inside a layer with gradient checkpointing.
         """
-        dtype = DTYPES[self.training.precision]
+        dtype = DTYPES[self.training.dtype]
         if varlen_kernel(self.training.attention, dtype, self.device) is None:
             return
         if self.mesh.sequence.size == 1:  # rows that are cut over ranks have other kernels
@@ -187,7 +187,7 @@ class Role:
         column, width, dtype = [], (), torch.float32
         if self.head == "states":
             text = self.engine.module.model.config.get_text_config()
-            width, dtype = (text.hidden_size,), DTYPES[self.training.precision]
+            width, dtype = (text.hidden_size,), DTYPES[self.training.dtype]
         for number, (samples, micro_batches) in enumerate(zip(batch.samples, packed, strict=True)):
             found = torch.zeros(len(samples.token_ids), *width, dtype=dtype, device=self.device)
             last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))

@@ -44,7 +44,7 @@ def working_memory(
     `model`: the content of config.json. `longest`: tokens of the longest sample, prompt included.
     `samples`: samples of a step, over all ranks.
     """
-    each, tensor = BYTES[training.precision], layout.tensor
+    each, tensor = BYTES[training.dtype], layout.tensor
     tokens = max(training.micro_batch_tokens, -(-longest // layout.sequence))
     layers, hidden = model["num_hidden_layers"], model["hidden_size"]
     # A row that is kept whole, such as a norm's input, is on every tensor-parallel rank.
@@ -91,5 +91,5 @@ def _reduced_bytes(training: TrainingConfig) -> int:
     """Bytes of an element in DeepSpeed's reduction buffer; 0 without ZeRO."""
     if training.zero_stage == 0:
         return 0
-    in_float32 = training.precision == "float32" or training.zero_stage == 1
-    return GRADIENT_BYTES if in_float32 else BYTES[training.precision]
+    in_float32 = training.dtype == "float32" or training.zero_stage == 1
+    return GRADIENT_BYTES if in_float32 else BYTES[training.dtype]

@@ -62,7 +62,7 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
-    if config.precision == "bfloat16":
+    if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
@@ -200,7 +200,7 @@ class TrainEngine:
             group["lr"] = rate
         norm = (
             self._plain_norm()
-            if self.config.zero_stage == 0 and self.config.precision == "float32"
+            if self.config.zero_stage == 0 and self.config.dtype == "float32"
             else None
         )
         self._engine.set_gradient_accumulation_boundary(True)

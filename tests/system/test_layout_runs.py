@@ -173,19 +173,27 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     (place / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {}
-    for ranks, training in ((1, {}), (4, {"layout": {"data": 1, "sequence": 4}, "zero_stage": 2})):
+    for name, ranks, training in (
+        ("alone", 1, {}),
+        ("together", 4, {"layout": {"data": 1, "sequence": 4}, "zero_stage": 2}),
+        ("in_parts", 1, {"precision": "bfloat16x2"}),
+    ):
         tree = {
-            "folder": str(place / f"sft{ranks}"),
+            "folder": str(place / f"sft_{name}"),
             "steps": 3,
             "samples_per_step": 7,
             "model": {"path": str(place / "model")},
             "demonstrations": {"source": str(place / "demonstrations.jsonl")},
             "training": {"micro_batch_tokens": 16, "optimizer": {"learning_rate": 1e-3}} | training,
         }
-        done = megarl("sft", write_recipe(place / f"sft{ranks}.yaml", tree), ranks=ranks)
+        done = megarl("sft", write_recipe(place / f"sft_{name}.yaml", tree), ranks=ranks)
         assert done.code == 0, done.err[-4000:]
-        found[ranks] = records(place / f"sft{ranks}" / "metrics.jsonl")
-    for one, other in zip(found[1], found[4], strict=True):
+        found[name] = records(place / f"sft_{name}" / "metrics.jsonl")
+    for one, other in zip(found["alone"], found["in_parts"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        # Gradients are products of bfloat16 numbers.
+        assert 1e-6 < abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2
+    for one, other in zip(found["alone"], found["together"], strict=True):
         assert abs(one["loss"] - other["loss"]) < 1e-5 * one["loss"]
         assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-4 * one["grad_norm"]
         # Longer packed sequences share as much of the same tokens, or more.

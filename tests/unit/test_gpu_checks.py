@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checks.gpu_checks import check_gpus, check_precision
+from megarl.checks.gpu_checks import check_gpus
 from megarl.config import RunConfig, read
+from megarl.trainer.precision import automatic, check_precision, slow_line
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
 TRAINING = ("--training.precision", "bfloat16", "--training.zero_stage", "2")
@@ -20,7 +21,7 @@ def check(patch: pytest.MonkeyPatch, name: str, capability: int, *overrides: str
     patch.setattr(torch.cuda, "get_device_name", lambda index: name)
     patch.setattr(torch.cuda, "get_device_capability", lambda index: (capability, 0))
     config = read(RunConfig, RECIPE, overrides)
-    check_precision(config.training)
+    check_precision(config.training, torch.device("cuda"))
     check_gpus(config)
 
 
@@ -49,3 +50,28 @@ def test_a_slice_is_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="the run has 2 ranks here"):
         check(monkeypatch, cut, 8)
+
+
+@pytest.mark.parametrize(
+    ("capability", "zero_stage", "chosen"),
+    [(9, 1, "bfloat16"), (9, 0, "float32"), (7, 1, "float32")],
+)
+def test_automatic_precision_is_one_that_the_gpu_has(
+    capability: int, zero_stage: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (capability, 0))
+    assert automatic(zero_stage, torch.device("cuda"))[0] == chosen
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_automatic_precision_of_a_processor(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr("megarl.trainer.precision.ONEDNN", print)
+    chosen, why = automatic(0, torch.device("cpu"))
+    assert chosen == ("bfloat16x2" if has_amx else "float32") and "AMX" in why
+    assert bool(slow_line("bfloat16x2")) != has_amx
+
+
+def test_bfloat16x2_is_for_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'bfloat16' on GPUs"):
+        check(monkeypatch, "NVIDIA A100", 8, "--training.precision", "bfloat16x2")

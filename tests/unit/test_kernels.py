@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.kernels.linear import linear
+from megarl.kernels.linear import ONEDNN, linear, use_bfloat16x2
+from megarl.kernels.logprobs import linear_logprobs
 from megarl.kernels.packed_attention import (
     Documents,
     PackedBackend,
@@ -318,6 +319,50 @@ def test_linear_equals_float64_forward_and_backward(
     wanted = values_and_grads(torch.nn.functional.linear, torch.float64)
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape and ((a.double() - b).norm() / b.norm()) < 1e-6
+
+
+@pytest.fixture
+def in_parts() -> Iterator[None]:
+    """Products of bfloat16 parts, for a test."""
+    if ONEDNN is None:
+        pytest.skip("this processor has no AVX-512, or torch no oneDNN")
+    use_bfloat16x2(True)
+    yield
+    use_bfloat16x2(False)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("head", [False, True])
+def test_bfloat16x2_multiplies_finer_than_bfloat16(head: bool) -> None:
+    """In linear layers and in the fused output head. What is exact in bfloat16 stays exact."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(7, 300, generator=draw), torch.randn(29, 300, generator=draw) / 17
+    targets, upstream = torch.arange(7), torch.randn(7, 29, generator=draw)
+
+    def values_and_grads(kind: torch.dtype, *, exact: bool = False) -> list[torch.Tensor]:
+        inputs = [one.bfloat16().to(kind) if exact else one.to(kind) for one in (x, weight)]
+        a, b = (one.requires_grad_() for one in inputs)
+        if head:
+            out = linear_logprobs(a, b, targets, 1.0)[0]
+            return [out, *torch.autograd.grad(out, [a, b], upstream[:, 0].to(out.dtype))]
+        out = linear(a, b)
+        given = upstream.bfloat16() if exact else upstream
+        return [out, *torch.autograd.grad(out, [a, b], given.to(kind))]
+
+    def gaps(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+        return [
+            float((a.double() - b).detach().norm() / b.detach().norm())
+            for a, b in zip(found, wanted, strict=True)
+        ]
+
+    value, *grads = gaps(values_and_grads(torch.float32), values_and_grads(torch.float64))
+    assert 3e-7 < value < 2**-16, "neither float32's products nor bfloat16's"
+    assert all(1e-4 < one < 2**-8 for one in grads)
+    value, *grads = gaps(
+        values_and_grads(torch.float32, exact=True), values_and_grads(torch.float64, exact=True)
+    )
+    assert value < 1e-6
+    assert head or max(grads) < 1e-6  # the gradient of logits is no bfloat16 number
 
 
 def test_linear_of_no_rows_and_of_other_types() -> None:

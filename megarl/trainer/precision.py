@@ -1,0 +1,74 @@
+"""`training.precision` on this machine: what `auto` stands for, and what is slow or impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from megarl.config import AnyConfig
+from megarl.kernels.linear import ONEDNN
+from megarl.parallel.mesh import local_device
+from megarl.schema import require
+from megarl.trainer.config import Precision, TrainingConfig
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""First compute capability of CUDA with arithmetic in bfloat16: Ampere."""
+
+
+def has_bfloat16() -> bool:
+    """Whether the first GPU computes in bfloat16."""
+    return torch.cuda.get_device_capability(0) >= BFLOAT16_CAPABILITY
+
+
+def automatic(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
+    """The precision that `auto` stands for with `zero_stage` on `device`, and why."""
+    if device.type == "cpu":
+        if ONEDNN is not None and torch.cpu._is_amx_tile_supported():
+            return "bfloat16x2", "this processor has AMX"
+        return "float32", "this processor has no AMX"
+    if not has_bfloat16():
+        return "float32", "this GPU does not compute in bfloat16"
+    if zero_stage == 0:
+        return "float32", "bfloat16 needs training.zero_stage 1, 2 or 3"
+    return "bfloat16", "this GPU computes in bfloat16"
+
+
+def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
+    """`config` with the precision that `training.precision: auto` stands for on this rank's device,
+    which `say` is told.
+    """
+    chosen, why = automatic(config.training.zero_stage, local_device())
+    say(f"training.precision auto is {chosen}: {why}")
+    return replace(config, training=replace(config.training, precision=chosen))
+
+
+def slow_line(precision: str) -> str:
+    """A line about a precision that gains nothing on this processor; "" where it does."""
+    if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
+        return (
+            "training.precision bfloat16x2 is slower than float32 here: this processor has no AMX;"
+            " set training.precision to float32"
+        )
+    if precision == "bfloat16" and not torch.cpu._is_avx512_bf16_supported():
+        return (
+            "training.precision bfloat16 is slower than float32 here: this processor has no"
+            " instructions for bfloat16 (AMX, AVX512-BF16); set training.precision to float32"
+        )
+    return ""
+
+
+def check_precision(training: TrainingConfig, device: torch.device) -> None:
+    """Raise `ValueError` if `device` cannot train in `training.precision`."""
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
+    require(
+        not name or training.precision != "bfloat16" or has_bfloat16(),
+        f"training.precision is 'bfloat16', which {name} does not compute in; set it to"
+        " 'float32', or use GPUs of the Ampere generation or newer",
+    )
+    require(
+        training.precision != "bfloat16x2" or (not name and ONEDNN is not None),
+        "training.precision is 'bfloat16x2', which is for processors with AVX-512; set it to"
+        " 'bfloat16' on GPUs, and to 'float32' elsewhere",
+    )
