@@ -152,9 +152,10 @@ def dispatch(name: str, rest: list[str]) -> int:
         stack.enter_context(run_folder())
         try:
             with console.phase("checks"):
-                from megarl.cluster.process_env import prepare_environment
+                from megarl.cluster import process_env
+                from megarl.trainer import threads
 
-                prepare_environment(getattr(config, "training", config).num_threads)
+                process_env.prepare_environment(threads.process_threads(config))
                 owner = None
                 if command.owns_folder:  # before the imports of the checks, which take seconds
                     owned = load("megarl.checks.folder_checks:owned_folder")

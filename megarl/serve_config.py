@@ -204,8 +204,9 @@ class ServeRewardConfig:
 
     folder: OutputText = ""
     """Folder of the log (`run.log`): what verifiers and libraries print."""
-    num_threads: Annotated[int, Range(1, 4096)] = 1
-    """CPU threads of a reward model that torch runs; of a vLLM engine see `engine.num_threads`."""
+    num_threads: Annotated[int, Range(0, 4096)] = 0
+    """CPU threads of a reward model that torch runs; 0: all cores. Of a vLLM engine see
+    `engine.num_threads`."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The verifier or reward functions to serve."""
     reward_model: ServedModelConfig = ServedModelConfig()

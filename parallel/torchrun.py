@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -62,7 +62,14 @@ class Agent(LocalElasticAgent):
     only say it again. On several nodes it ends its ranks where another node is gone.
     """
 
+    shares_cores: ClassVar[bool] = False
+    """Whether OMP_NUM_THREADS is torchrun's own 1, which would keep ranks from choosing."""
     _watch: NodeWatch | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.shares_cores:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue] - its decorator
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # A static rendezvous gives every node the same number again, and its calls may wait for a
@@ -125,6 +132,7 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
     process, returns 128 + the signal's number.
     """
+    Agent.shares_cores = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

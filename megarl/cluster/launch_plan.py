@@ -54,7 +54,7 @@ class Plan:
     colocated: bool
     """Whether the engines use the GPUs of the policy's ranks."""
     num_threads: int
-    """CPU threads of each trainer rank."""
+    """CPU threads of each trainer rank; 0 leaves them to the ranks."""
     save_within_s: float = SAVE_WITHIN_S
     """The recipe's `training.checkpoint.save_within_s`."""
     hidden: str = ""

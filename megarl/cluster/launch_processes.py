@@ -177,10 +177,8 @@ def _torchrun(
     words += [str(Path(options.recipe).resolve()), *options.overrides]
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
-    environment = joins | {
-        "CUDA_VISIBLE_DEVICES": _names(mine),
-        "OMP_NUM_THREADS": str(plan.num_threads),
-    }
+    threads = {"OMP_NUM_THREADS": str(plan.num_threads)} if plan.num_threads else {}
+    environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)} | threads
     return Command(ray | _mark(at) | _patience(plan) | environment, words)
 
 

@@ -38,6 +38,7 @@ from megarl.rollout.config import RolloutConfig
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.model_config import load_model_config, longest_sequence
+from megarl.trainer.threads import engine_threads
 from megarl.types import START, Cursor, Group
 
 BYTES_PER_TOKEN = 8
@@ -220,7 +221,7 @@ def start_engines(
         sampling=config.rollout.sampling,
         tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else "",
         environment=engine_environment(
-            on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
+            on_cpu=on_cpu, num_threads=engine_threads(config), kv_cache_gib=engine.kv_cache_gib
         ),
     )
 

@@ -216,9 +216,12 @@ def late(limit_s: float, section: str) -> Outcome:
 def vllm_environment(engine: EngineConfig, *, on_cpu: bool) -> dict[str, str]:
     """Environment variables of an engine whose start has no other deadline than vLLM's own."""
     from megarl.cluster.process_env import engine_environment
+    from megarl.trainer.threads import shared
 
     return engine_environment(
-        on_cpu=on_cpu, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
+        on_cpu=on_cpu,
+        num_threads=engine.num_threads or shared(1),
+        kv_cache_gib=engine.kv_cache_gib,
     ) | {"VLLM_ENGINE_READY_TIMEOUT_S": f"{max(1, round(engine.start_timeout_s))}"}
 
 

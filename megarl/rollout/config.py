@@ -41,8 +41,10 @@ class EngineConfig:
     """
     max_batched_tokens: Annotated[int, Range(16, MOST_TOKENS)] = 8192
     """Maximum number of tokens of one engine step, prompt tokens included."""
-    num_threads: Annotated[int, Range(1, 1024)] = 1
-    """CPU only: threads of the engine's kernels."""
+    num_threads: Annotated[int, Range(0, 1024)] = 0
+    """CPU only: threads of the engine's kernels. 0: the machine's cores, divided among its engines;
+    with `max_staleness` above 0, when trainer and engines compute at the same time, half of the
+    cores. The environment variable OMP_NUM_THREADS comes before that."""
     compile: bool = True
     """CUDA only: use CUDA graphs and torch.compile. Without them an engine starts faster and
     generates more slowly."""

@@ -332,8 +332,10 @@ class TrainingConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    num_threads: Annotated[int, Range(1, 1024)] = 1
-    """CPU only: torch threads of each trainer rank."""
+    num_threads: Annotated[int, Range(0, 1024)] = 0
+    """CPU threads of each trainer rank. 0: the machine's cores, divided among its ranks; with
+    `rollout.max_staleness` above 0, half of the cores. The environment variable OMP_NUM_THREADS
+    comes before that, which `torchrun`, but not `megarl torchrun`, sets to 1."""
     collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
     the time that the other ranks wait for rank 0 to read and tokenise the data. Where roles have

@@ -49,6 +49,7 @@ from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import slow_line
 from megarl.trainer.rounding import rounding_line
+from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
 
@@ -359,7 +360,7 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     steps in so many passes over the prompts.
     """
     training = config.training
-    torch.set_num_threads(training.num_threads)
+    torch.set_num_threads(trainer_threads(config))
     use_bfloat16x2(training.precision == "bfloat16x2")
     signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:

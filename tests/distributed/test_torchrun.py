@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_a_mistake_is_said_once_whatever_restarts_are_allowed(tmp_path: Path) ->
 
 FAILS = """import os, sys
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+print(os.environ.get("OMP_NUM_THREADS", "open"), flush=True)
 sys.exit(3)
 """
 
@@ -46,8 +48,12 @@ def test_other_failures_are_tried_again(tmp_path: Path) -> None:
     program.write_text(FAILS)
     options = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "1"]
     command = [sys.executable, "-m", "megarl.parallel.torchrun", *options, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
-    assert done.stdout.split() == ["attempt", "0", "attempt", "1"] and done.returncode == 3
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, cwd=ROOT, env=environment
+    )
+    assert done.stdout.split() == ["attempt", "0", "open", "attempt", "1", "open"], done.stderr
+    assert done.returncode == 3
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:

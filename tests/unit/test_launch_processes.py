@@ -78,7 +78,7 @@ def test_two_nodes() -> None:
         f"ray 1: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
         f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/1",
         f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 1 --node-rank 0"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 {TORCHRUN} --nnodes 1 --node-rank 0"
         " --nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train"
         " RECIPES/long_context_64k.yaml",
     ]
@@ -101,7 +101,7 @@ def test_four_roles_apart() -> None:
     ]
     ranks = [
         f"ranks {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1 {TORCHRUN} --nnodes 10"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 {TORCHRUN} --nnodes 10"
         f" --node-rank {node} --nproc-per-node 8 --master-addr node0 --master-port 6001"
         " -m megarl train RECIPES/ppo_70b_apart.yaml"
         for node in range(10)
@@ -113,7 +113,7 @@ def test_four_roles_apart() -> None:
 def test_a_run_without_engines_has_no_ray() -> None:
     assert plan_of("sft_7b.yaml", 1, "sft") == [
         f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        f" OMP_NUM_THREADS=1 {TORCHRUN} --nproc-per-node 8"
+        f" {TORCHRUN} --nproc-per-node 8"
         " -m megarl sft RECIPES/sft_7b.yaml",
     ]
 
@@ -129,7 +129,7 @@ def test_by_hand_it_is_said_for_each_node() -> None:
         "node 0:",
         "  env CUDA_VISIBLE_DEVICES= ray start --num-gpus=0"
         f" --head --port=6379 {RAY} --include-dashboard=false",
-        f"  env {PATIENCE} RAY_ADDRESS=NODE0:6379 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 OMP_NUM_THREADS=1"
+        f"  env {PATIENCE} RAY_ADDRESS=NODE0:6379 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
         " megarl torchrun --nnodes 1 --node-rank 0 --nproc-per-node 8 --master-addr NODE0"
         " --master-port 29500 train RECIPES/long_context_64k.yaml",
         "",

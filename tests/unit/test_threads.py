@@ -1,0 +1,61 @@
+"""Threads that a recipe leaves open divide the machine's cores among what computes at one time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import RunConfig, SftConfig, read
+from megarl.trainer import threads
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch" / "recipes"
+OPEN = (
+    *("--rollout.engine.num_threads", "0", "--training.num_threads", "0"),
+    *("--algorithm.correction.kind", "tis"),
+)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """16 cores, no limit, no OMP_NUM_THREADS."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(threads, "GIVEN", "")
+    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+
+
+def chosen(*overrides: str) -> tuple[int, int]:
+    """Threads of (trainer rank, engine rank) of a recipe with `overrides`."""
+    config = read(RunConfig, LAUNCH / "grpo.yaml", (*OPEN, *overrides))
+    return threads.trainer_threads(config), threads.engine_threads(config)
+
+
+def test_trainer_and_engines_take_turns_or_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen() == (16, 16)
+    assert chosen("--rollout.max_staleness", "1") == (8, 8)
+    assert chosen("--rollout.num_engines", "3") == (16, 5)
+    assert chosen("--rollout.num_engines", "64") == (16, 1)
+    monkeypatch.setenv("WORLD_SIZE", "8")  # two hosts
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert chosen("--rollout.num_engines", "4") == (4, 8)
+    assert chosen("--rollout.num_engines", "4", "--rollout.max_staleness", "1") == (2, 4)
+    sft = read(SftConfig, LAUNCH / "quickstart_sft.yaml", ("--training.num_threads", "0"))
+    assert threads.process_threads(sft) == 4
+
+
+def test_what_is_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen("--training.num_threads", "3") == (3, 16)
+    monkeypatch.setattr(threads, "GIVEN", "2")
+    assert chosen() == (2, 2)
+    assert chosen("--rollout.engine.num_threads", "5") == (2, 5)
+    monkeypatch.setattr(threads, "GIVEN", "2,1")  # by level of nesting: torch reads it itself
+    assert chosen() == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("quota", "wanted"),
+    [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("", 16)],
+)
+def test_a_container_may_use_fewer_cores(quota: str, wanted: int) -> None:
+    threads.QUOTA.write_text(quota)
+    assert chosen() == (wanted, wanted)
