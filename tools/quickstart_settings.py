@@ -1,7 +1,7 @@
-"""Prints the settings with which the quick start's recipe runs on this machine, one word a line;
-none on a machine without GPUs.
+"""Prints the settings with which the recipe of a quick start runs on this machine, one word a
+line; none on a machine without GPUs.
 
-    settings=$(python tools/quickstart_settings.py)
+    settings=$(python tools/quickstart_settings.py launch/recipes/quickstart.yaml)
     megarl train launch/recipes/quickstart.yaml $settings
 
 launch/quickstart.sh asks before its first stage, so that the last one is not refused after minutes.
@@ -21,22 +21,21 @@ from megarl.errors import UserError
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 
-RECIPE = Path(__file__).resolve().parents[1] / "launch/recipes/quickstart.yaml"
 GIB = 2**30
-NEEDED_GIB = 6.0
-"""GPU memory for a model of 0.3 M parameters: CUDA, its libraries and Triton's kernels in two
-processes, and a small cache."""
-BESIDE_GIB = 3.0
-"""GPU memory that the engine leaves to the trainer."""
+NEEDED_GIB = {"quickstart": (6.0, 3.0), "smollm2_arithmetic": (14.0, 9.0)}
+"""{recipe: GPU memory in all, and of it what the engine leaves to the trainer}: weights, gradients
+and optimizer state of 0.3 M and 135 M parameters, activations, CUDA, its libraries and Triton's
+kernels in two processes, and a small cache."""
 
 
-def main() -> int:
-    """Print the settings. Returns the exit code: 2 where the quick start cannot run, with the
-    reason on standard error.
+def main(arguments: list[str]) -> int:
+    """Print the settings of the recipe that `arguments` name. Returns the exit code: 2 where the
+    quick start cannot run, with the reason on standard error.
     """
+    path = Path(arguments[0])
     try:
-        settings = [] if local_device().type == "cpu" else gpu_settings()
-        config = read(RunConfig, RECIPE, settings)
+        settings = [] if local_device().type == "cpu" else gpu_settings(path.stem)
+        config = read(RunConfig, path, settings)
         check_placement(config, 1, 1, shares_gpus=bool(settings))
     except (UserError, ValueError) as error:
         print(f"quickstart.sh: error: {error}", file=sys.stderr)
@@ -45,27 +44,28 @@ def main() -> int:
     return 0
 
 
-def gpu_settings() -> list[str]:
-    """Settings for one rank and one engine that take turns on one GPU. Raises `ValueError` if too
-    little of its memory is free.
+def gpu_settings(recipe: str) -> list[str]:
+    """Settings for one rank and one engine that take turns on one GPU. `recipe`: its file's name
+    without the suffix. Raises `ValueError` if too little of the GPU's memory is free.
     """
+    needed, beside = NEEDED_GIB[recipe]
     free, total = (size / GIB for size in torch.cuda.mem_get_info(0))
     require(
-        free >= NEEDED_GIB,
-        f"the quick start needs {NEEDED_GIB:g} GiB of GPU memory, but"
+        free >= needed,
+        f"the quick start needs {needed:g} GiB of GPU memory, but"
         f" {torch.cuda.get_device_name(0)} has {free:.1f} of {total:.1f} GiB free; choose another"
         " GPU with CUDA_VISIBLE_DEVICES, or the CPU: CUDA_VISIBLE_DEVICES= MEGARL_DEVICE=cpu bash"
         " launch/quickstart.sh",
     )
     # The share of all memory that vLLM may use, its own kernels included.
-    share = min(0.3, (free - BESIDE_GIB) / total)
+    share = min(0.3, (free - beside) / total)
     has_bfloat16 = torch.cuda.get_device_capability(0) >= (8, 0)
     chosen = {
         "rollout.placement": "colocated",
         "rollout.max_staleness": "0",
         "rollout.engine.dtype": "bfloat16" if has_bfloat16 else "float16",
         "rollout.engine.gpu_memory_utilization": f"{share:.3f}",
-        # Starts a minute sooner, and three layers generate fast enough without.
+        # Starts a minute sooner, and short answers come fast enough without.
         "rollout.engine.compile": "false",
         "training.zero_stage": "2",
     }
@@ -73,4 +73,4 @@ def gpu_settings() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

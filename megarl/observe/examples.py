@@ -7,7 +7,7 @@ from typing import Any
 from megarl.observe.page import safe_html
 from megarl.observe.summary import Evaluation, Run
 
-EXAMPLES = 8
+EXAMPLES = 10
 """Number of problems whose responses before and after training are shown."""
 SHOWN_CHARACTERS = 12_000
 """Longest text shown in full; longer ones are cut and say how many characters are missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megarl.config import RunConfig, read
 from megarl.errors import UserError
 
 GIB = 2**30
-SCRIPT = Path(__file__).resolve().parents[2] / "launch/quickstart.sh"
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SCRIPT, RECIPE = LAUNCH / "quickstart.sh", LAUNCH / "recipes/quickstart.yaml"
 
 
 def use_gpu(patch: pytest.MonkeyPatch, *, free: float, total: float, capability: int = 9) -> None:
@@ -31,7 +33,7 @@ def use_gpu(patch: pytest.MonkeyPatch, *, free: float, total: float, capability:
 
 def settings(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What the tool prints."""
-    assert quickstart_settings.main() == 0
+    assert quickstart_settings.main([str(RECIPE)]) == 0
     return capsys.readouterr().out.split()
 
 
@@ -50,11 +52,11 @@ def test_one_gpu_is_shared(
 ) -> None:
     use_gpu(monkeypatch, free=free, total=total, capability=capability)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    plain = read(RunConfig, quickstart_settings.RECIPE)
+    plain = read(RunConfig, RECIPE)
     with pytest.raises(ValueError, match="engines need GPUs that the trainer ranks do not see"):
         check_placement(plain, 1, 1, shares_gpus=True)
     words = settings(capsys)
-    config = read(RunConfig, quickstart_settings.RECIPE, words)
+    config = read(RunConfig, RECIPE, words)
     check_placement(config, 1, 1, shares_gpus=True)
     engine = config.rollout.engine
     assert (config.rollout.placement, config.training.zero_stage) == ("colocated", 2)
@@ -62,11 +64,22 @@ def test_one_gpu_is_shared(
     assert engine.gpu_memory_utilization * total <= free - 3 + 0.1
 
 
+def test_a_published_model_needs_more_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = str(LAUNCH / "recipes/smollm2_arithmetic.yaml")
+    use_gpu(monkeypatch, free=10, total=80)
+    assert quickstart_settings.main([real]) == 2
+    assert "needs 14 GiB of GPU memory" in capsys.readouterr().err
+    use_gpu(monkeypatch, free=20, total=24)
+    assert quickstart_settings.main([real]) == 0
+
+
 def test_a_busy_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_gpu(monkeypatch, free=2, total=80)
-    assert quickstart_settings.main() == 2
+    assert quickstart_settings.main([str(RECIPE)]) == 2
     assert "has 2.0 of 80.0 GiB free; choose another GPU" in capsys.readouterr().err
 
 
@@ -77,7 +90,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(
         raise UserError("the driver is too old; update it")
 
     monkeypatch.setattr(quickstart_settings, "local_device", refuse)
-    assert quickstart_settings.main() == 2
+    assert quickstart_settings.main([str(RECIPE)]) == 2
     assert "the driver is too old; update it" in capsys.readouterr().err
 
 
@@ -89,4 +102,21 @@ def test_the_script_asks_first() -> None:
     script = SCRIPT.read_text()
     assert "|| exit 2" in script[script.index("quickstart_settings.py") :].splitlines()[0]
     assert script.index("quickstart_settings.py") < script.index("make_addition.py")
-    assert script.count("$settings") == 3
+    assert script.count("$settings") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--model qwen", "--model is 'qwen'; set it to smollm2"),
+        ("--model", "--model is ''"),
+        ("one", "found 'one'"),
+        ("1 2", "found '1 2'"),
+        ("--models smollm2", "found '--models smollm2'"),
+    ],
+)
+def test_other_arguments_are_refused_at_once(arguments: str, says: str) -> None:
+    done = subprocess.run(
+        ["bash", SCRIPT, *arguments.split()], capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
