@@ -88,8 +88,10 @@ def adapter_shapes(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def random_adapter(folder: Path, model: str, lora: LoraConfig) -> LoraConfig:
-    """Write an adapter that changes the model in a folder; returns `lora` with it to start from."""
+def random_adapter(folder: Path, model: str, lora: LoraConfig, size: float = 0.2) -> LoraConfig:
+    """Write an adapter that changes the model in a folder; returns `lora` with it to start from.
+    `size`: standard deviation of all numbers in it.
+    """
     import torch
 
     from megarl.checkpoints.adapter_files import write_adapter
@@ -97,7 +99,7 @@ def random_adapter(folder: Path, model: str, lora: LoraConfig) -> LoraConfig:
 
     draw = torch.Generator().manual_seed(1)
     tensors = {
-        name: 0.2 * torch.randn(shape, generator=draw)
+        name: size * torch.randn(shape, generator=draw)
         for name, shape in adapter_shapes(model, lora).items()
     }
     write_adapter(folder, tensors, lora, base=model, base_digest=base_digest(model))
