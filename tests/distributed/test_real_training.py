@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.real import TURNS, real_folder
+from support.real import LORA, SCALE, TURNS, merge, real_folder
 from support.tiny import random_adapter
 from torch import Tensor
 
@@ -32,7 +32,6 @@ of 135 million weights: a change follows its gradient smoothly, and clipping sho
 BOUND = 1e-4
 """Largest difference of a log-prob, in float32."""
 CASES = ("sft", "dpo", "grpo", "ppo", "critic", "lora")
-LORA = LoraConfig(rank=4, alpha=8.0)
 REPLIES = ("The capital of France is Paris.", "It is Lyon, I think.")
 REWARDS, REFERENCE, BETA, KL = (1.0, 0.25), (-9.0, -17.0), 0.1, 0.05
 LOW, HIGH, VALUE_CLIP, GAMMA, LAM, VALUE_LAM = 0.2, 0.28, 0.2, 0.99, 0.9, 0.8
@@ -382,18 +381,6 @@ def plain_step(
     norm = adamw(weights)
     before = torch.cat([one.detach() for one in logprobs] or [torch.zeros(0)])
     return start, weights, (float(reported.detach()), norm), before
-
-
-SCALE = LORA.alpha / LORA.rank
-
-
-@torch.no_grad()
-def merge(weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:
-    """W + (alpha / rank) B A in the place of W."""
-    for key, a in adapter.items():
-        if ".lora_A." in key:
-            b = adapter[key.replace("lora_A", "lora_B")]
-            weights[key.replace("lora_A.", "")] += SCALE * b @ a
 
 
 def pull_back(weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:

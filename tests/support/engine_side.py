@@ -136,10 +136,12 @@ def opened(
     on_cpu: bool = True,
     max_tokens: int = 240,
     probe_tolerance: float = BOUND,
+    adapter_rank: int = 0,
 ) -> Iterator[Side]:
     """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU.
 
     `max_tokens`: of a request, prompt and response. `probe_tolerance`: see `WeightSyncConfig`.
+    `adapter_rank`: above 0 the engine takes adapters, and begins with the model's weights.
     """
     prepare_environment(1)
     device = mesh_module.initialise(timeout_s=120)
@@ -158,6 +160,8 @@ def opened(
             trust_remote_code=False,
             seed=0,
             tokenizer=str(folder),
+            load=adapter_rank > 0,
+            adapter_rank=adapter_rank,
             environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
         )
         group.wait()

@@ -10,6 +10,8 @@ import pytest
 import real_model
 from filelock import FileLock
 
+from megarl.trainer.config import LoraConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 
 TURNS = [
@@ -17,6 +19,9 @@ TURNS = [
     ("And how much is 7 + 5?", "7 + 5 = 12."),
     ("Name three colours, please.", "Red, green and blue."),
 ]
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+SCALE = LORA.alpha / LORA.rank
 
 
 @cache
@@ -69,3 +74,14 @@ def by_transformers(folder: Path, texts: list[list[int]]) -> list[list[float]]:
             wanted = torch.tensor(ids[1:])[:, None]
             found.append(logits.log_softmax(-1).gather(1, wanted)[:, 0].tolist())
     return found
+
+
+def merge(weights: Any, adapter: Any) -> None:
+    """Add (alpha / rank) B A of an adapter of `LORA`, {name: tensor}, to {name: weight} in place."""
+    import torch
+
+    with torch.no_grad():
+        for name, a in adapter.items():
+            if ".lora_A." in name:
+                b = adapter[name.replace("lora_A", "lora_B")]
+                weights[name.replace("lora_A.", "")] += SCALE * b @ a

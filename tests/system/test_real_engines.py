@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from support.engine_side import BOUND, gap, opened
-from support.real import by_transformers, documents, real_folder
+from support.real import LORA, by_transformers, documents, merge, real_folder
+from support.tiny import random_adapter
 
+from megarl.checkpoints.adapter_files import PREFIX, TENSORS
 from megarl.rollout.config import EngineConfig
 
 
@@ -31,6 +34,27 @@ def test_an_engine_scores_real_text_as_transformers_does(name: str) -> None:
             (published,) = side.engines.score(text, timeout_s=120)
             assert gap(published, right) < BOUND
         assert gap(found, published) > 0.1, "an engine that no weights reach would pass"
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_an_engine_computes_with_adapters_as_plain_torch(tmp_path: Path) -> None:
+    """Published alone, they make the engine's log-probs those of W + (alpha / rank) B A."""
+    folder = real_folder("smollm2")
+    text = documents(folder)[0]
+    adapter = tmp_path / "adapter"
+    random_adapter(adapter, str(folder), LORA, size=0.03)
+    files = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    with opened(folder, EngineConfig(), adapter_rank=LORA.rank) as side:
+        side.engines.load_adapter(0, files, timeout_s=60).result(timeout_s=60)
+        (adapted,) = side.engines.score(text, timeout_s=120)
+        (base,) = side.engines.score(text, timeout_s=120, adapted=False)
+        assert gap(base, side.logprobs(text)) < BOUND
+        stored = load_file(adapter / TENSORS)
+        weights = dict(side.model.named_parameters())
+        merge(weights, {name.removeprefix(PREFIX): one for name, one in stored.items()})
+        assert gap(adapted, side.logprobs(text)) < BOUND
+        assert gap(adapted, base) > 0.3, "an engine without adapters would pass"
 
 
 @pytest.mark.real
