@@ -322,7 +322,16 @@ def test_bench_kv_waste() -> None:
 
 
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
-    tools = ("attention", "e2e", "layouts", "logprobs", "long_context", "overhead", "publish")
+    tools = (
+        "attention",
+        "e2e",
+        "e2e_real",
+        "layouts",
+        "logprobs",
+        "long_context",
+        "overhead",
+        "publish",
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHONPATH"] = str(ROOT)  # megarl itself, as an installation would give it
     started = [
