@@ -48,13 +48,13 @@ def slow_line(precision: str) -> str:
     """A line about a precision that gains nothing on this processor; "" where it does."""
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (
-            "training.precision bfloat16x2 is slower than float32 here: this processor has no AMX;"
-            " set training.precision to float32"
+            "training.precision bfloat16x2 gains nothing here: this processor has no AMX; set"
+            " training.precision to float32"
         )
     if precision == "bfloat16" and not torch.cpu._is_avx512_bf16_supported():
         return (
-            "training.precision bfloat16 is slower than float32 here: this processor has no"
-            " instructions for bfloat16 (AMX, AVX512-BF16); set training.precision to float32"
+            "training.precision bfloat16 gains nothing here: this processor has no instructions for"
+            " bfloat16 (AMX, AVX512-BF16); set training.precision to float32"
         )
     return ""
 
