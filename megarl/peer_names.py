@@ -29,7 +29,7 @@ PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "bf16 fp16 dtype torch_dtype mixed_precision",
-        ("training.precision (float32 or bfloat16)", "rollout.engine.dtype"),
+        ("training.precision (float32, bfloat16 or float16)", "rollout.engine.dtype"),
     ),
     (
         "colocate colocate_all_models vllm_mode hybrid_engine",

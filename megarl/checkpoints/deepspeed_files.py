@@ -69,10 +69,7 @@ def read_place(
             f"{folder} holds other weights than its model/config.json says; name a checkpoint that"
             " is whole"
         )
-    precision: Literal["float32", "bfloat16"] = (
-        "float32" if found.precision == "float32" else "bfloat16"
-    )
-    place = Place(found.layout, found.zero_stage, precision, {})
+    place = Place(found.layout, found.zero_stage, found.precision, {})
     path = place.model_path(folder / "state" / "state", 0, 0)
     first = read_state(path)
     if not first["ds_version"].startswith(FORMAT) or not deepspeed.__version__.startswith(FORMAT):
@@ -94,6 +91,7 @@ class _Source:
 
     def __init__(self, place: Place, folder: Path) -> None:
         self.files, self.owned = [], place.optimizer()
+        self.scaling = {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False}
         for (tensor, replica), owned in zip(place.optimizer_files, self.owned, strict=True):
             if place.zero_stage == 0:
                 found, names = (
@@ -111,6 +109,8 @@ class _Source:
                     ],
                     list(owned.sizes),
                 )
+                if place.precision == "float16":
+                    self.scaling = {name: found[name] for name in self.scaling}
                 third = place.zero_stage == 3
                 master = found["fp32_flat_groups" if third else "single_partition_of_fp32_groups"]
                 states = found["optimizer_state_dict" if third else "base_optimizer_state"]
@@ -284,8 +284,7 @@ def _optimizer_state(
     adam, master = _adam(names, states, source), [states["master"][name] for name in names]
     state: dict[str, Any] = {
         "zero_stage": ZeroStageEnum(place.zero_stage),
-        "loss_scaler": LossScaler(scale=1),
-        "dynamic_loss_scale": False,
+        **source.scaling,
         "overflow": False,
     }
     if place.zero_stage == 3:

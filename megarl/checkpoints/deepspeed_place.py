@@ -39,7 +39,7 @@ class Place:
 
     layout: Layout
     zero_stage: int
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "float16"]
     table: Mapping[str, ParameterSpec]
 
     @property

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
 
 import xxhash
 
@@ -142,11 +143,11 @@ class Written:
 
     layout: Layout
     zero_stage: int
-    precision: str
+    precision: Literal["float32", "bfloat16", "float16"]
 
 
 WRITTEN = re.compile(
-    r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16)"
+    r"data (\d+) x sequence (\d+) x tensor (\d+), ZeRO ([0-3]), (float32|bfloat16|float16)"
 )
 
 
@@ -158,7 +159,8 @@ def parse_written(text: str) -> Written | None:
     if found is None:
         return None
     data, sequence, tensor, stage = map(int, found.groups()[:4])
-    return Written(Layout(data, sequence, tensor), stage, found.group(5))
+    precision: Any = found.group(5)
+    return Written(Layout(data, sequence, tensor), stage, precision)
 
 
 def convertible(layout: str, wanted: str) -> bool:

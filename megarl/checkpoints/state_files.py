@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megarl.checkpoints.rank_files import RankFiles
 
-ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
+ALLOWED = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 """Classes, besides torch's own, that may be unpickled from DeepSpeed's files."""
 
 

@@ -141,7 +141,7 @@ def refuse_kernels(
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     missing = {
         "a GPU": on_gpu,
-        "training.precision 'bfloat16'": training.precision == "bfloat16",
+        "training.precision 'bfloat16' or 'float16'": training.dtype != "float32",
         "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9 and 10, or"
         " flash-attn)": bool(provider(capability)),
     }
@@ -168,7 +168,7 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
         "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
         "ranks without GPUs": not on_gpu or block != "cpu",
         "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,
-        "training.precision 'bfloat16'": widest is None or training.precision == "bfloat16",
+        "training.precision 'bfloat16' or 'float16'": widest is None or training.dtype != "float32",
         f"heads of 8, 16, ... {widest} (here {width})": (
             widest is None or (width % 8 == 0 and width <= widest)
         ),

@@ -58,7 +58,7 @@ def check_accelerators() -> list[Finding]:
         )
         if not has_bfloat16:
             found += ", no bfloat16"
-            fix = fix or "set training.precision to float32 and rollout.engine.dtype to float16"
+            fix = fix or "set training.precision and rollout.engine.dtype to float16"
         status: Status = "warn" if busy or not has_bfloat16 else "ok"
         findings.append(Finding(f"GPU {index}", status, found, fix))
     return findings

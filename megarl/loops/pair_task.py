@@ -18,7 +18,7 @@ from megarl.supervised_config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step
+from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
 from megarl.types import MicroBatch, StepReport
 
 
@@ -78,12 +78,13 @@ class PairTask(ABC):
         guard, started_at = self._guard, time.monotonic()
         guard.begin(f"step {step + 1}")
         work = self.begin(batch)
-        before = work.metrics.mark()
         taken = optimizer_step(
-            self.role, work.micro_batches, lambda micro: work.loss(micro, guard), guard
+            self.role,
+            work.micro_batches,
+            lambda micro: work.loss(micro, guard),
+            guard,
+            work.metrics,
         )
-        if taken is None:
-            work.metrics.rewind(before)
         guard.check_weights()
         found = work.reduced() | computed_tokens(work.micro_batches, self.role)
         seconds = time.monotonic() - started_at
@@ -94,7 +95,7 @@ class PairTask(ABC):
             "tokens/trained_per_s": len(batch.samples.token_ids) / seconds,
             "time/step_s": seconds,
         }
-        return StepReport(step, found)
+        return StepReport(step, found | scale_metrics(self.role))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import DataRows, RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step
+from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
 from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 
@@ -118,10 +118,8 @@ def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepRepo
         metrics.add(loss=found.detach().double())
         return found
 
-    before = metrics.mark()
-    taken = optimizer_step(role, mine, loss, guard)
+    taken = optimizer_step(role, mine, loss, guard, metrics)
     if taken is None:
-        metrics.rewind(before)
         num_tokens = 0
     guard.check_weights()
     found = metrics.reduce(mesh.gradient) | computed_tokens(mine, role)
@@ -134,4 +132,4 @@ def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepRepo
         "tokens/trained_per_s": len(samples.token_ids) / seconds,
         "time/step_s": seconds,
     }
-    return StepReport(step, found)
+    return StepReport(step, found | scale_metrics(role))

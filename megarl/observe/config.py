@@ -18,6 +18,7 @@ STEP_METRICS = (
     *("correction/mean", "correction/effective_samples"),
     *("correction/dropped_share", "correction/clipped_share"),
     *("loss", "entropy", "clip_share", "kl", "grad_norm", "learning_rate", "skipped_steps"),
+    *("loss_scale", "overflows", "critic/loss_scale", "critic/overflows"),
     *("critic/loss", "critic/clip_share", "critic/explained_variance"),
     *("critic/grad_norm", "critic/learning_rate", "critic/skipped_steps"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/k1", "mismatch/k3"),

@@ -21,7 +21,7 @@ from megarl.trainer.model import RoleModel
 from megarl.trainer.partition import Partitioner
 from megarl.trainer.zero import deepspeed_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_network(

@@ -19,7 +19,7 @@ from megarl.schema import (
 )
 
 SharePrefix = Literal["auto", "on", "off"]
-Precision = Literal["auto", "float32", "bfloat16", "bfloat16x2"]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "bfloat16x2"]
 
 
 @config
@@ -276,11 +276,12 @@ class TrainingConfig:
     """DeepSpeed ZeRO stage. Over data x sequence ranks, 1 partitions optimizer state, 2 also
     gradients, 3 also parameters."""
     precision: Precision = "float32"
-    """Dtype of weights and activations; with bfloat16 the optimizer keeps float32 master
-    weights. bfloat16x2, on CPU: float32, whose matrix products are made of products of bfloat16
-    parts, which processors with AMX compute faster. auto: bfloat16 on GPUs that have it and with a
-    ZeRO stage of 1 or more, bfloat16x2 on processors with AMX, else float32; a line at the start
-    says which."""
+    """Dtype of weights and activations; with bfloat16 and float16 the optimizer keeps float32
+    master weights. float16, for GPUs without bfloat16: the loss is multiplied by a scale, which is
+    halved where gradients overflow, and the step is computed again. bfloat16x2, on CPU: float32,
+    whose matrix products are made of products of bfloat16 parts, which processors with AMX compute
+    faster. auto: bfloat16 on GPUs that have it and with a ZeRO stage of 1 or more, bfloat16x2 on
+    processors with AMX, else float32; a line at the start says which."""
     num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
     """Parts of each step's batch, with an optimizer step each; after the first, training is
     off-policy."""
@@ -343,9 +344,9 @@ class TrainingConfig:
     much for the time that a rank waits for another role to load, score or train a step."""
 
     @property
-    def dtype(self) -> Literal["float32", "bfloat16"]:
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Dtype of weights and activations."""
-        return "bfloat16" if self.precision == "bfloat16" else "float32"
+        return self.precision if self.precision in ("bfloat16", "float16") else "float32"
 
     @property
     def optimizer_steps(self) -> int:
@@ -355,8 +356,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         require(
             self.dtype == "float32" or self.zero_stage > 0,
-            "training.precision bfloat16 needs DeepSpeed's ZeRO; set training.zero_stage to 1, 2"
-            " or 3",
+            f"training.precision {self.dtype} needs DeepSpeed's ZeRO; set training.zero_stage to 1,"
+            " 2 or 3",
         )
         require(
             not self.offload_optimizer or self.zero_stage > 0,

@@ -185,7 +185,7 @@ class RunContext:
         elif (
             self.is_main
             and is_trained
-            and role.training.precision == "bfloat16"
+            and role.training.dtype != "float32"
             and self.inputs.resume_from is None  # whose master weights have left that grid
         ):
             # Without adapters `owned` needs no other rank.

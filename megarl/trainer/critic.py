@@ -18,7 +18,7 @@ from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Column, Role
 from megarl.trainer.scoring import Scorer
-from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.trainer.step import StepMetrics, optimizer_step, scale_metrics
 from megarl.trainer.transfer import BatchTransfer, RoleBatch
 from megarl.types import MicroBatch, StepBatch
 
@@ -88,7 +88,7 @@ class Critic:
             return {}
         guard.begin(f"step {step + 1}, critic")
         metrics = StepMetrics(role.device, ("loss", "clipped", *MOMENTS))
-        norms, rate, before = [], role.engine.next_rate(), metrics.mark()
+        norms, rate = [], role.engine.next_rate()
         num_parts = len(here.packed) if self._returns is not None else 0
         for number in list(range(num_parts)) * role.training.epochs_per_step:
             taken = optimizer_step(
@@ -96,15 +96,15 @@ class Critic:
                 here.packed[number],
                 lambda micro, n=number: self._loss(here, micro, n, metrics),
                 guard,
+                metrics,
             )
             if taken is None:
-                metrics.rewind(before)
                 continue
             norms.append(taken[0])
-            rate, before = taken[1], metrics.mark()
+            rate = taken[1]
         guard.check_weights()
         found = metrics.reduce(role.mesh.gradient)
-        return {
+        return scale_metrics(role, "critic/") | {
             "critic/loss": found["loss"] / max(1, len(norms)),
             "critic/clip_share": found["clipped"] / max(1.0, found["count"]),
             "critic/explained_variance": explained_variance(found),

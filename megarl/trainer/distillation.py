@@ -28,6 +28,7 @@ from megarl.trainer.step import (
     computed_tokens,
     mismatch_metrics,
     optimizer_step,
+    scale_metrics,
     token_weights,
 )
 from megarl.trainer.teacher import Teacher
@@ -68,7 +69,7 @@ class Distillation:
         self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
         gaps = [f"mismatch/{name}" for name in GAPS] if self.compares_engines else []
         metrics = StepMetrics(self.policy.device, (*SUMS, *gaps), ("max_abs",))
-        norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
+        norms, rate = [], self.policy.engine.next_rate()
         epochs = self.policy.training.epochs_per_step
         for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
             weights = token_weights(batch, number, self.config.aggregation, self.policy.device)
@@ -83,12 +84,11 @@ class Distillation:
                 found = self.policy.engine(micro, self.config.temperature, soft_targets)
                 return self._loss(micro, found, weights, metrics, at_start=at_start)
 
-            taken = optimizer_step(self.policy, micro_batches, loss, self.guard)
+            taken = optimizer_step(self.policy, micro_batches, loss, self.guard, metrics)
             if taken is None:
-                metrics.rewind(before)
                 continue
             norms.append(taken[0])
-            rate, before = taken[1], metrics.mark()
+            rate = taken[1]
             self.empty_steps.has_updated = True
         teacher.forget()
         self.guard.check_weights()
@@ -99,6 +99,7 @@ class Distillation:
             "learning_rate": rate,
             "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
         }
+        found |= scale_metrics(self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _loss(

@@ -116,6 +116,8 @@ class StepGuard:
         self.check_weights()
         if self.skipped == self.allowed:
             fix = next((fix for name, fix in WATCHED.items() if name in problem), LOWER_RATE)
+            if self.role.training.dtype == "float16":
+                fix += ", set training.precision to 'bfloat16' or 'float32'"
             raise UserError(
                 f"{self._where}: {problem}, so that the optimizer step is not taken;"
                 f" {fix.format(section=self.section)}, or set"

@@ -6,7 +6,7 @@
 Bytes of one parameter, by part; a part is divided over data x sequence ranks from the ZeRO stage in
 the last column on (arXiv:1910.02054):
 
-    part                            float32   bfloat16   divided from ZeRO
+    part                            float32   16 bit     divided from ZeRO
     weights                         4         2          3
     gradients, of trained weights   4         4          2
     optimizer: master weights       4, or 0   4          1

@@ -37,6 +37,7 @@ from megarl.trainer.step import (
     computed_tokens,
     mismatch_metrics,
     optimizer_step,
+    scale_metrics,
     token_weights,
 )
 from megarl.trainer.step_advantages import step_advantages
@@ -137,7 +138,7 @@ class PolicyGradient:
             ("loss", "entropy", "clipped", "tokens", *kl, *weights, *gaps),
             ("max_abs",),
         )
-        norms, rate, before = [], self.policy.engine.next_rate(), metrics.mark()
+        norms, rate = [], self.policy.engine.next_rate()
         epochs = self.policy.training.epochs_per_step
         for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
             weights = token_weights(
@@ -155,12 +156,11 @@ class PolicyGradient:
             ) -> torch.Tensor:
                 return self._loss(micro, mine, weights, metrics, at_start=at_start)
 
-            taken = optimizer_step(self.policy, micro_batches, loss, self.guard)
+            taken = optimizer_step(self.policy, micro_batches, loss, self.guard, metrics)
             if taken is None:
-                metrics.rewind(before)
                 continue
             norms.append(taken[0])
-            rate, before = taken[1], metrics.mark()
+            rate = taken[1]
             self.empty_steps.has_updated = True
         self.guard.check_weights()
         found = self._report(metrics, num_mini_batches=len(norms))
@@ -170,6 +170,7 @@ class PolicyGradient:
             "learning_rate": rate,
             "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
         }
+        found |= scale_metrics(self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _input_problem(self, batch: StepBatch, columns: Mapping[str, Column]) -> str:

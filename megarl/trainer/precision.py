@@ -56,6 +56,11 @@ def slow_line(precision: str) -> str:
             "training.precision bfloat16 gains nothing here: this processor has no instructions for"
             " bfloat16 (AMX, AVX512-BF16); set training.precision to float32"
         )
+    if precision == "float16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return (
+            "training.precision float16 is slower than float32 here: this processor has no"
+            " instructions for float16; set training.precision to float32"
+        )
     return ""
 
 
@@ -65,7 +70,7 @@ def check_precision(training: TrainingConfig, device: torch.device) -> None:
     require(
         not name or training.precision != "bfloat16" or has_bfloat16(),
         f"training.precision is 'bfloat16', which {name} does not compute in; set it to"
-        " 'float32', or use GPUs of the Ampere generation or newer",
+        " 'float16', or use GPUs of the Ampere generation or newer",
     )
     require(
         training.precision != "bfloat16x2" or (not name and ONEDNN is not None),

@@ -1,6 +1,6 @@
 """One optimizer step of a role, and the metrics that its micro-batches add up.
 
-    optimizer_step(role, micro_batches, loss, guard)   # loss: MicroBatch -> this rank's part of it
+    optimizer_step(role, micro_batches, loss, guard, metrics)
 
 The loss of a micro-batch is a sum over its tokens of `weight x term`. The weights come from counts
 over the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or
@@ -34,15 +34,52 @@ def optimizer_step(
     micro_batches: Sequence[MicroBatch],
     loss: Callable[[MicroBatch], torch.Tensor],
     guard: StepGuard,
+    metrics: StepMetrics,
 ) -> tuple[float, float] | None:
     """Accumulate the gradients of all micro-batches and take one optimizer step.
 
-    Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call it
-    together, with the same number of micro-batches.
+    `loss`: of a micro-batch, this rank's part; it adds its values to `metrics`. Returns (gradient
+    norm before clipping, learning rate). All ranks of the role's mesh call it together, with the
+    same number of micro-batches.
 
     If loss, gradients or what `guard` watches besides are not finite on any rank, the step is not
-    taken, neither weights nor optimizer state change, and None is returned; `StepGuard.skip` raises
-    if too many steps are skipped.
+    taken, neither weights nor optimizer state nor `metrics` change, and None is returned;
+    `StepGuard.skip` raises if too many steps are skipped. In float16, gradients that are not finite
+    halve the loss scale, and the step is computed again, down to the smallest scale.
+    """
+    before, scale = metrics.mark(), role.engine.loss_scale
+    begun_at = scale.value if scale else 1.0
+    while True:
+        problem = _accumulate(role, micro_batches, loss, guard)
+        overflow = "" if problem else guard.gradient_problem()
+        if not (problem or overflow):
+            break
+        role.engine.discard()
+        metrics.rewind(before)
+        if overflow and scale and scale.lower():
+            continue
+        if scale:
+            overflow = overflow and f"{overflow} at the smallest loss scale"
+            scale.value = begun_at  # it was not to blame
+        guard.skip(problem or overflow)
+        return None
+    with _part("optimizer step", role, "optimizer"):
+        norm, rate = role.engine.step()
+    if math.isfinite(norm):
+        return norm, rate
+    metrics.rewind(before)
+    guard.skip("the gradient norm is not finite")
+    return None
+
+
+def _accumulate(
+    role: Role,
+    micro_batches: Sequence[MicroBatch],
+    loss: Callable[[MicroBatch], torch.Tensor],
+    guard: StepGuard,
+) -> str:
+    """Accumulate the gradients of all micro-batches. Returns what `guard` says of the loss and what
+    else it watches.
     """
     problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
@@ -54,16 +91,16 @@ def optimizer_step(
             found = found * math.nan
         with _part("backward pass", role, "train"):
             role.engine.backward(found, last=index == last)
-    if problem := problem or guard.gradient_problem():
-        role.engine.discard()
-    else:
-        with _part("optimizer step", role, "optimizer"):
-            norm, rate = role.engine.step()
-        if math.isfinite(norm):
-            return norm, rate
-        problem = "the gradient norm is not finite"
-    guard.skip(problem)
-    return None
+    return problem
+
+
+def scale_metrics(role: Role, prefix: str = "") -> dict[str, float]:
+    """In float16, `loss_scale`, that of the next optimizer step, and `overflows`, how often a step
+    was computed again with a smaller one since the last call; otherwise {}. The names begin with
+    `prefix`.
+    """
+    scale = role.engine.loss_scale
+    return {prefix + name: value for name, value in scale.metrics().items()} if scale else {}
 
 
 def _part(what: str, role: Role, kind: Kind) -> Span:

@@ -32,6 +32,7 @@ from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device
 from megarl.trainer.handover import Handover, free_cache, synchronize
 from megarl.trainer.lora import MergedWeights, is_adapter
+from megarl.trainer.loss_scale import LossScale, fp16_settings
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 
@@ -64,6 +65,9 @@ def deepspeed_config(
     }
     if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
+    if config.dtype == "float16":
+        settings["fp16"] = fp16_settings()
+    if config.dtype != "float32":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
 
@@ -122,6 +126,8 @@ class TrainEngine:
         self.trains, self._module, self._files = trains, model, StateFiles()
         self._view, self._handover = DeepSpeedView(mesh), Handover(device)
         self._engine: Any = None
+        self.loss_scale: LossScale | None = None
+        """That of a model trained in float16."""
         model.train(trains)
         if trains and config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -153,6 +159,8 @@ class TrainEngine:
         made.checkpoint_engine = self._files
         if self.trains and config.offload_optimizer and config.offload_gradients == "step":
             keep_on_device(made.optimizer)
+        if self.trains and config.dtype == "float16":
+            self.loss_scale = LossScale(made.optimizer)
         made._copy_recovery_script = lambda folder: None  # our checkpoints do not need the script
         return made
 
@@ -210,6 +218,8 @@ class TrainEngine:
         norm = float(norm) if norm is not None else float("nan")
         if math.isfinite(norm):
             self.steps_done += 1
+            if self.loss_scale is not None:
+                self.loss_scale.count_step()
         else:
             self._drop_sums()
         return norm, rate

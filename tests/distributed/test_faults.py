@@ -27,6 +27,8 @@ CASES: list[dict[str, Any]] = [
     {"zero_stage": 2, "offload_optimizer": True},
     {"zero_stage": 2, "precision": "bfloat16", "offload_optimizer": True},
     {"zero_stage": 3, "precision": "bfloat16"},
+    {"zero_stage": 1, "precision": "float16"},
+    {"zero_stage": 3, "precision": "float16", "offload_optimizer": True},
     {"zero_stage": 3, "offload_optimizer": True},
     {"zero_stage": 1, "layout": (1, 1, 2)},
 ]
@@ -199,6 +201,8 @@ def test_faults_are_named_on_every_rank(
     for rank in said:
         for case, found in zip(CASES, rank, strict=True):
             assert found[fault].startswith(text), (case, found[fault])
+            at_least = fault == "gradient" and case.get("precision") == "float16"
+            assert ("at the smallest loss scale" in found[fault]) == at_least, found[fault]
 
 
 def test_the_last_checkpoint_stays_whole_and_finite(

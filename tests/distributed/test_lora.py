@@ -87,7 +87,7 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     from megarl.parallel.reshard.owned import training_owned
     from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
-    from megarl.trainer.step import optimizer_step
+    from megarl.trainer.step import StepMetrics, optimizer_step
 
     samples = documents()
     training = TrainingConfig(
@@ -105,7 +105,8 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         mine = samples.select(range(mesh.data.rank, len(samples), mesh.data.size))
         micro = role.pack(mine, [list(range(len(mine)))])
         guard = guarded.setdefault(id(role), StepGuard(role, allowed=0))
-        optimizer_step(role, micro, lambda one: -role.engine(one, 1.0)[0].sum(), guard)
+        none = StepMetrics(role.device, ())
+        optimizer_step(role, micro, lambda one: -role.engine(one, 1.0)[0].sum(), guard, none)
 
     frozen = Role("reference", **common)
     before = frozen.logprobs(samples)

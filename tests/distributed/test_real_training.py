@@ -199,7 +199,9 @@ def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[fl
         pair = Preference(0, samples[0][0], (samples[0][1], samples[1][1]))
         reference = torch.tensor([REFERENCE], dtype=torch.float64).numpy()
         work = PreferenceStep(role, batch_of([pair], reference), PreferenceLossConfig(beta=BETA))
-        taken = optimizer_step(role, work.micro_batches, lambda one: work.loss(one, guard), guard)
+        taken = optimizer_step(
+            role, work.micro_batches, lambda one: work.loss(one, guard), guard, work.metrics
+        )
         assert taken is not None
         return work.reduced()["loss"], taken[0]
     made = groups(samples, given)

@@ -233,7 +233,7 @@ def train_beside(folder: str, state: str) -> list[float]:
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
-    from megarl.trainer.step import optimizer_step
+    from megarl.trainer.step import StepMetrics, optimizer_step
 
     torch.set_num_threads(1)
     device, norms = mesh_module.initialise(timeout_s=60), []
@@ -263,7 +263,8 @@ def train_beside(folder: str, state: str) -> list[float]:
                 def loss(micro: Any, role: Any = role) -> torch.Tensor:
                     return -role.engine(micro, 1.0)[0].sum() / 100
 
-                taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0))
+                none = StepMetrics(role.device, ())
+                taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0), none)
                 assert taken is not None
                 norms.append(taken[0])
                 files = RankFiles(Path(state))
@@ -291,7 +292,7 @@ def trained(folder: str, cases: Any) -> Any:
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
-    from megarl.trainer.step import optimizer_step
+    from megarl.trainer.step import StepMetrics, optimizer_step
 
     torch.set_num_threads(1)
     device = mesh_module.initialise(timeout_s=120)
@@ -323,7 +324,8 @@ def trained(folder: str, cases: Any) -> Any:
                     values, ids = role.engine(micro)
                     return (values - ids.float() / 10).square().sum() / 10
 
-                taken = optimizer_step(role, packed[0], loss, StepGuard(role, allowed=0))
+                none = StepMetrics(role.device, ())
+                taken = optimizer_step(role, packed[0], loss, StepGuard(role, allowed=0), none)
                 assert taken is not None
                 norms.append(taken[0])
             weight = role.engine.full_score_weight()

@@ -118,7 +118,7 @@ def gather(model: str) -> dict[str, list[int]]:
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
-    from megarl.trainer.step import optimizer_step
+    from megarl.trainer.step import StepMetrics, optimizer_step
     from megarl.types import Samples
 
     torch.set_num_threads(1)
@@ -165,7 +165,13 @@ def gather(model: str) -> dict[str, list[int]]:
             roles["reference"].logprobs(Samples.concatenate(samples))
             micro = roles["policy"].pack(samples[mesh.data.rank], [[0]])
             guard.begin(f"step {step}")
-            optimizer_step(roles["policy"], micro, lambda one: -engine(one, 1.0)[0].sum(), guard)
+            optimizer_step(
+                roles["policy"],
+                micro,
+                lambda one: -engine(one, 1.0)[0].sum(),
+                guard,
+                StepMetrics(device, ()),
+            )
     mesh_module.finalise()
     return peaks
 

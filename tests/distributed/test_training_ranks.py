@@ -180,18 +180,18 @@ def test_a_rank_without_samples_takes_part(models: dict[bool, str]) -> None:
             assert max(differences(alone[stage], together[rank][stage]).values()) < 1e-5
 
 
-def test_bfloat16_stays_near_float32(models: dict[bool, str]) -> None:
+@pytest.mark.parametrize(("precision", "near"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_16_bit_stays_near_float32(models: dict[bool, str], precision: str, near: float) -> None:
     """Rounded weights and activations, float32 master weights: near, not equal; and two ranks near
     one.
     """
     exact = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
-    rounded = run_ranks(
-        2, __file__, "three_steps", models[False], [1, 2, 3], "dapo", 4, "bfloat16"
-    )[0]
+    stages = [1, 2, 3]
+    rounded = run_ranks(2, __file__, "three_steps", models[False], stages, "dapo", 4, precision)[0]
     for stage in (1, 2, 3):
         for mine, theirs in zip(exact[0], rounded[stage][0], strict=True):
-            assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 0.05 * mine["grad_norm"]
-            assert abs(mine["entropy"] - theirs["entropy"]) < 0.02 * mine["entropy"]
+            assert abs(mine["grad_norm"] - theirs["grad_norm"]) < near * mine["grad_norm"]
+            assert abs(mine["entropy"] - theirs["entropy"]) < 0.4 * near * mine["entropy"]
 
 
 @pytest.mark.slow

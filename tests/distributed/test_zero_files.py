@@ -55,6 +55,10 @@ def bf16(layout: tuple[int, int, int], stage: int) -> Where:
     return layout, stage, "bfloat16", False
 
 
+def fp16(layout: tuple[int, int, int], stage: int) -> Where:
+    return layout, stage, "float16", False
+
+
 PAIRS: list[tuple[Where, Where]] = [
     (f32((1, 1, 1), 0), f32((2, 1, 2), 3)),
     (f32((1, 1, 1), 0), f32((1, 1, 4), 0)),
@@ -68,6 +72,8 @@ PAIRS: list[tuple[Where, Where]] = [
     (bf16((2, 1, 2), 3), bf16((1, 1, 2), 2)),
     (bf16((1, 1, 2), 2), bf16((2, 1, 1), 1)),
     (bf16((2, 1, 1), 1), bf16((4, 1, 1), 1)),
+    (fp16((2, 1, 1), 1), fp16((2, 1, 2), 3)),
+    (fp16((2, 1, 2), 3), fp16((1, 1, 2), 2)),
     (f32((2, 1, 1), 3, tied=True), f32((1, 1, 2), 2, tied=True)),
     (f32((1, 1, 1), 0, tied=True), f32((2, 1, 1), 3, tied=True)),
 ]
@@ -120,6 +126,8 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                 data="data",
             )
             first, reports = 0, []
+            if scale := policy.engine.loss_scale:
+                scale.value = 2.0 if case["load"] else 2.0**9
             if case["load"]:
                 progress = Checkpoints(Path(case["load"]).parent, **settings).load(
                     Path(case["load"])
@@ -146,8 +154,9 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                     transcripts=0,
                 )
                 metrics = policy.train(dealt.share(mesh.data.rank)).metrics
+                names = ("loss", "grad_norm", "learning_rate")
                 reports.append(
-                    (step, metrics["loss"], metrics["grad_norm"], metrics["learning_rate"])
+                    (step, *(metrics[one] for one in names), metrics.get("loss_scale", 0.0))
                 )
             weights = {
                 name: tensor.detach().float().clone() for name, tensor in policy.engine.weights()
@@ -281,7 +290,7 @@ def rank_tensors(place: Any, files: Path, tensor: int, kind: str) -> dict[str, t
 def assert_same(
     one: dict[str, dict[str, torch.Tensor]],
     other: dict[str, dict[str, torch.Tensor]],
-    rounded: bool,
+    precision: str,
 ) -> None:
     for kind in zero_files.KINDS:
         assert list(one[kind]) == list(other[kind])
@@ -290,8 +299,8 @@ def assert_same(
     for name, master in one["master"].items():
         for side in (one, other):
             assert torch.equal(
-                side["weights"][name].bfloat16() if rounded else side["weights"][name],
-                master.bfloat16() if rounded else master,
+                side["weights"][name].to(getattr(torch, precision)),
+                master.to(getattr(torch, precision)),
             )
 
 
@@ -317,9 +326,7 @@ def test_training_goes_on_elsewhere(
             choose(folder.parent, layout=progress.layout, model=progress.model, seed=1, data="data")
             == folder
         )
-        assert_same(
-            content(sources[source][0], model), content(folder, model), source[2] == "bfloat16"
-        )
+        assert_same(content(sources[source][0], model), content(folder, model), source[2])
         cases.append(
             dict(
                 model=str(model),
@@ -332,14 +339,12 @@ def test_training_goes_on_elsewhere(
         PAIRS, cases, launch(cases), strict=True
     ):
         model, again = models[source[3]], Path(case["again"]) / f"step_{FIRST:06d}"
-        assert_same(
-            content(sources[source][0], model), content(again, model), source[2] == "bfloat16"
-        )
+        assert_same(content(sources[source][0], model), content(again, model), source[2])
         expected = sources[source][1]
         assert steps == expected[2] and len(reports) == MORE
         near = 1e-5 if source[2] == "float32" else 2e-2
         for mine, theirs in zip(reports, expected[0][FIRST:], strict=True):
-            assert mine[0] == theirs[0] and mine[3] == theirs[3]
+            assert mine[0] == theirs[0] and mine[3:] == theirs[3:]
             assert abs(mine[1] - theirs[1]) < near and abs(mine[2] - theirs[2]) < near * abs(
                 theirs[2]
             ), (source, target)
@@ -398,7 +403,7 @@ def test_there_and_back(
     at = start
     for number, where in enumerate(places):
         at = convert(at, tmp_path / f"{number}", model, where)
-        assert_same(wanted, content(at, model), rounded=False)
+        assert_same(wanted, content(at, model), precision="float32")
     assert len(list((at / "random").iterdir())) == 16
     assert load_file(at / "random" / "rank_00015.safetensors").keys() == {"torch"}
     monkeypatch.setattr(deepspeed_place, "SUB_GROUP", 5000)
@@ -411,7 +416,7 @@ def test_there_and_back(
     assert_same(
         wanted,
         content(convert(small, tmp_path / "back", model, f32((1, 1, 1), 0)), model),
-        rounded=False,
+        precision="float32",
     )
 
 

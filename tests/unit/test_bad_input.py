@@ -315,7 +315,7 @@ CASES = {
     "flash-attn without a GPU": Case(
         [
             "training.attention is 'flash_attn'",
-            "a GPU and training.precision 'bfloat16' and a package flash-attn",
+            "a GPU and training.precision 'bfloat16' or 'float16' and a package flash-attn",
             "set it to 'torch'",
         ],
         {"training.attention": "flash_attn"},
@@ -323,7 +323,7 @@ CASES = {
     "attention block without its GPU": Case(
         [
             "training.sequence.block is 'flash'",
-            "needs a GPU and training.precision 'bfloat16'",
+            "needs a GPU and training.precision 'bfloat16' or 'float16'",
             "set the block to 'auto'",
         ],
         {"training.layout.sequence": 2, "training.sequence.block": "flash"},

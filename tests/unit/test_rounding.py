@@ -1,4 +1,4 @@
-"""When bfloat16 weights change that come from a bfloat16 file: by torch's own rounding."""
+"""When 16-bit weights change that come from a file of their dtype: by torch's own rounding."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from megarl.trainer.rounding import rounding_line, steps_until_half_change
 
 
 def changed(weights: torch.Tensor, moved: float) -> float:
-    """Share of bfloat16 weights that differ once their float32 copies have moved away from 0."""
+    """Share of 16-bit weights that differ once their float32 copies have moved away from 0."""
     master = weights.float()
-    return float(((master + moved * master.sign()).bfloat16() != weights).float().mean())
+    return float(((master + moved * master.sign()).to(weights.dtype) != weights).float().mean())
 
 
-@pytest.mark.parametrize("scale", [0.02, 1.0, 37.0])
-def test_half_of_the_weights_change_at_that_step_and_not_before(scale: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2e-5, 0.02, 1.0, 37.0])
+def test_half_of_the_weights_change_at_that_step_and_not_before(
+    scale: float, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    weights = (scale * torch.randn(300, 101)).bfloat16()
+    weights = (scale * torch.randn(300, 101)).to(dtype)
     steps = steps_until_half_change([weights[:200], weights[200:]], 1e-6)
     assert changed(weights, 0.99e-6 * steps) < 0.5 <= changed(weights, 1.01e-6 * steps)
 
