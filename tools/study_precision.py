@@ -34,7 +34,8 @@ from typing import Any
 
 from study_staleness import RECIPES, ROOT, mean_and_deviation, megarl
 
-PRECISIONS = ("float32", "bfloat16", "bfloat16x2")
+PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
+IN_16_BIT = ("bfloat16", "float16")
 SFT = """\
 model: {path: ""}
 demonstrations: {source: "", template: chat, max_tokens: 128}
@@ -76,7 +77,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     for seed in args.seeds:
         for kind in args.kinds:
             for precision in args.precisions:
-                own = "bfloat16" if precision == "bfloat16" else "float32"
+                own = precision if precision in IN_16_BIT else "float32"
                 for engine in args.engines if kind == "grpo" else [""]:
                     found[Case(kind, precision, own if engine == "same" else engine, seed)] = None
     return list(found)
@@ -90,7 +91,7 @@ def settings_of(case: Case, folder: Path, model: Path, steps: int) -> dict[str, 
         "steps": steps,
         "model.path": model,
         "training.precision": case.precision,
-        "training.zero_stage": int(case.precision == "bfloat16"),
+        "training.zero_stage": int(case.precision in IN_16_BIT),
     }
     if case.kind == "sft":
         return options | {"demonstrations.source": folder / "sft.jsonl"}

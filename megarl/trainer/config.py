@@ -280,8 +280,8 @@ class TrainingConfig:
     master weights. float16, for GPUs without bfloat16: the loss is multiplied by a scale, which is
     halved where gradients overflow, and the step is computed again. bfloat16x2, on CPU: float32,
     whose matrix products are made of products of bfloat16 parts, which processors with AMX compute
-    faster. auto: bfloat16 on GPUs that have it and with a ZeRO stage of 1 or more, bfloat16x2 on
-    processors with AMX, else float32; a line at the start says which."""
+    faster. auto: bfloat16x2 on processors with AMX; with a ZeRO stage of 1 or more bfloat16 on GPUs
+    that have it, and float16 on others; else float32; a line at the start says which."""
     num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
     """Parts of each step's batch, with an optimizer step each; after the first, training is
     off-policy."""

@@ -28,10 +28,10 @@ def automatic(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
         if ONEDNN is not None and torch.cpu._is_amx_tile_supported():
             return "bfloat16x2", "this processor has AMX"
         return "float32", "this processor has no AMX"
-    if not has_bfloat16():
-        return "float32", "this GPU does not compute in bfloat16"
     if zero_stage == 0:
-        return "float32", "bfloat16 needs training.zero_stage 1, 2 or 3"
+        return "float32", "16 bit needs training.zero_stage 1, 2 or 3"
+    if not has_bfloat16():
+        return "float16", "this GPU does not compute in bfloat16"
     return "bfloat16", "this GPU computes in bfloat16"
 
 

@@ -54,7 +54,7 @@ def test_a_slice_is_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "zero_stage", "chosen"),
-    [(9, 1, "bfloat16"), (9, 0, "float32"), (7, 1, "float32")],
+    [(9, 1, "bfloat16"), (9, 0, "float32"), (7, 1, "float16"), (7, 0, "float32")],
 )
 def test_automatic_precision_is_one_that_the_gpu_has(
     capability: int, zero_stage: int, chosen: str, monkeypatch: pytest.MonkeyPatch

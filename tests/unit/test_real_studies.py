@@ -28,10 +28,13 @@ def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
     assert [one.name for one in found] == [
         "sft-float32-seed3",
         "sft-bfloat16-seed3",
+        "sft-float16-seed3",
         "sft-bfloat16x2-seed3",
         "grpo-float32-float32-seed3",
         "grpo-bfloat16-bfloat16-seed3",
         "grpo-bfloat16-float32-seed3",
+        "grpo-float16-float16-seed3",
+        "grpo-float16-float32-seed3",
         "grpo-bfloat16x2-float32-seed3",
     ]
     for case in found:
