@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import gradient_product, onednn_supports, product
+from megarl.kernels.linear import gradient_product, onednn_supports, part_bytes, product
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Bytes of one chunk of logits, by device: enough for fast matrix products, small beside a
@@ -100,10 +100,11 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
         return torch.mm(hidden, weight.T, out=logits)
-    if logits.nbytes <= BLOCK_BYTES:
+    row_bytes = 4 * hidden.shape[0] + part_bytes(hidden.shape[1])
+    if weight.shape[0] * row_bytes <= BLOCK_BYTES:
         return product(hidden, weight)
     # oneDNN has no `out` argument, and allocating a whole chunk costs more than these copies.
-    for block in _blocks(weight.shape[0], 4 * hidden.shape[0]):
+    for block in _blocks(weight.shape[0], row_bytes):
         logits[:, block] = product(hidden, weight[block])
     return logits
 

@@ -44,12 +44,12 @@ fi
 
 if [ -n "$model" ]; then
   say "1/2  the model and problems"
-  python tools/real_model.py "$model"
+  path=$(python tools/real_model.py "$model" | tail -n 1)
   python tools/make_arithmetic.py "$folder/data"
 
   say "2/2  GRPO: only the answer is rewarded; 256 held-out problems before and after"
   python -m megarl train "$recipe" --folder "$folder" --seed "$seed" --steps 20 $settings \
-    --prompts.source "$folder/data/train.jsonl" --evaluation.prompts.source "$folder/data/held_out.jsonl" >"$folder/summary.json"
+    --model.path "$path" --prompts.source "$folder/data/train.jsonl" --evaluation.prompts.source "$folder/data/held_out.jsonl" >"$folder/summary.json"
 else
   say "1/3  problems and demonstrations"
   python tools/make_addition.py "$folder/data"

@@ -53,7 +53,7 @@ def free_memory() -> tuple[int, int]:
     """
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
-    for version, folder in _control_groups():
+    for version, folder in control_groups("memory"):
         limit_file, used_file, cached = NAMES[version]
         with contextlib.suppress(OSError, ValueError):  # "max", or no such file
             limit = int((folder / limit_file).read_text())
@@ -65,17 +65,18 @@ def free_memory() -> tuple[int, int]:
     return free, total
 
 
-def _control_groups() -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each control group of memory that this process is in: its own, and all
-    above it. In a container the path of its own is often that of the host, and is not there.
+def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of each control group of `controller`, "memory" or "cpu", that this process
+    is in: its own, and all above it. In a container the path of its own is often that of the host,
+    and is not there.
     """
     yield 2, ROOT
-    yield 1, ROOT / "memory"
+    yield 1, ROOT / controller
     with contextlib.suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            version, top = (1, ROOT / "memory") if controllers else (2, ROOT)
+            version, top = (1, ROOT / controller) if controllers else (2, ROOT)
             for place in (Path(path), *Path(path).parents):
                 yield version, top / str(place).lstrip("/")

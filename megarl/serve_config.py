@@ -205,8 +205,8 @@ class ServeRewardConfig:
     folder: OutputText = ""
     """Folder of the log (`run.log`): what verifiers and libraries print."""
     num_threads: Annotated[int, Range(0, 4096)] = 0
-    """CPU threads of a reward model that torch runs; 0: all cores. Of a vLLM engine see
-    `engine.num_threads`."""
+    """CPU threads of a reward model that torch runs; 0: OMP_NUM_THREADS of the environment, or all
+    cores. Of a vLLM engine see `engine.num_threads`."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The verifier or reward functions to serve."""
     reward_model: ServedModelConfig = ServedModelConfig()

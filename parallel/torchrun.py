@@ -63,7 +63,8 @@ class Agent(LocalElasticAgent):
     """
 
     shares_cores: ClassVar[bool] = False
-    """Whether OMP_NUM_THREADS is torchrun's own 1, which would keep ranks from choosing."""
+    """Whether the ranks choose their threads: OMP_NUM_THREADS is then torchrun's own 1, which they
+    do not get."""
     _watch: NodeWatch | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -49,13 +49,14 @@ def gpu_settings(recipe: str) -> list[str]:
     without the suffix. Raises `ValueError` if too little of the GPU's memory is free.
     """
     needed, beside = NEEDED_GIB[recipe]
+    model = "" if recipe == "quickstart" else f" --model {recipe.partition('_')[0]}"
     free, total = (size / GIB for size in torch.cuda.mem_get_info(0))
     require(
         free >= needed,
         f"the quick start needs {needed:g} GiB of GPU memory, but"
         f" {torch.cuda.get_device_name(0)} has {free:.1f} of {total:.1f} GiB free; choose another"
         " GPU with CUDA_VISIBLE_DEVICES, or the CPU: CUDA_VISIBLE_DEVICES= MEGARL_DEVICE=cpu bash"
-        " launch/quickstart.sh",
+        f" launch/quickstart.sh{model}",
     )
     # The share of all memory that vLLM may use, its own kernels included.
     share = min(0.3, (free - beside) / total)

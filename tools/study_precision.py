@@ -10,10 +10,10 @@ SFT takes 16 rows a step at a learning rate of 1e-5, GRPO 8 prompts x 8 samples 
 synchronous engines of each dtype of `--engines` ("same": the trainer's dtype). A run's result is a
 line of FOLDER/results.jsonl, and a run that is there is not repeated.
 
-    fall      SFT: loss of the first step less that of the last, which is of the weights after all
+    learnt    SFT: loss of the first step less that of the last, which is of the weights after all
               steps but the last. GRPO: accuracy of the rollouts, last quarter of the steps less the
               first
-    of f32    the same over that of float32, with the same seed and, in GRPO, engines of float32
+    ratio     the same over that of float32, with the same seed and, in GRPO, engines of float32
     mismatch  GRPO: mean difference of the log-probs of trainer and engine
     changed   share of the weights that differ from the published ones after the last step
     s a step  mean over the steps but the first
@@ -53,11 +53,13 @@ class Case:
     engine: str
     """dtype of the engine; "" without one."""
     seed: int
+    steps: int
 
     @property
     def name(self) -> str:
         """Name of the run folder."""
-        return "-".join(filter(None, (self.kind, self.precision, self.engine, f"seed{self.seed}")))
+        words = (self.kind, self.precision, self.engine, f"seed{self.seed}", f"{self.steps}steps")
+        return "-".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Result:
     """What one run has found."""
 
     case: Case
-    fall: float
+    learnt: float
     mismatch: float
     changed: float
     step_s: float
@@ -79,16 +81,17 @@ def cases(args: argparse.Namespace) -> list[Case]:
             for precision in args.precisions:
                 own = precision if precision in IN_16_BIT else "float32"
                 for engine in args.engines if kind == "grpo" else [""]:
-                    found[Case(kind, precision, own if engine == "same" else engine, seed)] = None
+                    engine = own if engine == "same" else engine
+                    found[Case(kind, precision, engine, seed, args.steps)] = None
     return list(found)
 
 
-def settings_of(case: Case, folder: Path, model: Path, steps: int) -> dict[str, object]:
+def settings_of(case: Case, folder: Path, model: Path) -> dict[str, object]:
     """{setting: value} of a run, on top of its recipe."""
     options: dict[str, object] = {
         "folder": folder / case.name,
         "seed": case.seed,
-        "steps": steps,
+        "steps": case.steps,
         "model.path": model,
         "training.precision": case.precision,
         "training.zero_stage": int(case.precision in IN_16_BIT),
@@ -104,7 +107,7 @@ def settings_of(case: Case, folder: Path, model: Path, steps: int) -> dict[str, 
     }
 
 
-def run(case: Case, folder: Path, model: Path, steps: int) -> Result:
+def run(case: Case, folder: Path, model: Path) -> Result:
     """Do one run of the study."""
     place = folder / case.name
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
@@ -112,22 +115,22 @@ def run(case: Case, folder: Path, model: Path, steps: int) -> Result:
     if case.kind == "sft":
         recipe, command = folder / "sft.yaml", "sft"
         recipe.write_text(SFT)
-    options = settings_of(case, folder, model, steps)
+    options = settings_of(case, folder, model)
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     megarl(command, str(recipe), *words)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    quarter = max(1, steps // 4)
+    quarter = max(1, case.steps // 4)
     if case.kind == "sft":
-        fall = rows[0]["loss"] - rows[-1]["loss"]
+        learnt = rows[0]["loss"] - rows[-1]["loss"]
     else:
         accuracy = [row["accuracy"] for row in rows]
-        fall = statistics.mean(accuracy[-quarter:]) - statistics.mean(accuracy[:quarter])
-    (saved,) = (place / "checkpoints").glob(f"step_{steps:06d}")
+        learnt = statistics.mean(accuracy[-quarter:]) - statistics.mean(accuracy[:quarter])
+    (saved,) = (place / "checkpoints").glob(f"step_{case.steps:06d}")
     changed = share_changed(model, saved / "model")
     shutil.rmtree(place / "checkpoints")  # 2 GB
     return Result(
         case,
-        fall,
+        learnt,
         statistics.mean(row.get("mismatch/mean_abs", 0.0) for row in rows),
         changed,
         statistics.mean(row["time/step_s"] for row in rows[1:]),
@@ -157,31 +160,28 @@ def results(folder: Path) -> list[Result]:
 def table(found: Sequence[Result]) -> Iterator[str]:
     """Lines of the table: mean and standard deviation over seeds."""
     base = {
-        (one.case.kind, one.case.seed): one.fall
+        (one.case.kind, one.case.steps, one.case.seed): one.learnt
         for one in found
         if one.case.precision == "float32" and one.case.engine in ("", "float32")
     }
     yield (
-        f"{'kind':5} {'precision':11} {'engine':9} {'runs':>4}  {'fall':16} {'of f32':16}"
-        f" {'mismatch':16} {'changed':16} {'s a step':16}"
+        f"{'kind':5} {'steps':>5} {'precision':11} {'engine':9} {'runs':>4}  {'learnt':16}"
+        f" {'ratio':16} {'mismatch':16} {'changed':16} {'s a step':16}"
     )
-    for kind, precision, engine in dict.fromkeys(
-        (one.case.kind, one.case.precision, one.case.engine) for one in found
-    ):
-        same = [
-            one
-            for one in found
-            if (one.case.kind, one.case.precision, one.case.engine) == (kind, precision, engine)
-        ]
-        keys = [(one.case.kind, one.case.seed) for one in same]
+    rows = dict[tuple[str, int, str, str], list[Result]]()
+    for one in found:
+        case = one.case
+        rows.setdefault((case.kind, case.steps, case.precision, case.engine), []).append(one)
+    for (kind, steps, precision, engine), same in rows.items():
+        keys = [(kind, steps, one.case.seed) for one in same]
         columns = [
-            [one.fall for one in same],
-            [one.fall / base[key] for one, key in zip(same, keys, strict=True) if key in base],
+            [one.learnt for one in same],
+            [one.learnt / base[key] for one, key in zip(same, keys, strict=True) if key in base],
             [one.mismatch for one in same if kind == "grpo"],
             [one.changed for one in same],
             [one.step_s for one in same],
         ]
-        yield f"{kind:5} {precision:11} {engine:9} {len(same):4}  " + " ".join(
+        yield f"{kind:5} {steps:5} {precision:11} {engine:9} {len(same):4}  " + " ".join(
             f"{mean_and_deviation(one):16}" for one in columns
         )
 
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         try:
-            found = run(case, folder, args.model, args.steps)
+            found = run(case, folder, args.model)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"study_precision: {error}", file=sys.stderr)
             return 1

@@ -14,6 +14,7 @@ import psutil
 from megarl.checks.findings import GIB, Finding, Status, ask_python
 from megarl.host_memory import free_memory
 from megarl.parallel.devices import why_unseen
+from megarl.trainer import threads
 
 DEVICES = """
 import json, torch
@@ -31,7 +32,7 @@ whether it computes in bfloat16, as JSON.
 
 def check_accelerators() -> list[Finding]:
     """List the GPUs with their free memory, or the CPU cores if there is no GPU."""
-    cores = f"{len(os.sched_getaffinity(0))} CPU cores"
+    cores = f"{threads.cores()} CPU cores"
     driver = shutil.which("nvidia-smi") is not None
     answer = ask_python(DEVICES)
     if answer.code != 0:

@@ -53,8 +53,6 @@ class Plan:
     """Tensor-parallel ranks of each engine."""
     colocated: bool
     """Whether the engines use the GPUs of the policy's ranks."""
-    num_threads: int
-    """CPU threads of each trainer rank; 0 leaves them to the ranks."""
     save_within_s: float = SAVE_WITHIN_S
     """The recipe's `training.checkpoint.save_within_s`."""
     hidden: str = ""
@@ -194,7 +192,6 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         engines,
         tensor,
         colocated,
-        training.num_threads,
         training.checkpoint.save_within_s,
         config.environment.remote.token_variable,
     )
@@ -221,7 +218,7 @@ def make_supervised_plan(config: SftConfig, options: Options) -> Plan:
     roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
     training = config.training
     within_s = training.checkpoint.save_within_s
-    return Plan(config.folder, roles, num_ranks, 0, 1, False, training.num_threads, within_s)
+    return Plan(config.folder, roles, num_ranks, 0, 1, False, within_s)
 
 
 def count_ranks(config: RunConfig, options: Options) -> int:

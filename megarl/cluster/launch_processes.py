@@ -177,8 +177,7 @@ def _torchrun(
     words += [str(Path(options.recipe).resolve()), *options.overrides]
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
-    threads = {"OMP_NUM_THREADS": str(plan.num_threads)} if plan.num_threads else {}
-    environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)} | threads
+    environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)}
     return Command(ray | _mark(at) | _patience(plan) | environment, words)
 
 

@@ -46,7 +46,7 @@ def prepare_environment(num_threads: int) -> None:
     imported.
     """
     _use_built_operators()
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -191,9 +191,9 @@ def start_engines(
     recording: Recording | None = None,
 ) -> EngineGroup:
     """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
-    `ranks`. With `load` they read the model's weights from disk instead of waiting for version 0.
-    `adapter_rank`: rank of the LoRA adapters that are published, 0 for none. `recording`: where
-    the engines record what they do, or None.
+    `ranks`, which are none where nothing is trained. With `load` they read the model's weights
+    from disk instead of waiting for version 0. `adapter_rank`: rank of the LoRA adapters that are
+    published, 0 for none. `recording`: where the engines record what they do, or None.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -221,7 +221,9 @@ def start_engines(
         sampling=config.rollout.sampling,
         tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else "",
         environment=engine_environment(
-            on_cpu=on_cpu, num_threads=engine_threads(config), kv_cache_gib=engine.kv_cache_gib
+            on_cpu=on_cpu,
+            num_threads=engine_threads(config, trains=bool(ranks)),
+            kv_cache_gib=engine.kv_cache_gib,
         ),
     )
 

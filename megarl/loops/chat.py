@@ -160,15 +160,18 @@ def _engine(path: str, context: int) -> Any:
     from megarl.quick_imports import quick_imports
     from megarl.rollout.config import EngineConfig
     from megarl.rollout.engine_arguments import engine_arguments
+    from megarl.trainer import threads
+    from megarl.trainer.precision import has_bfloat16
 
     on_cpu = not torch.cuda.is_available()
-    threads = len(os.sched_getaffinity(0))
-    os.environ.update(engine_environment(on_cpu=on_cpu, num_threads=threads, kv_cache_gib=1))
-    torch.set_num_threads(threads)
+    num_threads = threads.shared(1)
+    os.environ.update(engine_environment(on_cpu=on_cpu, num_threads=num_threads, kv_cache_gib=1))
+    torch.set_num_threads(num_threads)
     with quick_imports():
         from vllm import EngineArgs, LLMEngine
 
-    config = EngineConfig(dtype="float32" if on_cpu else "bfloat16", max_num_sequences=1)
+    dtype = "float32" if on_cpu else "bfloat16" if has_bfloat16() else "float16"
+    config = EngineConfig(dtype=dtype, max_num_sequences=1)
     settings = engine_arguments(
         config,
         model=path,

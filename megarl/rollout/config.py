@@ -42,9 +42,9 @@ class EngineConfig:
     max_batched_tokens: Annotated[int, Range(16, MOST_TOKENS)] = 8192
     """Maximum number of tokens of one engine step, prompt tokens included."""
     num_threads: Annotated[int, Range(0, 1024)] = 0
-    """CPU only: threads of the engine's kernels. 0: the machine's cores, divided among its engines;
-    with `max_staleness` above 0, when trainer and engines compute at the same time, half of the
-    cores. The environment variable OMP_NUM_THREADS comes before that."""
+    """CPU only: threads of the engine's kernels. 0: OMP_NUM_THREADS of the environment; where that
+    is not set, the machine's cores, divided among its engines; in training with `max_staleness`
+    above 0, when trainer and engines compute at the same time, half of the cores."""
     compile: bool = True
     """CUDA only: use CUDA graphs and torch.compile. Without them an engine starts faster and
     generates more slowly."""

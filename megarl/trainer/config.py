@@ -279,9 +279,9 @@ class TrainingConfig:
     """Dtype of weights and activations; with bfloat16 and float16 the optimizer keeps float32
     master weights. float16, for GPUs without bfloat16: the loss is multiplied by a scale, which is
     halved where gradients overflow, and the step is computed again. bfloat16x2, on CPU: float32,
-    whose matrix products are made of products of bfloat16 parts, which processors with AMX compute
-    faster. auto: bfloat16x2 on processors with AMX; with a ZeRO stage of 1 or more bfloat16 on GPUs
-    that have it, and float16 on others; else float32; a line at the start says which."""
+    whose matrix products are sums of products of bfloat16 numbers; processors with AMX are faster
+    at them. auto: bfloat16x2 on processors with AMX; with a ZeRO stage of 1 or more bfloat16 on
+    GPUs that have it, and float16 on others; else float32; a line at the start says which."""
     num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
     """Parts of each step's batch, with an optimizer step each; after the first, training is
     off-policy."""
@@ -334,9 +334,9 @@ class TrainingConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     num_threads: Annotated[int, Range(0, 1024)] = 0
-    """CPU threads of each trainer rank. 0: the machine's cores, divided among its ranks; with
-    `rollout.max_staleness` above 0, half of the cores. The environment variable OMP_NUM_THREADS
-    comes before that, which `torchrun`, but not `megarl torchrun`, sets to 1."""
+    """CPU threads of each trainer rank. 0: OMP_NUM_THREADS of the environment, which `torchrun`
+    sets to 1 and `megarl torchrun` does not; where that is not set, the machine's cores, divided
+    among its ranks; with `rollout.max_staleness` above 0, half of the cores."""
     collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for
     the time that the other ranks wait for rank 0 to read and tokenise the data. Where roles have
@@ -345,7 +345,11 @@ class TrainingConfig:
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Dtype of weights and activations."""
+        """Dtype of weights and activations; for `auto` that of a GPU, as a plan of a run on GPUs
+        counts before a rank has looked at its own.
+        """
+        if self.precision == "auto" and self.zero_stage > 0:
+            return "bfloat16"
         return self.precision if self.precision in ("bfloat16", "float16") else "float32"
 
     @property

@@ -39,7 +39,7 @@ from megarl.host_memory import keep_freed_memory
 from megarl.kernels.linear import use_bfloat16x2
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import barrier, broadcast_object, on_first
+from megarl.parallel.collectives import barrier, broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.trainer.attention import attention_line
@@ -47,7 +47,7 @@ from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
-from megarl.trainer.precision import slow_line
+from megarl.trainer.precision import refuse_different, slow_line
 from megarl.trainer.rounding import rounding_line
 from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest
@@ -361,13 +361,14 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """
     training = config.training
     torch.set_num_threads(trainer_threads(config))
-    use_bfloat16x2(training.precision == "bfloat16x2")
     signals.save_within(training.checkpoint.save_within_s)
     with ExitStack() as stack:
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         if device.type == "cpu":
             keep_freed_memory()
         stack.callback(mesh_module.finalise)
+        refuse_different(gather_objects(training.precision, mesh_module.all_ranks()))
+        use_bfloat16x2(training.precision == "bfloat16x2")
         num_rows = broadcast_object(inputs.num_rows, mesh_module.all_ranks())
         config = with_steps(config, num_rows)
         mesh = stack.enter_context(

@@ -3,7 +3,7 @@
 float16 has no numbers between 0 and 6e-8, and most gradients of a step are smaller than that. So
 the loss is multiplied by a power of two before the backward pass, and DeepSpeed divides the float32
 sums of the gradients by it. A scale that is too large makes gradients infinite: it is halved, and
-the step is computed again. After `WINDOW` steps without that it is doubled.
+the step is computed again. After about `WINDOW` steps without that it is doubled.
 
 DeepSpeed keeps the scale and saves it with the optimizer state.
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from megarl.config import AnyConfig
+from megarl.errors import UserError
 from megarl.kernels.linear import ONEDNN
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
@@ -44,12 +45,22 @@ def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
     return replace(config, training=replace(config.training, precision=chosen))
 
 
+def refuse_different(chosen: Sequence[str]) -> None:
+    """Raise `UserError` unless all ranks have the same precision. `chosen`: that of each rank."""
+    if len(set(chosen)) > 1:
+        ranks = ", ".join(f"{one} on rank {chosen.index(one)}" for one in sorted(set(chosen)))
+        raise UserError(
+            f"training.precision auto is {ranks}, because their processors or GPUs differ; set"
+            " training.precision to one of them"
+        )
+
+
 def slow_line(precision: str) -> str:
     """A line about a precision that gains nothing on this processor; "" where it does."""
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (
-            "training.precision bfloat16x2 gains nothing here: this processor has no AMX; set"
-            " training.precision to float32"
+            "training.precision bfloat16x2 is slower than float32 here: this processor has no AMX;"
+            " set training.precision to float32"
         )
     if precision == "bfloat16" and not torch.cpu._is_avx512_bf16_supported():
         return (

@@ -60,7 +60,7 @@ def optimizer_step(
             continue
         if scale:
             overflow = overflow and f"{overflow} at the smallest loss scale"
-            scale.value = begun_at  # it was not to blame
+            scale.value = begun_at  # smaller scales did not help
         guard.skip(problem or overflow)
         return None
     with _part("optimizer step", role, "optimizer"):

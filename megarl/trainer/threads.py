@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
 from megarl.config import AnyConfig, RunConfig, ServeRewardConfig
+from megarl.host_memory import control_groups
 from megarl.parallel import launcher
 
 GIVEN = os.environ.get("OMP_NUM_THREADS", "")
-"""What the user or torchrun has set, before `megarl.cluster.process_env` sets it for libraries."""
+"""OMP_NUM_THREADS as it was when this process began: the user's or torchrun's. Later
+`megarl.cluster.process_env` sets the variable for libraries."""
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of computing in a period that a container may use, or "max", and the period."""
+QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
+"""{version of control groups: files with the microseconds of computing that are allowed in a
+period, and with the period}"""
 
 
 def cores() -> int:
-    """Number of cores that this process may use, at least 1."""
+    """Number of cores that this process may use, at least 1: those it is bound to, within the limit
+    of its container.
+    """
     found = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        quota, period = map(int, QUOTA.read_text().split())
-        found = min(found, -(-quota // period))
+    for version, folder in control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            words = " ".join((folder / name).read_text() for name in QUOTAS[version])
+            quota, period = map(int, words.split())
+            if quota > 0:  # -1: no limit
+                found = min(found, -(-quota // period))
     return max(1, found)
 
 
@@ -43,11 +50,13 @@ def trainer_threads(config: AnyConfig) -> int:
     return config.training.num_threads or shared(_overlap(config) * launcher.ranks_per_host())
 
 
-def engine_threads(config: RunConfig) -> int:
-    """Threads of each rank of an engine. Engines are taken to be spread evenly over the hosts."""
+def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
+    """Threads of each rank of an engine. Engines are taken to be spread evenly over the hosts.
+    `trains`: whether a trainer computes beside them.
+    """
     hosts = launcher.num_ranks() // launcher.ranks_per_host()
     here = -(-config.rollout.num_engines * config.rollout.engine.tensor // hosts)
-    return config.rollout.engine.num_threads or shared(_overlap(config) * here)
+    return config.rollout.engine.num_threads or shared((_overlap(config) if trains else 1) * here)
 
 
 def process_threads(config: AnyConfig | ServeRewardConfig) -> int:

@@ -9,7 +9,8 @@ import torch
 
 from megarl.checks.gpu_checks import check_gpus
 from megarl.config import RunConfig, read
-from megarl.trainer.precision import automatic, check_precision, slow_line
+from megarl.errors import UserError
+from megarl.trainer.precision import automatic, check_precision, refuse_different, slow_line
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
 TRAINING = ("--training.precision", "bfloat16", "--training.zero_stage", "2")
@@ -75,3 +76,22 @@ def test_automatic_precision_of_a_processor(has_amx: bool, monkeypatch: pytest.M
 def test_bfloat16x2_is_for_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'bfloat16' on GPUs"):
         check(monkeypatch, "NVIDIA A100", 8, "--training.precision", "bfloat16x2")
+
+
+def test_a_plan_counts_what_automatic_precision_is_on_gpus() -> None:
+    for precision, stage, dtype in (
+        ("auto", 3, "bfloat16"),
+        ("auto", 0, "float32"),
+        ("bfloat16x2", 3, "float32"),
+        ("float16", 1, "float16"),
+    ):
+        words = ("--training.precision", precision, "--training.zero_stage", str(stage))
+        assert read(RunConfig, RECIPE, words).training.dtype == dtype
+
+
+def test_ranks_on_unlike_machines_do_not_choose_apart() -> None:
+    refuse_different(["bfloat16"] * 4)
+    with pytest.raises(
+        UserError, match=r"auto is bfloat16x2 on rank 2, float32 on rank 0, because"
+    ):
+        refuse_different(["float32", "float32", "bfloat16x2", "float32"])

@@ -65,7 +65,7 @@ def test_one_node() -> None:
         f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
         f" {HEAD} --temp-dir=/tmp/m/0",
         f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3 OMP_NUM_THREADS=8 {TORCHRUN}"
+        f" CUDA_VISIBLE_DEVICES=0,1,2,3 {TORCHRUN}"
         " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
     ]
 

@@ -70,7 +70,8 @@ def test_a_published_model_needs_more_of_a_gpu(
     real = str(LAUNCH / "recipes/smollm2_arithmetic.yaml")
     use_gpu(monkeypatch, free=10, total=80)
     assert quickstart_settings.main([real]) == 2
-    assert "needs 14 GiB of GPU memory" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "needs 14 GiB of GPU memory" in said and "launch/quickstart.sh --model smollm2" in said
     use_gpu(monkeypatch, free=20, total=24)
     assert quickstart_settings.main([real]) == 0
 

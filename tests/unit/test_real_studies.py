@@ -26,19 +26,19 @@ def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
     words = ["f", "--kinds", "sft,grpo", "--engines", "same,float32", "--seeds", "3"]
     found = study.cases(study.arguments(words))
     assert [one.name for one in found] == [
-        "sft-float32-seed3",
-        "sft-bfloat16-seed3",
-        "sft-float16-seed3",
-        "sft-bfloat16x2-seed3",
-        "grpo-float32-float32-seed3",
-        "grpo-bfloat16-bfloat16-seed3",
-        "grpo-bfloat16-float32-seed3",
-        "grpo-float16-float16-seed3",
-        "grpo-float16-float32-seed3",
-        "grpo-bfloat16x2-float32-seed3",
+        "sft-float32-seed3-9steps",
+        "sft-bfloat16-seed3-9steps",
+        "sft-float16-seed3-9steps",
+        "sft-bfloat16x2-seed3-9steps",
+        "grpo-float32-float32-seed3-9steps",
+        "grpo-bfloat16-bfloat16-seed3-9steps",
+        "grpo-bfloat16-float32-seed3-9steps",
+        "grpo-float16-float16-seed3-9steps",
+        "grpo-float16-float32-seed3-9steps",
+        "grpo-bfloat16x2-float32-seed3-9steps",
     ]
     for case in found:
-        options = study.settings_of(case, tmp_path, tmp_path, 9)
+        options = study.settings_of(case, tmp_path, tmp_path)
         changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         kind, recipe = (SftConfig, tmp_path / "sft.yaml")
         if case.kind == "grpo":
@@ -51,7 +51,7 @@ def test_falls_are_compared_with_float32_of_the_same_seed(
 ) -> None:
     falls = {("float32", 1): 2.0, ("float32", 2): 4.0, ("bfloat16", 1): 1.0, ("bfloat16", 2): 1.0}
     found = [
-        study.Result(study.Case("sft", precision, "", seed), fall, 0.0, 0.5, 1.0)
+        study.Result(study.Case("sft", precision, "", seed, 9), fall, 0.0, 0.5, 1.0)
         for (precision, seed), fall in falls.items()
     ]
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
@@ -74,8 +74,8 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
         ]
         return {"steps": rows, "others": 0.01}
 
-    found = bench.table({bench.SYNCHRONOUS: [steps(1.0)], bench.TRL: [steps(2.0)]})
-    ours, theirs = found[bench.SYNCHRONOUS], found[bench.TRL]
+    found = bench.table({bench.SYNCHRONOUS: [steps(1.0)], "TRL": [steps(2.0)]})
+    ours, theirs = found[bench.SYNCHRONOUS], found["TRL"]
     assert ours["samples_per_s"]["median"] == 2 * theirs["samples_per_s"]["median"] == 64
     assert ours["tokens_per_s"]["median"] == 100
     assert ours["accuracy"] == theirs["accuracy"] == ours["accuracy_at_time"]

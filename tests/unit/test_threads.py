@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from megarl.config import RunConfig, SftConfig, read
+from megarl import host_memory
+from megarl.cluster import process_env
+from megarl.config import RunConfig, ServeRewardConfig, SftConfig, read
 from megarl.trainer import threads
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch" / "recipes"
@@ -21,7 +24,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """16 cores, no limit, no OMP_NUM_THREADS."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(threads, "GIVEN", "")
-    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(host_memory, "OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
 
 
 def chosen(*overrides: str) -> tuple[int, int]:
@@ -56,6 +60,39 @@ def test_what_is_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ("quota", "wanted"),
     [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("", 16)],
 )
-def test_a_container_may_use_fewer_cores(quota: str, wanted: int) -> None:
-    threads.QUOTA.write_text(quota)
+def test_a_container_may_use_fewer_cores(quota: str, wanted: int, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
     assert chosen() == (wanted, wanted)
+
+
+def test_a_job_may_use_fewer_cores_than_its_machine(tmp_path: Path) -> None:
+    """The tightest limit counts, of this process's group and of all above."""
+    (tmp_path / "cgroup").write_text("0::/slurm/job/step\n")
+    (tmp_path / "slurm" / "job" / "step").mkdir(parents=True)
+    (tmp_path / "slurm" / "job" / "step" / "cpu.max").write_text("max 100000")
+    (tmp_path / "slurm" / "job" / "cpu.max").write_text("300000 100000")
+    assert chosen() == (3, 3)
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [("-1", 16), ("500000", 5)])
+def test_the_first_version_of_control_groups(quota: str, wanted: int, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/\n")
+    (tmp_path / "cpu" / "job").mkdir(parents=True)
+    (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota)
+    (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000")
+    assert chosen() == (wanted, wanted)
+
+
+def test_engines_alone_have_all_cores() -> None:
+    """As in `megarl eval`, whatever the recipe says of training."""
+    config = read(RunConfig, LAUNCH / "grpo.yaml", (*OPEN, "--rollout.max_staleness", "1"))
+    assert threads.engine_threads(config, trains=False) == 16
+
+
+def test_a_number_of_the_recipe_is_the_one_that_libraries_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "OMP_NUM_THREADS": "1"})
+    served = read(ServeRewardConfig, LAUNCH / "serve_reward.yaml", ("--num_threads", "8"))
+    process_env.prepare_environment(threads.process_threads(served))
+    assert os.environ["OMP_NUM_THREADS"] == "8"

@@ -7,7 +7,8 @@ A step is 8 prompts x 8 samples of at most 48 tokens at temperature 1, and one A
 with clipped gradients; a response is right if its last number is the answer.
 
     TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
-                          run on CPU; two threads
+                          run on CPU; a process of two threads
+    TRL, 2 processes      the same, of one thread each
     megarl                launch/recipes/smollm2_arithmetic.yaml, rollout.max_staleness 0: on-policy
                           as TRL is; two threads for engine and trainer, in turns
     megarl, staleness 1   the recipe as it is: engine and trainer at the same time, a thread each
@@ -18,7 +19,12 @@ weights, and its engine has bfloat16 weights. The systems take turns, a run of e
     s a step   median over the steps but the first, and with staleness 1 the last
     samples/s  over the same steps
     accuracy   of the rollouts, mean of the last quarter of the steps
-    at a time  the same of the steps that were over after the time of the quickest system's run
+    same time  the same of the steps that were over after the time of the quickest system's run
+
+Both take the mean of a step's tokens and AdamW with the same settings. Advantages divide by the
+deviation of a group: TRL's of a sample, megarl's of a population, which makes megarl's 7 % larger.
+A run is refused where a step lacks samples, and the table where mean lengths of the first step,
+before any learning, differ by more than a fifth.
 
 `others` is the share of the CPU that processes outside of the run took meanwhile: above a few
 percent the times are worth little. TRL lives in an environment of its own, as in e2e.py.
@@ -36,14 +42,17 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, cell, command_line, numbers, run_tool, spread, warn_if_not_quiet
-from e2e_processes import child_environment, run
+from e2e_processes import child_environment, launcher, run
 from e2e_real_trl import GROUPS, LEARNING_RATE, LIMIT, SAMPLES, right
 from e2e_trl import make_trl_environment
 
 RECIPE = ROOT / "launch" / "recipes" / "smollm2_arithmetic.yaml"
 REWARD = Path(__file__).with_name("e2e_real_trl.py")
-SYNCHRONOUS, OVERLAPPED, TRL = "megarl", "megarl, staleness 1", "TRL"
-SYSTEMS = (SYNCHRONOUS, OVERLAPPED, TRL)
+SYNCHRONOUS, OVERLAPPED = "megarl", "megarl, staleness 1"
+TRL = {"TRL": 1, "TRL, 2 processes": 2}
+"""{name: processes} of TRL's settings."""
+SYSTEMS = (SYNCHRONOUS, OVERLAPPED, *TRL)
+LENGTHS_AGREE = 0.2
 THREADS = 2
 COLUMNS = {
     "step_s": ".2f",
@@ -100,13 +109,14 @@ def run_megarl(work: Path, args: argparse.Namespace, seed: int, staleness: int) 
             "step_s": row["time/step_s"],
             "accuracy": row["accuracy"],
             "tokens": row["tokens/generated"],
+            "samples": (row["groups/drawn"] - row["groups/rejected"]) * SAMPLES,
         }
         for row in rows
     ]
     return {"steps": steps, "others": others}
 
 
-def run_trl(work: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+def run_trl(work: Path, args: argparse.Namespace, seed: int, processes: int) -> dict[str, Any]:
     """One run of TRL, in its environment, as `run_megarl`."""
     given = {
         "model": str(args.model),
@@ -114,13 +124,15 @@ def run_trl(work: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "folder": str(work / "trl"),
         "steps": args.steps,
         "seed": seed,
-        "threads": THREADS,
+        "processes": processes,
+        "threads": THREADS // processes,
         "precision": args.precision,
     }
-    path = work / f"trl-{seed}.json"
+    path = work / f"trl-{processes}-{seed}.json"
     path.write_text(json.dumps(given))
-    command = [args.python, str(REWARD), str(path)]
-    others, _ = run(command, child_environment(work, THREADS), work / "log", args.deadline)
+    command = [*launcher(args.python, processes), str(REWARD), str(path)]
+    environment = child_environment(work, THREADS // processes)
+    others, _ = run(command, environment, work / "log", args.deadline)
     return json.loads(path.with_suffix(".result").read_text()) | {"others": others}
 
 
@@ -147,7 +159,7 @@ def within(steps: list[dict[str, float]], limit_s: float) -> list[dict[str, floa
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All systems with all seeds."""
-    args.python = make_trl_environment(args.trl_env) if TRL in args.systems else ""
+    args.python = make_trl_environment(args.trl_env) if set(TRL) & set(args.systems) else ""
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
         work = Path(name)
         tools = ROOT / "tools"
@@ -160,10 +172,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
         for seed in args.seeds:
             for system in args.systems:
-                if system == TRL:
-                    found = run_trl(work, args, seed)
+                if system in TRL:
+                    found = run_trl(work, args, seed, TRL[system])
                 else:
                     found = run_megarl(work, args, seed, int(system == OVERLAPPED))
+                if [row["samples"] for row in found["steps"]] != [GROUPS * SAMPLES] * args.steps:
+                    raise RuntimeError(f"{system} did not train {args.steps} whole steps: {found}")
                 runs[system].append(found)
                 kept = steady(found["steps"], system)
                 print(
@@ -173,6 +187,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     file=sys.stderr,
                     flush=True,
                 )
+    firsts = [
+        statistics.fmean(one["steps"][0]["tokens"] for one in found) for found in runs.values()
+    ]
+    if max(firsts) > (1 + LENGTHS_AGREE) * min(firsts):
+        raise RuntimeError(f"lengths of the first step differ too much to compare: {firsts}")
     return {"systems": table(runs)}
 
 
@@ -207,7 +226,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"{'system':20} {'s a step':>22} {'samples/s':>22} {'tokens/s':>22} {'accuracy':>22}"
-        f" {'at a time':>22} {'others':>6}"
+        f" {'same time':>22} {'others':>6}"
     )
     for system, row in result["systems"].items():
         cells = "".join(f" {cell(row[name], form):>22}" for name, form in COLUMNS.items())
@@ -245,7 +264,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if args.steps < 4:
         parser.error(f"--steps is {args.steps}; set it to 4 or more")
     args.model, args.trl_env = args.model.absolute(), args.trl_env.absolute()
-    args.systems = [one for one in SYSTEMS if not args.only or (one == TRL) == (args.only == "trl")]
+    args.systems = [one for one in SYSTEMS if not args.only or (one in TRL) == (args.only == "trl")]
     return args
 
 

@@ -8,6 +8,7 @@ SETTINGS.json
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -39,8 +40,8 @@ def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
         "output_dir": settings["folder"],
         "max_steps": settings["steps"],
         "per_device_train_batch_size": ROWS,
-        "gradient_accumulation_steps": GROUPS * SAMPLES // ROWS,
-        "steps_per_generation": GROUPS * SAMPLES // ROWS,
+        "gradient_accumulation_steps": GROUPS * SAMPLES // ROWS // settings["processes"],
+        "steps_per_generation": GROUPS * SAMPLES // ROWS // settings["processes"],
         "num_generations": SAMPLES,
         "max_completion_length": LIMIT,
         "temperature": 1.0,
@@ -74,7 +75,12 @@ def worker(path: Path) -> None:
     import trl
     from datasets import Dataset
 
-    steps = list[dict[str, float]]()
+    steps, rewarded = list[dict[str, float]](), list[int]()
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        """`right`, which counts what it has judged on this rank."""
+        rewarded.append(len(completions))
+        return right(completions, answer)
 
     class Clock(transformers.TrainerCallback):
         """Times the steps."""
@@ -83,7 +89,9 @@ def worker(path: Path) -> None:
             self.started_at = time.monotonic()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            steps.append({"step_s": time.monotonic() - self.started_at})
+            samples = sum(rewarded) * settings["processes"]
+            steps.append({"step_s": time.monotonic() - self.started_at, "samples": samples})
+            rewarded.clear()
 
         def on_log(
             self,
@@ -102,7 +110,7 @@ def worker(path: Path) -> None:
         model=transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=torch.float32
         ),
-        reward_funcs=right,
+        reward_funcs=reward,
         args=trl.GRPOConfig(**trl_arguments(settings)),
         train_dataset=Dataset.from_list(
             [
@@ -114,7 +122,8 @@ def worker(path: Path) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    path.with_suffix(".result").write_text(json.dumps({"steps": steps}))
+    if os.environ.get("RANK", "0") == "0":
+        path.with_suffix(".result").write_text(json.dumps({"steps": steps}))
 
 
 if __name__ == "__main__":
