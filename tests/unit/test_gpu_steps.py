@@ -130,6 +130,8 @@ def test_a_signal_ends_the_step_too(tmp_path: Path, number: signal.Signals) -> N
     code = f"import os, time; open({str(told)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
     command = ("{python}", "-c", code)
     program = (
+        # A shell's background job, such as this suite may be, inherits an ignored SIGINT.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import sys; sys.path.insert(0, 'tools'); import run_gpu; from gpu_steps import Step;"
         f"run_gpu.STEPS = [Step('a', '', {command!r}, 1.0, 60.0, rehearsal={command!r})];"
         f"sys.exit(run_gpu.main(['--rehearse', '--out', {str(tmp_path / 'out')!r}]))"
