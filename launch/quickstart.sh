@@ -48,7 +48,7 @@ if [ -n "$model" ]; then
   python tools/make_arithmetic.py "$folder/data"
 
   say "2/2  GRPO: only the answer is rewarded; 256 held-out problems before and after"
-  python -m megarl train "$recipe" --folder "$folder" --seed "$seed" --steps 20 $settings \
+  python -m megarl train "$recipe" --folder "$folder" --seed "$seed" --steps 15 $settings \
     --model.path "$path" --prompts.source "$folder/data/train.jsonl" --evaluation.prompts.source "$folder/data/held_out.jsonl" >"$folder/summary.json"
 else
   say "1/3  problems and demonstrations"
