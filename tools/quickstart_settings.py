@@ -20,6 +20,7 @@ from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
+from megarl.trainer.precision import has_bfloat16
 
 GIB = 2**30
 NEEDED_GIB = {"quickstart": (6.0, 3.0), "smollm2_arithmetic": (14.0, 9.0)}
@@ -60,11 +61,10 @@ def gpu_settings(recipe: str) -> list[str]:
     )
     # The share of all memory that vLLM may use, its own kernels included.
     share = min(0.3, (free - beside) / total)
-    has_bfloat16 = torch.cuda.get_device_capability(0) >= (8, 0)
     chosen = {
         "rollout.placement": "colocated",
         "rollout.max_staleness": "0",
-        "rollout.engine.dtype": "bfloat16" if has_bfloat16 else "float16",
+        "rollout.engine.dtype": "bfloat16" if has_bfloat16() else "float16",
         "rollout.engine.gpu_memory_utilization": f"{share:.3f}",
         # Starts a minute sooner, and short answers come fast enough without.
         "rollout.engine.compile": "false",

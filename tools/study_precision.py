@@ -28,11 +28,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from study_staleness import RECIPES, ROOT, mean_and_deviation, megarl
+from studies import RECIPES, ROOT, mean_and_deviation, megarl, results, run_missing
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
 IN_16_BIT = ("bfloat16", "float16")
@@ -149,14 +149,6 @@ def share_changed(before: Path, after: Path) -> float:
     return differ / sum(part.numel() for part in new.values())
 
 
-def results(folder: Path) -> list[Result]:
-    """The results that are in the folder of a study."""
-    path = folder / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = map(json.loads, lines)
-    return [Result(**{**record, "case": Case(**record["case"])}) for record in records]
-
-
 def table(found: Sequence[Result]) -> Iterator[str]:
     """Lines of the table: mean and standard deviation over seeds."""
     base = {
@@ -238,19 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not args.show:
         make_data(folder, args.model)
-    done = {one.case for one in results(folder)}
-    for case in [] if args.show else cases(args):
-        if case in done:
-            continue
-        print(f"{case.name} ...", file=sys.stderr, flush=True)
-        try:
-            found = run(case, folder, args.model)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"study_precision: {error}", file=sys.stderr)
-            return 1
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(found)) + "\n")
-    print("\n".join(table(results(folder))))
+    wanted = [] if args.show else cases(args)
+    done = [one.case for one in results(folder, Case, Result)]
+    try:
+        run_missing(folder, wanted, done, lambda case: run(case, folder, args.model))
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"study_precision: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(table(results(folder, Case, Result))))
     return 0
 
 

@@ -23,21 +23,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "launch" / "recipes"
+from studies import RECIPES, ROOT, mean_and_deviation, megarl, results, run_missing
+
 CORRECTIONS = ("none", "tis", "icepop", "decoupled", "sequence_mask", "geometric_mask")
 SKIPPED = 3
 """Steps at the start of a run that are not timed."""
-DEADLINE_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -104,20 +102,6 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def megarl(*words: str) -> None:
-    """Run a command of megarl. Raises `RuntimeError` with its last words where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(f"megarl {' '.join(words)} failed: {done.stderr[-1500:]}")
-
-
 def model_of(folder: Path, seed: int) -> Path:
     """The fine-tuned model of a seed, which is made if it is not there."""
     if not (folder / "data" / "train.jsonl").exists():
@@ -177,16 +161,6 @@ def run(case: Case, folder: Path, steps: int) -> Result:
     )
 
 
-def results(folder: Path) -> list[Result]:
-    """The results that are in the folder of a study."""
-    path = folder / "results.jsonl"
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        record = json.loads(line)
-        found.append(Result(**{**record, "case": Case(**record["case"])}))
-    return found
-
-
 def table(found: Sequence[Result]) -> Iterator[str]:
     """Lines of the table: mean and standard deviation over seeds."""
     fastest = {
@@ -218,15 +192,6 @@ def table(found: Sequence[Result]) -> Iterator[str]:
             f"{dispatch:9} {bound:5} {correction:15} {len(same):4}  "
             + " ".join(f"{mean_and_deviation(one):13}" for one in columns)
         )
-
-
-def mean_and_deviation(values: Sequence[float]) -> str:
-    """ "mean +- standard deviation", of one value without the latter, and of none "-"."""
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} +- {statistics.stdev(values):.3f}"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -261,19 +226,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    done = {one.case for one in results(folder)}
-    for case in [] if args.show else cases(args):
-        if case in done:
-            continue
-        print(f"{case.name} ...", file=sys.stderr, flush=True)
-        try:
-            found = run(case, folder, args.steps)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"study_staleness: {error}", file=sys.stderr)
-            return 1
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(found)) + "\n")
-    print("\n".join(table(results(folder))))
+    wanted = [] if args.show else cases(args)
+    done = [one.case for one in results(folder, Case, Result)]
+    try:
+        run_missing(folder, wanted, done, lambda case: run(case, folder, args.steps))
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"study_staleness: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(table(results(folder, Case, Result))))
     return 0
 
 

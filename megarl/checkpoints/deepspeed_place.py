@@ -15,11 +15,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
 from megarl.parallel.reshard.owned import training_owned
+from megarl.trainer.config import DtypeName
 from megarl.weight_sync.parameters import ParameterSpec, training_shards
 
 SUB_GROUP = 10**9
@@ -39,7 +40,7 @@ class Place:
 
     layout: Layout
     zero_stage: int
-    precision: Literal["float32", "bfloat16", "float16"]
+    precision: DtypeName
     table: Mapping[str, ParameterSpec]
 
     @property

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
@@ -15,7 +15,7 @@ from megarl.checkpoints.adapter_files import written_for
 from megarl.checkpoints.manifest import damage, has_other_digests
 from megarl.console import say
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import TrainingConfig
+from megarl.trainer.config import DtypeName, TrainingConfig
 from megarl.types import Cursor
 
 FORMAT = 2
@@ -143,7 +143,7 @@ class Written:
 
     layout: Layout
     zero_stage: int
-    precision: Literal["float32", "bfloat16", "float16"]
+    precision: DtypeName
 
 
 WRITTEN = re.compile(

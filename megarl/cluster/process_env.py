@@ -42,8 +42,8 @@ many engine ranks a node may have. A Ray without it has no such limit."""
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Set the environment variables that libraries read at import. Call it before torch is
-    imported.
+    """Set the environment variables that libraries read when they are imported, among them
+    OMP_NUM_THREADS to `num_threads`. Call it before torch is imported.
     """
     _use_built_operators()
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -117,8 +117,8 @@ def use_cluster_token(token: str) -> None:
 
 @contextlib.contextmanager
 def without_variable(name: str) -> Iterator[None]:
-    """Until the end of the block, the environment variable `name` is not set, so that processes
-    that are started meanwhile do not get it. An empty name changes nothing.
+    """A context manager that removes the environment variable `name` and sets it again at the end:
+    processes started in its block do not inherit the variable. It does nothing if `name` is "".
     """
     value = os.environ.pop(name, None) if name else None
     try:

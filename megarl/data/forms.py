@@ -187,15 +187,21 @@ def _is_reply(value: Any) -> bool:
 
 
 def _parsed(row: Row, place: str) -> Row:
+    """The row {prompt, completion} with chats that are stored as JSON text parsed."""
     return {name: parsed_chat(_value(row, name, place)) for name in ("prompt", "completion")}
 
 
 def _prompt_reply(row: Row, place: str) -> Row:
+    """The row {prompt, completion} as {response}: the text of the completion's first turn."""
     return {"response": _value(row, "completion", place)[0]["content"]}
 
 
 def _prompt_completion(row: Row, place: str) -> Row:
-    """Prompt and completion as one conversation, of which each reply is trained on."""
+    """The row {prompt, completion} as a row {messages}: the turns of the prompt, then those of the
+    completion. A prompt in plain text is one turn of the user. Training counts every turn of the
+    assistant, so `ValueError` is raised if the prompt has such a turn, and if the completion is
+    plain text. `place`: the row, for errors.
+    """
     asked, reply = _value(row, "prompt", place), _value(row, "completion", place)
     asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     require(

@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def model_of(named: str) -> str:
-    """The model to load: of a run folder, that of its newest checkpoint."""
+    """Path or hub name of the model to load. For a run folder: the model in its newest checkpoint;
+    anything else is returned as it is. Raises `UserError` if a run has no checkpoint yet.
+    """
     from megarl.checkpoints.progress import newest_first
 
     folder = Path(named).expanduser()
@@ -71,7 +73,9 @@ def model_of(named: str) -> str:
 
 
 def questions(prompt: str | None) -> Iterator[str]:
-    """`prompt` alone, or the lines of standard input, asked for in a terminal."""
+    """Iterate over the questions to the model: only `prompt` if it is given, otherwise each line of
+    standard input that is not blank, until its end. In a terminal "> " is printed before each line.
+    """
     if prompt is not None:
         yield prompt
         return
@@ -86,11 +90,20 @@ def questions(prompt: str | None) -> Iterator[str]:
 
 
 class Chat:
-    """A conversation with a model."""
+    """A conversation with a model: each answer sees all earlier questions and answers."""
 
     def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
-        """Load the model `path`. `max_tokens`: of a reply. Raises `ValueError` if the model or its
-        tokenizer cannot be read, or if a model without a chat template is given a system message.
+        """Load a model into a vLLM engine and begin a conversation with it.
+
+        Args:
+            path: folder or hub name of the model.
+            max_tokens: largest number of tokens in one answer.
+            temperature: sampling temperature; 0 takes the likeliest token.
+            system: system message at the start of the conversation; "" for none.
+
+        Raises:
+            ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
+                whose tokenizer has no chat template.
         """
         from megarl.chat_template import ChatTemplate, end_of_turn
         from megarl.checks.model_checks import check_model, stop_tokens

@@ -20,6 +20,7 @@ from megarl.schema import (
 
 SharePrefix = Literal["auto", "on", "off"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "bfloat16x2"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 @config
@@ -344,7 +345,7 @@ class TrainingConfig:
     much for the time that a rank waits for another role to load, score or train a step."""
 
     @property
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+    def dtype(self) -> DtypeName:
         """Dtype of weights and activations; for `auto` that of a GPU, as a plan of a run on GPUs
         counts before a rank has looked at its own.
         """

@@ -133,7 +133,9 @@ class Distillation:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """The metrics of a step, reduced over all ranks."""
+        """{name: value} of a step for metrics.jsonl, such as loss and divergence: the values in
+        `metrics`, added up over all ranks. `num_mini_batches`: optimizer steps taken.
+        """
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
         found = {"loss": value["loss"] / max(1, num_mini_batches)}

@@ -260,7 +260,10 @@ class PolicyGradient:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """The metrics of a step, reduced over all ranks."""
+        """{name: value} of a step for metrics.jsonl, such as loss, entropy and KL: the values in
+        `metrics`, added up over all ranks. `num_mini_batches`: optimizer steps taken. Also adapts
+        the coefficient of an adaptive KL penalty.
+        """
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
         found = {

@@ -24,7 +24,9 @@ def has_bfloat16() -> bool:
 
 
 def automatic(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
-    """The precision that `auto` stands for with `zero_stage` on `device`, and why."""
+    """(value that `training.precision: auto` stands for, reason in words). `zero_stage`: that of
+    the recipe. `device`: this rank's.
+    """
     if device.type == "cpu":
         if ONEDNN is not None and torch.cpu._is_amx_tile_supported():
             return "bfloat16x2", "this processor has AMX"
@@ -56,7 +58,9 @@ def refuse_different(chosen: Sequence[str]) -> None:
 
 
 def slow_line(precision: str) -> str:
-    """A line about a precision that gains nothing on this processor; "" where it does."""
+    """A warning, in one line, if training in `precision` is no faster than float32 on this
+    processor, as it has no instructions for that precision; otherwise "".
+    """
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (
             "training.precision bfloat16x2 is slower than float32 here: this processor has no AMX;"
@@ -76,7 +80,9 @@ def slow_line(precision: str) -> str:
 
 
 def check_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError` if `device` cannot train in `training.precision`."""
+    """Raise `ValueError` if `training.precision` cannot be used on `device`: bfloat16 on a GPU
+    older than Ampere, or bfloat16x2 on a GPU or on a processor without AVX-512.
+    """
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
     require(
         not name or training.precision != "bfloat16" or has_bfloat16(),

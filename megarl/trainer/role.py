@@ -111,20 +111,22 @@ class Role:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: whole shape} of all weights."""
+        """{Hugging Face name: shape} of all weights, as they are before any sharding."""
         return self.engine.module.shapes()
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: tensor-parallel shard}, without adapters; weights without an entry are
-        replicated.
+        """{parameter name: which part of the parameter this tensor-parallel rank holds}, without
+        LoRA adapters. A parameter without an entry is held whole by every rank.
         """
         shards = self.engine.module.shards
         return {name: shard for name, shard in shards.items() if not is_adapter(name)}
 
     @property
     def windows(self) -> list[int | None]:
-        """[layers] the sliding window of each layer in tokens, or None."""
+        """For each layer of the model, in order: the width of its sliding-window attention in
+        tokens, or None if it attends to all earlier tokens.
+        """
         return self.engine.module.windows
 
     @property

@@ -78,8 +78,8 @@ def _accumulate(
     loss: Callable[[MicroBatch], torch.Tensor],
     guard: StepGuard,
 ) -> str:
-    """Accumulate the gradients of all micro-batches. Returns what `guard` says of the loss and what
-    else it watches.
+    """Run forward and backward pass of all micro-batches, which adds up their gradients. Returns ""
+    or, if a loss or another value that `guard` watches is not finite, a description of it.
     """
     problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
@@ -115,9 +115,11 @@ def _part(what: str, role: Role, kind: Kind) -> Span:
 
 
 class StepMetrics:
-    """Sums and maxima of metrics over the micro-batches of a step, then over the ranks.
+    """Sums and maxima of a step's metrics: `add` and `maximum` collect those of this rank's
+    micro-batches, `reduce` combines those of all ranks.
 
-    All names are declared at the start, so that a rank without tokens reduces the same names.
+    The names are given when it is created, because all ranks must reduce the same names, also a
+    rank that has no tokens.
     """
 
     def __init__(
@@ -138,15 +140,19 @@ class StepMetrics:
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
 
     def mark(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The present sums and maxima, for `rewind`."""
+        """A copy of the present sums and maxima, to which `rewind` can return."""
         return dict(self._sums), dict(self._maxima)
 
     def rewind(self, mark: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Forget what was added since `mark`, such as the values of a step that was not taken."""
+        """Set sums and maxima back to what `mark()` returned, for example after an optimizer step
+        that was not taken.
+        """
         self._sums, self._maxima = dict(mark[0]), dict(mark[1])
 
     def reduce(self, axis: Axis) -> dict[str, float]:
-        """All sums and maxima, reduced over the ranks of `axis`; the same on each rank."""
+        """{name: value} of all sums, added up over the ranks of `axis`, and all maxima, the largest
+        of these ranks. The ranks call it together; each gets the same values.
+        """
         found = {}
         for values, over_ranks in ((self._sums, all_reduce), (self._maxima, all_reduce_max)):
             if values:

@@ -46,13 +46,13 @@ def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
         assert read(kind, recipe, changes).training.precision == case.precision
 
 
-def test_falls_are_compared_with_float32_of_the_same_seed(
+def test_precisions_are_compared_with_float32_of_the_same_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    falls = {("float32", 1): 2.0, ("float32", 2): 4.0, ("bfloat16", 1): 1.0, ("bfloat16", 2): 1.0}
+    learnt = {("float32", 1): 2.0, ("float32", 2): 4.0, ("bfloat16", 1): 1.0, ("bfloat16", 2): 1.0}
     found = [
-        study.Result(study.Case("sft", precision, "", seed, 9), fall, 0.0, 0.5, 1.0)
-        for (precision, seed), fall in falls.items()
+        study.Result(study.Case("sft", precision, "", seed, 9), loss, 0.0, 0.5, 1.0)
+        for (precision, seed), loss in learnt.items()
     ]
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
     (tmp_path / "results.jsonl").write_text(lines)

@@ -53,6 +53,7 @@ TRL = {"TRL": 1, "TRL, 2 processes": 2}
 """{name: processes} of TRL's settings."""
 SYSTEMS = (SYNCHRONOUS, OVERLAPPED, *TRL)
 LENGTHS_AGREE = 0.2
+"""By how much the systems' mean lengths of the first step may differ, relative to the smallest."""
 THREADS = 2
 COLUMNS = {
     "step_s": ".2f",
