@@ -32,7 +32,6 @@ if [ -n "$python" ]; then
   found=$(command -v "$python") || refuse "there is no Python $python"
   python=$found
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || refuse "$python is not Python 3.11 or newer"
-  export MEGARL_PYTHON=$python # for launch/quickstart.sh
 else
   bash launch/env.sh
   python=$root/.venv/bin/python

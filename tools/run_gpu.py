@@ -142,7 +142,7 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     if step.reads == "tests":
         command.append(f"--junit-xml={folder / 'junit.xml'}")
     mark = f"{os.getpid()}-{folder.name}"
-    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1"}
+    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "MEGARL_PYTHON": sys.executable}
     # A Python without megarl finds it here, also from tools/bench.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings["PYTHONPATH"] = os.pathsep.join(paths)
@@ -174,16 +174,6 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     return result
 
 
-def lacks(step: Step, rehearsal: bool) -> str:
-    """Why a step cannot run with this Python; an empty text where it can."""
-    if absent := missing(step):
-        return f"not installed here: {', '.join(absent)}"
-    own = Path(sys.prefix) == ROOT / ".venv"
-    if not own and (step.rehearsal if rehearsal else step.command)[:1] == ("bash",):
-        return "runs in .venv alone"
-    return ""
-
-
 def go(
     steps: Sequence[Step],
     folder: Path,
@@ -203,8 +193,8 @@ def go(
     for step in steps:
         if rehearsal and not step.rehearsal:
             told(step, "not rehearsed", step.no_rehearsal)
-        elif why := lacks(step, rehearsal):
-            told(step, "skipped", why)
+        elif absent := missing(step):
+            told(step, "skipped", f"not installed here: {', '.join(absent)}")
         else:
             pending.append(step)
     while (step := fits(pending, ends_at - time.monotonic())) is not None:

@@ -113,15 +113,12 @@ def test_a_step_without_its_packages_is_skipped_and_says_which(tmp_path: Path) -
     assert told["here"][0] == "ok"
 
 
-def test_what_runs_in_the_own_environment_alone_is_skipped_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script = step("script", rehearsal=("bash", "launch/quickstart.sh"))
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert run_gpu.lacks(script, rehearsal=True) == ""
-    monkeypatch.setattr(sys, "prefix", "/usr")
-    assert run_gpu.lacks(script, rehearsal=True) == "runs in .venv alone"
-    assert run_gpu.lacks(step("other"), rehearsal=True) == ""
+def test_a_shell_step_runs_with_the_python_of_the_steps(tmp_path: Path) -> None:
+    """`launch/quickstart.sh` takes MEGARL_PYTHON instead of preparing an environment."""
+    code = 'echo "{\\"python\\": \\"$MEGARL_PYTHON\\"}"'
+    script = step("script", rehearsal=("bash", "-c", code), reads="json")
+    (found,) = run_gpu.go([script], tmp_path, minutes=1, rehearsal=True).results
+    assert found.found == {"python": sys.executable}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -97,7 +97,7 @@ def _environment(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "TOKENIZERS_PARALLELISM": "false",
         TASK: str(folder / "task"),
         ANSWER: str(folder / f"answer-{rank}"),
