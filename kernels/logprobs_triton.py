@@ -17,6 +17,10 @@ BLOCK = 4096
 """Logits that a program processes at once: 32 a thread with 4 warps, without register spilling."""
 NUM_WARPS = 4
 _LOWEST_LOG_P = tl.constexpr(-1e4)
+_LAUNCH = dict(BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False)
+"""Options of both launches. Without fusion the largest logit minus the maximum is exactly 0. A fused
+multiply-add would subtract the rounded maximum from the unrounded product: seen on an H200 as an
+error of 6.5e-4 of the sum for a logit of 3e4."""
 
 
 @triton.jit
@@ -107,7 +111,7 @@ def statistics(
     if num_rows:
         _statistics[(num_rows,)](
             logits, targets.contiguous(), found, logits.stride(0), first, vocabulary, num_rows, 1.0 / temperature,
-            BLOCK=BLOCK, num_warps=NUM_WARPS,
+            **_LAUNCH,
         )  # fmt: skip
     m, s, t, z_y = found
     return m, s, t, z_y
@@ -142,6 +146,5 @@ def gradient_(
             first,
             vocabulary,
             1.0 / temperature,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            **_LAUNCH,
         )

@@ -166,7 +166,8 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
             start = bucket.starts[name]
             wanted = expected[name][start : start + len(flat)]
             if torch.cuda.is_available():  # looked at when the transport has used the memory again
-                arrived.append((name, flat.to("cuda", non_blocking=True), wanted))
+                copied = flat.to("cuda", non_blocking=True, copy=True)
+                arrived.append((name, copied, wanted))
             elif not torch.equal(flat, wanted):
                 wrong.append(name)
             if start + len(flat) == len(expected[name]):
