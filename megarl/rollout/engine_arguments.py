@@ -47,6 +47,9 @@ def engine_arguments(
         # Half a prompt in one step would need a seeded generator to go back, which CPU generators
         # cannot.
         found["enable_chunked_prefill"] = False
+        # vLLM's default of 128 leaves shorter prompts out of the prefix cache: each sample of a
+        # group would compute its prompt again. 32 is the smallest that the CPU attention takes.
+        found["block_size"] = 32
     if config.tensor > 1 or on_cpu:
         # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
         found["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"

@@ -294,12 +294,12 @@ def test_bench_attention() -> None:
 
 
 def test_bench_group_engine() -> None:
-    """Of prompts of two blocks, the cache gives one to a group's later requests on an engine."""
+    """Of prompts of eight blocks, the cache gives seven to a group's later requests on an engine."""
     # About 5,000 tokens: a model that may end its responses ends some of them.
     small = ["--cases", "256:4x80", "--groups", "4", "--rounds", "1", "--steps", "1"]
     ways = run("group_engine", *small)["cases"]["256:4x80"]
-    assert ways["group"]["prompts"]["max"] == (256 + 3 * 128) / 256
-    assert ways["load"]["prompts"]["max"] == 2 * (256 + 128) / 256
+    assert ways["group"]["prompts"]["max"] == (256 + 3 * 32) / 256
+    assert ways["load"]["prompts"]["max"] == 2 * (256 + 32) / 256
 
 
 def test_bench_code_verdicts() -> None:

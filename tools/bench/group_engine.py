@@ -18,7 +18,7 @@ engine (`megarl.rollout.requests.EnginePool`); three ways, in turns:
                is computed once, the size of a group if it is computed for every response
     idle       mean share of a step for which an engine waits for the last answer of the others
 
-vLLM's cache holds whole blocks, of 128 tokens on the CPU.
+vLLM's cache holds whole blocks, of 32 tokens on the CPU.
 """
 
 from __future__ import annotations

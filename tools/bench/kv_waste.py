@@ -1,6 +1,6 @@
 """The share of an engine's key-value memory that is allocated but holds no token.
 
-    python tools/bench/kv_waste.py [--lengths 256,1024,4096,16384] [--block-sizes 0,32] [--json]
+    python tools/bench/kv_waste.py [--lengths 256,1024,4096,16384] [--block-sizes 128,32] [--json]
 
 A real engine of megarl generates `--requests` responses of each length, `--sequences` at a time, in
 groups of four of one prompt, with prefix caching. The model is tiny and has no end-of-sequence
@@ -24,7 +24,7 @@ request. Samples are not weighted: the first steps, where sequences are short, c
     contiguous  each sequence has memory for its prompt and the longest response from the start
     oracle      each sequence has memory for exactly its final length from the start
 
-Block size 0 is what megarl's engine has by default, which is vLLM's choice: 128 on the CPU.
+On the CPU megarl's engines have blocks of 32 tokens; vLLM's default is 128.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ OPTIONS = {
         "default": [256, 1024, 4096, 16384],
         "help": "mean response lengths, tokens",
     },
-    "--block-sizes": {"default": "0,32", "help": "tokens of a block; 0: the engine's own"},
+    "--block-sizes": {"default": "128,32", "help": "tokens of a block"},
     "--requests": {"type": int, "default": 16, "help": "responses of each length"},
     "--sequences": {"type": int, "default": 8, "help": "responses at a time"},
     "--seed": {"type": int, "default": 0, "help": "of the order of lengths, and of the tokens"},
@@ -83,8 +83,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     try:
         args.block_sizes = [int(word) for word in args.block_sizes.split(",")]
     except ValueError:
-        parser.error(f"--block-sizes is {args.block_sizes}; set it to numbers such as 0,32")
-    if any(size < 0 or size % 32 for size in args.block_sizes):
+        parser.error(f"--block-sizes is {args.block_sizes}; set it to numbers such as 128,32")
+    if any(size < 32 or size % 32 for size in args.block_sizes):
         parser.error("--block-sizes has one that is no multiple of 32, which vLLM needs on the CPU")
     return args
 
@@ -124,8 +124,7 @@ async def start(folder: Path, args: argparse.Namespace, block_size: int) -> Any:
         "scheduler_cls": "kv_scheduler.RecordingScheduler",
         "additional_config": {"kv_samples": str(folder / "samples")},
     }
-    if block_size:
-        engine._arguments["block_size"] = block_size
+    engine._arguments["block_size"] = block_size
     (folder / "samples").touch()
     await engine.start()
     return engine
