@@ -101,9 +101,10 @@ def settings_of(case: Case, folder: Path, model: Path) -> dict[str, object]:
     return options | {
         "prompts.source": folder / "data" / "train.jsonl",
         "evaluation.prompts.source": "",
-        "rollout.max_staleness": 0,
+        "rollout.groups_per_step": 8,
         "rollout.engine.dtype": case.engine,
         "training.optimizer.learning_rate": 1e-6,
+        "training.schedule.kind": "constant",
     }
 
 

@@ -9,9 +9,10 @@ with clipped gradients; a response is right if its last number is the answer.
     TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
                           run on CPU; a process of two threads
     TRL, 2 processes      the same, of one thread each
-    megarl                launch/recipes/smollm2_arithmetic.yaml, rollout.max_staleness 0: on-policy
-                          as TRL is; two threads for engine and trainer, in turns
-    megarl, staleness 1   the recipe as it is: engine and trainer at the same time, a thread each
+    megarl                launch/recipes/smollm2_arithmetic.yaml, which is on-policy, as TRL is;
+                          two threads for engine and trainer, in turns
+    megarl, staleness 1   rollout.max_staleness 1: engine and trainer at the same time, a thread
+                          each
 
 `--precision bfloat16`: TRL trains under autocast, megarl with bfloat16 weights and float32 master
 weights, and its engine has bfloat16 weights. The systems take turns, a run of each per seed.
@@ -83,6 +84,7 @@ def settings_of(
         "rollout.group_size": SAMPLES,
         "rollout.max_new_tokens": LIMIT,
         "rollout.max_staleness": staleness,
+        "rollout.dynamic_sampling.enabled": "false",
         "rollout.engine.num_threads": threads,
         "rollout.engine.dtype": args.precision,
         "algorithm.correction.kind": "tis" if staleness else "none",
@@ -91,6 +93,7 @@ def settings_of(
         "training.zero_stage": 0 if args.precision == "float32" else 1,
         "training.optimizer.learning_rate": LEARNING_RATE,
         "training.optimizer.clip_norm": 1.0,
+        "training.schedule.kind": "constant",
         "training.checkpoint.every_minutes": 0,
         "evaluation.prompts.source": "",
     }
