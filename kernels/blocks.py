@@ -28,15 +28,9 @@ def _triton() -> Block:
 
 
 def _flash() -> Block:
-    from megarl.kernels.block_cuda import FlashBlock
+    from megarl.kernels.block_flash import FlashBlock
 
     return FlashBlock()
-
-
-def _cudnn() -> Block:
-    from megarl.kernels.block_cuda import CudnnBlock
-
-    return CudnnBlock()
 
 
 BLOCKS: dict[str, Callable[[], Block]] = {
@@ -44,14 +38,9 @@ BLOCKS: dict[str, Callable[[], Block]] = {
     "cpu": _cpu,
     "triton": _triton,
     "flash": _flash,
-    "cudnn": _cudnn,
 }
 """{name: function that makes the block}; imported when asked for, since some need a GPU's
 packages."""
-
-
-WITHOUT_SOFT_CAP = ("flash", "cudnn")
-"""Names of the blocks that raise `ValueError` where scores have a soft cap."""
 
 
 def default_block(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Block attention through a ready-made attention kernel, one call for each `megarl.kernels.pieces`.
 
-An `Operator` wraps the kernel: torch's flash attention for CPU (`block_cpu.py`), FlashAttention-2
-and cuDNN (`block_cuda.py`).
+An `Operator` wraps the kernel: torch's flash attention for CPU (`block_cpu.py`), or its
+FlashAttention-2 (`block_flash.py`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ ZERO_TESTS = (
     "tests/distributed/test_gradient_sums.py",
 )
 KERNEL_TESTS = (
-    "tests/unit/test_block_cuda.py",
+    "tests/unit/test_block_flash.py",
     "tests/unit/test_digests.py",
     "tests/unit/test_divergence.py",
     "tests/unit/test_logprobs.py",
@@ -249,7 +249,7 @@ STEPS = (
     ),
     Step(
         "all other kernel tests",
-        "flash and cuDNN blocks, divergences, digests, random states, log-prob backends",
+        "flash block, divergences, digests, random states, log-prob backends",
         (*PYTEST, *KERNEL_TESTS, "-m", "gpu"),
         expected_s=90,
         limit_s=300,

@@ -7,8 +7,7 @@ import importlib.util
 import torch
 import transformers
 
-from megarl.kernels.block_cuda import WIDEST
-from megarl.kernels.blocks import WITHOUT_SOFT_CAP
+from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
@@ -163,17 +162,17 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
         hf.get_text_config(),
     )
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    widest, cap = WIDEST.get(block), getattr(text, "attn_logit_softcapping", None)
+    flash, cap = block == "flash", getattr(text, "attn_logit_softcapping", None)
     missing = {
-        "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
+        "a GPU": on_gpu or block not in ("triton", "flash"),
         "ranks without GPUs": not on_gpu or block != "cpu",
         "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,
-        "training.precision 'bfloat16' or 'float16'": widest is None or training.dtype != "float32",
-        f"heads of 8, 16, ... {widest} (here {width})": (
-            widest is None or (width % 8 == 0 and width <= widest)
+        "training.precision 'bfloat16' or 'float16'": not flash or training.dtype != "float32",
+        f"heads of 8, 16, ... {WIDEST} (here {width})": (
+            not flash or (width % 8 == 0 and width <= WIDEST)
         ),
         f"scores without a soft cap (attn_logit_softcapping of {hf.model_type} is {cap})": (
-            not cap or block not in WITHOUT_SOFT_CAP
+            not flash or not cap
         ),
     }
     lacking = [name for name, there in missing.items() if not there]

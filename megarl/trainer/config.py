@@ -103,10 +103,10 @@ class SequenceConfig:
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which tokens each rank holds. auto chooses, for each packed sequence, the way with the most
     even work."""
-    block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
+    block: Literal["auto", "cpu", "triton", "flash", "reference"] = "auto"
     """Kernel of attention between the tokens of two ranks, and on one rank too of attention with
     shared prefixes, within a sliding window, with a soft cap or with sinks. auto is triton on GPUs
-    and cpu elsewhere; flash and cudnn are torch's kernels."""
+    and cpu elsewhere; flash is torch's FlashAttention-2."""
 
 
 @config

@@ -330,7 +330,7 @@ CASES = {
         environment=RANKS,
     ),
     "attention block unknown": Case(
-        ["training.sequence.block", "'cudnn'"], {"training.sequence.block": "abacus"}
+        ["training.sequence.block", "'flash'"], {"training.sequence.block": "abacus"}
     ),
     "AutoTP has too few key heads": Case(
         ["num_key_value_heads is 1", "AutoTP", "training.tensor_backend to plan"],

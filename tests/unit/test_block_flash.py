@@ -1,5 +1,5 @@
-"""The flash and cuDNN blocks: with stand-ins for the kernels against float64, against torch's shape
-rules, and on a GPU.
+"""The flash block: with stand-ins for the kernels against float64, against torch's shape rules, and
+on a GPU.
 
 A stand-in does what torch's sources say the kernel does, and insists on what the kernel needs and
 does not check.
@@ -8,7 +8,7 @@ does not check.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,43 +27,39 @@ from support.sequence_cases import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.kernels import block_cuda, pieces
+from megarl.kernels import block_flash, pieces
 from megarl.kernels.block import Positions
-from megarl.kernels.block_cuda import CudnnOperator, FlashOperator
+from megarl.kernels.block_flash import FlashOperator
 from megarl.kernels.blocks import BLOCKS
 from megarl.parallel.sequence import CUTS, cut
 
-NAMES = ["flash", "cudnn"]
 META = torch.device("meta")
 HALVES = [torch.float16, torch.bfloat16]
 TENSORS = tuple[torch.Tensor, ...]
 
 
-def scores(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, corner: str, scale: float
-) -> torch.Tensor:
-    """[B, H, n, m] in at least float32; the causal mask is aligned at `corner`."""
+def scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """[B, H, n, m] in at least float32; the causal mask is aligned at the bottom right."""
     kind = torch.promote_types(q.dtype, torch.float32)
     found = q.to(kind) @ k.to(kind).transpose(-1, -2) * scale
     n, m = found.shape[-2:]
-    diagonal = m - n if corner == "bottom right" else 0
-    hidden = torch.ones(n, m, dtype=torch.bool).triu(1 + diagonal)
+    hidden = torch.ones(n, m, dtype=torch.bool).triu(1 + m - n)
     return found.masked_fill(hidden, -torch.inf) if causal else found
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, corner: str, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> TENSORS:
-    found = scores(q, k, causal, corner, scale)
+    found = scores(q, k, causal, scale)
     lse = found.logsumexp(-1)
     return ((found - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
-def backward(given: TENSORS, lse: torch.Tensor, causal: bool, corner: str, scale: float) -> TENSORS:
+def backward(given: TENSORS, lse: torch.Tensor, causal: bool, scale: float) -> TENSORS:
     dtype = given[0].dtype
     assert all(x.dtype == dtype for x in given), "the kernel takes one type"
     grad_out, q, k, v, out = (x.to(lse.dtype) for x in given)
-    p = (scores(q, k, causal, corner, scale) - lse[..., None]).exp()
+    p = (scores(q, k, causal, scale) - lse[..., None]).exp()
     grad_scores = (
         p * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
     )
@@ -85,9 +81,8 @@ def flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *
     )
     q, k, v = by_rows(q, k, v)
     group = q.shape[1] // k.shape[1]
-    out, lse = forward(
-        q, *(x.repeat_interleave(group, 1) for x in (k, v)), causal, "bottom right", scale
-    )
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    out, lse = forward(q, k, v, causal, scale)
     return out.transpose(1, 2), lse, *[torch.empty(0)] * 3
 
 
@@ -117,87 +112,35 @@ def flash_backward(
     grad_out, q, k, v, out = by_rows(grad_out, q, k, v, out)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     repeated = [x.repeat_interleave(heads[1], 1) for x in (k, v)]
-    grads = backward((grad_out, q, *repeated, out), lse, causal, "bottom right", scale)
+    grads = backward((grad_out, q, *repeated, out), lse, causal, scale)
     return tuple(
         x.transpose(1, 2)
         for x in (grads[0], *(grad.unflatten(1, heads).sum(2) for grad in grads[1:]))
     )
 
 
-def cudnn_kernels(stats_dims: int) -> tuple[Callable[..., TENSORS], Callable[..., TENSORS]]:
-    """The two kernels in a torch whose log-sum-exp has so many dimensions."""
-
-    def check(q: torch.Tensor, *others: torch.Tensor) -> None:
-        assert all(x.shape[:2] == q.shape[:2] for x in others), "heads are not shared"
-        assert all(x.stride(-1) == 1 and x.transpose(1, 2).is_contiguous() for x in (q, *others))
-
-    def cudnn_forward(q, k, v, bias, compute_lse, dropout, causal, debug, *, scale) -> TENSORS:
-        assert (bias, compute_lse, dropout, debug) == (None, True, 0.0, False)
-        check(q, k, v)
-        out, lse = forward(q, k, v, causal, "top left", scale)
-        return out, lse if stats_dims == 3 else lse[..., None], *[torch.empty(0)] * 7
-
-    def cudnn_backward(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        stats,
-        seed,
-        offset,
-        bias,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        causal,
-        *,
-        scale,
-    ) -> TENSORS:
-        assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0) and (max_q, max_k) == (
-            q.shape[2],
-            k.shape[2],
-        )
-        check(q, k, v, grad_out, out)
-        assert (
-            stats.dim() == stats_dims
-            and stats.is_contiguous()
-            and seed.numel() == offset.numel() == 1
-        )
-        return backward(
-            (grad_out, q, k, v, out), stats.reshape(q.shape[:3]), causal, "top left", scale
-        )
-
-    return cudnn_forward, cudnn_backward
-
-
-@pytest.fixture(params=["flash", "cudnn", "cudnn without a last dimension"])
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A block's name; the kernels it calls are stand-ins that take any type."""
-    aten, kernels = torch.ops.aten, cudnn_kernels(3 if "without" in request.param else 4)
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that the block calls are stand-ins that take any type."""
+    aten = torch.ops.aten
     monkeypatch.setattr(aten._flash_attention_forward, "default", flash_forward)
     monkeypatch.setattr(aten._flash_attention_backward, "default", flash_backward)
-    monkeypatch.setattr(aten._scaled_dot_product_cudnn_attention, "default", kernels[0])
-    monkeypatch.setattr(aten._scaled_dot_product_cudnn_attention_backward, "default", kernels[1])
-    monkeypatch.setattr(block_cuda, "_check", lambda *_: None)
-    return request.param.split()[0]
+    monkeypatch.setattr(block_flash, "_check", lambda *_: None)
 
 
 @pytest.mark.parametrize("small", [0, pieces.SMALL_SCORES])
 def test_any_rows_equal_dense_attention(
-    name: str, monkeypatch: pytest.MonkeyPatch, small: int
+    replaced: None, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     monkeypatch.setattr(pieces, "SMALL_SCORES", small)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())
     def check(case: Case) -> None:
-        case = replace(case, cap=None)  # which these kernels refuse
+        case = replace(case, cap=None)  # which the block refuses
         tensors = case.tensors()
         assert_close(
-            split_attention(case, name, "ring", tensors)[0],
+            split_attention(case, "flash", "ring", tensors)[0],
             dense(case, tensors),
             TOLERANCE[torch.float64],
         )
@@ -207,13 +150,13 @@ def test_any_rows_equal_dense_attention(
 
 @pytest.mark.parametrize("dtype", [torch.float64, *HALVES])
 @pytest.mark.parametrize("how", [*CUTS, "permuted"])
-def test_longer_documents_and_every_cut(name: str, how: str, dtype: torch.dtype) -> None:
+def test_longer_documents_and_every_cut(replaced: None, how: str, dtype: torch.dtype) -> None:
     """Rectangles, triangles, tiles and batches; in 16 bits each piece is rounded, and the sums are
     not.
     """
     case = Case((1, 300, 7, 450, 1), 4, 2, how, (4, 2), 8, 0.35, 3)
     tensors = case.tensors(dtype)
-    found, _ = split_attention(case, name, "ring", tensors)
+    found, _ = split_attention(case, "flash", "ring", tensors)
     assert all(x.dtype == dtype for x in found)
     tolerance = TOLERANCE[dtype] if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
     assert_close(found, dense(case, [x.double() for x in tensors]), tolerance)
@@ -221,18 +164,17 @@ def test_longer_documents_and_every_cut(name: str, how: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_cases_of_the_gpu_here(name: str, layout: str, dtype: torch.dtype) -> None:
+def test_the_cases_of_the_gpu_here(replaced: None, layout: str, dtype: torch.dtype) -> None:
     for rank in (0, 1):
-        compare(LAYOUTS[layout], rank, (4, 2), 16, dtype, BLOCKS[name](), CPU)
+        compare(LAYOUTS[layout], rank, (4, 2), 16, dtype, BLOCKS["flash"](), CPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("block", NAMES)
-def test_blocks_on_a_gpu(block: str, heads: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
-    made, device = BLOCKS[block](), torch.device("cuda")
+def test_the_block_on_a_gpu(heads: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+    made, device = BLOCKS["flash"](), torch.device("cuda")
     for width in (64, 128):
         for layout in LAYOUTS.values():
             compare(layout, rank, heads, width, dtype, made, device)
@@ -266,12 +208,11 @@ def views(dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("operator", [FlashOperator, CudnnOperator])
-def test_torch_accepts_the_calls(operator: type, dtype: torch.dtype) -> None:
+def test_torch_accepts_the_calls(dtype: torch.dtype) -> None:
     """Torch's own names, order and shape rules of the kernels' arguments and results."""
     with elsewhere(), torch.no_grad():
         for grad_out, q, k, v, out in views(dtype):
-            made, causal = operator(), q.shape[2] == k.shape[2]
+            made, causal = FlashOperator(), q.shape[2] == k.shape[2]
             found, lse = made.forward(q, k, v, causal, None, 0.3)
             assert (found.shape, found.dtype, found.device) == (q.shape, dtype, META)
             assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
@@ -281,11 +222,10 @@ def test_torch_accepts_the_calls(operator: type, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("how", ["zigzag", "permuted"])
-@pytest.mark.parametrize("block", NAMES)
-def test_everything_a_block_makes_is_on_its_device(block: str, how: str) -> None:
+def test_everything_the_block_makes_is_on_its_device(how: str) -> None:
     case = Case((1, 300, 7, 450, 20, 22, 25, 60), 2, 1, how, (4, 2), 8, 0.35, 3)
     owned = [Positions.of(index, case.starts) for index in case.indices()]
-    made: Any = BLOCKS[block]()
+    made: Any = BLOCKS["flash"]()
     for queries, keys in itertools.product(owned, owned):
         work = made.prepare(queries, keys, META)
         if work is None:
@@ -302,7 +242,7 @@ def test_everything_a_block_makes_is_on_its_device(block: str, how: str) -> None
 
 
 def test_causal_pieces_are_square() -> None:
-    """So it does not matter at which corner a kernel aligns its mask."""
+    """So it does not matter at which corner the kernel aligns its mask."""
     starts = torch.tensor([0, 700, 707, 1500])
     for how in CUTS:
         owned = [Positions.of(index, starts) for index in cut(starts, 4, how)]
@@ -321,27 +261,15 @@ def test_causal_pieces_are_square() -> None:
             assert sizes[0] == sizes[1] and piece.mask is None
 
 
-@pytest.mark.parametrize("block", NAMES)
-def test_what_they_cannot_do_is_refused(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_cannot_do_is_refused() -> None:
     positions = Positions.of(torch.arange(8), torch.tensor([0, 8]))
-    made = BLOCKS[block]()
+    made = BLOCKS["flash"]()
     work = made.prepare(positions, positions, torch.device("cpu"))
     for dtype, width, message in [
-        (
-            torch.float32,
-            64,
-            (
-                f"the {block} block takes float16 or bfloat16, got torch.float32; the block named"
-                " triton"
-            ),
-        ),
+        (torch.float32, 64, "takes float16 or bfloat16, got torch.float32; the block named triton"),
         (torch.bfloat16, 20, "multiples of 8"),
         (torch.bfloat16, 264, "got 264"),
     ]:
         x = torch.zeros(8, 2, width, dtype=dtype)
         with pytest.raises(ValueError, match=message):
             made.forward(x, x, x, work, 1.0, x.float(), torch.zeros(2, 8))
-    if block == "cudnn":
-        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-        with pytest.raises(ValueError, match="unset it"):
-            BLOCKS[block]()
