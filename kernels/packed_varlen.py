@@ -9,8 +9,9 @@
   FlashAttention-2 (`flash-attn`) is called directly. Where both are installed and the GPU fits, it
   is FlashAttention-4.
 
-NOT YET RUN ON A GPU: the calls are checked against the signatures, and the arithmetic with a
-replacement on the CPU.
+torch's kernel passed its tests on one H200 in bfloat16 (torch 2.11, head widths 64, 80 and 128).
+NOT YET RUN ON A GPU: flash-attn, float16, and a torch with `enable_gqa`. Their calls are checked
+against the signatures, and the arithmetic with a replacement on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What to run on eight GPUs, and on two nodes of eight, as data: commands in their order, what each
 shows, what to look at, and what a healthy result is. Pure: starts nothing.
 
-`python tools/run_gpu.py --cluster` prints the list. Nothing of it has run on GPUs: what is called
-healthy follows from what each command checks, and from arithmetic.
+`python tools/run_gpu.py --cluster` prints the list. Only its first command has run on a GPU, in
+part: what is called healthy follows from what each command checks, and from arithmetic.
 """
 
 from __future__ import annotations
