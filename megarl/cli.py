@@ -10,22 +10,21 @@ ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
 
 from __future__ import annotations
 
-import importlib
 import locale
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megarl import console, signals
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
 from megarl.files import refuse_unfit
+from megarl.lookup import load
 from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
 from megarl.recipe_paths import typed
@@ -226,12 +225,6 @@ def _take_ranks(words: list[str]) -> int | None:
                 raise UserError(f"--ranks is {value[:40]!r}; write a number, as in --ranks 8")
             return int(value[:9])
     return None
-
-
-def load(place: str) -> Callable[..., Any]:
-    """The function that "module:function" names."""
-    module, _, function = place.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def fail(message: str) -> NoReturn:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.checks.preflight import check_run, ranks_to_check, warn
-from megarl.checks.programs import check_rows
 from megarl.checks.roles import check_positions
 from megarl.config import RunConfig
 from megarl.data.source import load_prompts
+from megarl.lookup import of_app
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.context import RunInputs
@@ -84,6 +84,7 @@ def check_model(config: RunConfig, path: str) -> EvalCase:
         )
         warn(rows.warning)
         check_positions(own, inputs.hf, (), rows.longest)
-        check_rows(config.environment, rows, f"evaluation.sources {source}")
+        if config.environment.programs:
+            of_app("check_rows")(config.environment, rows, f"evaluation.sources {source}")
         sets[source] = list(rows)
     return EvalCase(own, inputs, sets)

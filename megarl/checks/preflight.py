@@ -30,7 +30,6 @@ from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
-from megarl.checks.programs import check_rows
 from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.run_files import check_run_files
 from megarl.checks.verifier_start import check_verifier
@@ -38,6 +37,7 @@ from megarl.checks.verifier_trial import try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.data.source import PromptList, load_prompts
+from megarl.lookup import of_app
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -203,7 +203,8 @@ def read_prompts(
     for setting, one in (("prompts", prompts), ("evaluation.prompts", held_out)):
         if one is not None:
             warn(one.warning)
-            check_rows(config.environment, one, setting)
+            if config.environment.programs:
+                of_app("check_rows")(config.environment, one, setting)
     return prompts, held_out, tools
 
 

@@ -6,19 +6,19 @@ import asyncio
 from typing import Any
 
 from megarl import console
-from megarl.checks.programs import say_protection
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import own_files, setting_of
+from megarl.lookup import of_app
 from megarl.parallel import launcher
 
 
 def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
     """Raise `ValueError` unless the environment's verifier, session or tools can be loaded in a
-    worker process. Returns the tools, as `megarl.environments.tools.tool.Schema`.
+    worker process. Returns the tools, as `megarl.apps.tools.tool.Schema`.
     """
-
-    say_protection(config)
+    if config.programs:
+        of_app("say_protection")(config)
 
     async def load_once() -> list[dict[str, Any]]:
         environment = Environment(config)

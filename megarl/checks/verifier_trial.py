@@ -16,10 +16,10 @@ from megarl.chat_template import Variables
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.mathematics import final_expression
 from megarl.environments.scoring import Environment
 from megarl.environments.thinking import without_opening
 from megarl.environments.verifiers import setting_of
+from megarl.lookup import of_app
 from megarl.schema import require
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
@@ -119,7 +119,7 @@ async def _call(
     """
     if not environment.has_start:
         marked = prompt.answer
-        if is_math and final_expression(marked) is None:
+        if is_math and of_app("final_expression")(marked) is None:
             marked = f"\\boxed{{{marked}}}"
         written = without_opening(prompt, environment.thinking)
         found = await environment.score(written, marked, 0, False)

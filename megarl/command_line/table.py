@@ -119,8 +119,8 @@ COMMANDS = {
     "sft": Command(
         summary="supervised fine-tuning",
         config="SftConfig",
-        check="megarl.checks.supervised:check_sft",
-        run="megarl.loops.sft:main",
+        check="megarl.apps.tune.supervised_checks:check_sft",
+        run="megarl.apps.tune.sft:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="sft.yaml --folder runs/second",
@@ -128,8 +128,8 @@ COMMANDS = {
     "preference": Command(
         summary="learn from pairs of responses: DPO and its relatives",
         config="PreferenceConfig",
-        check="megarl.checks.supervised:check_preference",
-        run="megarl.loops.preference:main",
+        check="megarl.apps.tune.supervised_checks:check_preference",
+        run="megarl.apps.tune.preference:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="dpo.yaml --check",
@@ -138,8 +138,8 @@ COMMANDS = {
     "reward-model": Command(
         summary="train a reward model on pairs of responses",
         config="RewardModelConfig",
-        check="megarl.checks.supervised:check_reward_model",
-        run="megarl.loops.reward_model:main",
+        check="megarl.apps.tune.supervised_checks:check_reward_model",
+        run="megarl.apps.tune.reward_model:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="reward_model.yaml --check",
@@ -155,16 +155,16 @@ COMMANDS = {
     "sample": Command(
         summary="best of n responses, or pairs of them, as a data set",
         config="RunConfig",
-        check="megarl.checks.sampling:check_sample",
-        run="megarl.loops.sample:main",
+        check="megarl.apps.tune.sampling_checks:check_sample",
+        run="megarl.apps.tune.sample:main",
         example="recipe.yaml --sample.keep pairs",
         docs="docs/preferences.md",
     ),
     "rollout": Command(
         summary="print a few rollouts of a recipe, turn by turn",
         config="RunConfig",
-        check="megarl.checks.sampling:check_rollout",
-        run="megarl.loops.show_rollouts:main",
+        check="megarl.apps.runs.rollout_checks:check_rollout",
+        run="megarl.apps.runs.show_rollouts:main",
         flags=(("--num", "--sample.shown"),),
         options={"--num N": "how many rollouts"},
         example="recipe.yaml --num 4",
@@ -173,10 +173,10 @@ COMMANDS = {
     "replay": Command(
         summary="train again on the batches that a run has recorded, and compare",
         config="RunConfig",
-        arguments="megarl.checks.replay:arguments",
+        arguments="megarl.apps.runs.replay_checks:arguments",
         first="RUN",
-        check="megarl.checks.replay:check_replay",
-        run="megarl.loops.replay:main",
+        check="megarl.apps.runs.replay_checks:check_replay",
+        run="megarl.apps.runs.replay:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="runs/mine --replay.steps 20",
@@ -184,15 +184,15 @@ COMMANDS = {
     "serve-reward": Command(
         summary="verifiers, a reward model or a judge as an HTTP server",
         config="ServeRewardConfig",
-        check="megarl.checks.reward_server:check_serve_reward",
-        run="megarl.loops.serve_reward:main",
+        check="megarl.apps.serve.reward_server_checks:check_serve_reward",
+        run="megarl.apps.serve.serve_reward:main",
         end_within_s=70.0,  # more than server.drain_s may be
         example="launch/recipes/serve_reward.yaml",
         docs="docs/rewards.md",
     ),
     "launch": Command(
         summary="train, distill or sft with Ray and engines, here or on Slurm's nodes",
-        run="megarl.cluster.launch:main",
+        run="megarl.apps.launch.launch:main",
         end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
         options=LAUNCH_OPTIONS,
         about=(
@@ -206,14 +206,14 @@ COMMANDS = {
     ),
     "report": Command(
         summary="write a run folder's report.html again",
-        run="megarl.observe.report:main",
+        run="megarl.apps.runs.report:main",
         first="RUN",
         options={"--out FILE": "where to write (default: RUN/report.html)"},
         example="runs/mine",
     ),
     "ledger": Command(
         summary="what became of every group of a run, audited",
-        run="megarl.ledger.command:main",
+        run="megarl.apps.runs.ledger_command:main",
         first="RUN",
         options={"--json": "one JSON object in place of the table"},
         about="The exit code is 1 if the ledger contradicts itself.",
@@ -221,7 +221,7 @@ COMMANDS = {
     ),
     "chat": Command(
         summary="talk to a trained model, or to any other",
-        run="megarl.loops.chat:main",
+        run="megarl.apps.runs.chat:main",
         first="RUN|MODEL",
         options={
             "--prompt TEXT": "answer this alone (default: each line of standard input)",
@@ -237,7 +237,7 @@ COMMANDS = {
     ),
     "status": Command(
         summary="what each process of a run does, and on whom it waits",
-        run="megarl.checks.status:main",
+        run="megarl.apps.runs.status:main",
         first="RUN",
         options={
             "--json": "one JSON object in place of the table",
@@ -248,7 +248,7 @@ COMMANDS = {
     ),
     "timeline": Command(
         summary="what the processes of a run did, for Perfetto",
-        run="megarl.observe.timeline:main",
+        run="megarl.apps.runs.timeline:main",
         first="RUN",
         options={"--out FILE": "where to write (default: RUN/timeline.json)"},
         example="runs/mine --out trace.json",
@@ -274,7 +274,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         summary="what this machine has, and whether it is enough",
-        run="megarl.checks.doctor:main",
+        run="megarl.apps.doctor.doctor:main",
         first="",
         options={"--json": "one JSON object in place of the table"},
         about="Changes nothing. The exit code is 1 if anything is missing that a run needs.",

@@ -11,6 +11,20 @@ THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 """A number with a comma before each group of three digits."""
 
 
+class Counted(str):
+    """The text of a response that knows how many tokens the model generated for it."""
+
+    __slots__ = ("num_tokens",)
+    num_tokens: int
+
+    @classmethod
+    def of(cls, text: str, num_tokens: int) -> Counted:
+        """`text` with its number of tokens."""
+        made = cls(text)
+        made.num_tokens = num_tokens
+        return made
+
+
 def without_thousands(text: str) -> str:
     """`text` without surrounding whitespace and, if it is one number, without its commas."""
     text = text.strip()

@@ -15,7 +15,7 @@ from megarl.environments.addresses import (
     is_remote,
 )
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.tools.config import ToolsConfig
+from megarl.environments.tools_config import ToolsConfig
 from megarl.environments.verifier_config import (
     MARKED,
     WEIGHT,

@@ -94,7 +94,7 @@ class Environment:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The recipe's tools once the environment has started, as
-        `megarl.environments.tools.tool.Schema`; empty if there are none.
+        `megarl.apps.tools.tool.Schema`; empty if there are none.
         """
         return self._sessions.tools if self._sessions is not None else []
 

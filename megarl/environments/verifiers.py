@@ -3,7 +3,8 @@
     EnvironmentConfig --load_verifier--> (prompt, response) -> awaitable of the score
 
 A verifier of the house returns 1.0 for a right response and 0.0 for a wrong one. To add one, write
-a function that makes it from the configuration and name it in `VERIFIERS`. To use one of your own,
+a function that makes it from the configuration, in `megarl/apps/verifiers`, and name it in
+`VERIFIERS`. To use one of your own,
 write `environment.verifier: path/to/file.py:function`, or several with weights in
 `environment.rewards`; docs/rewards.md says what it receives and returns. It may be async, may raise
 and may hang: `megarl.environments.pool` bounds it.
@@ -20,15 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl import lookup
 from megarl.environments.addresses import is_remote
 from megarl.environments.answers import after_last, without_thousands
-from megarl.environments.code import code
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.json_schema import json_schema
-from megarl.environments.length import length_reward
-from megarl.environments.matching import choice, format, regex
-from megarl.environments.mathematics import math
-from megarl.environments.numeric import numeric
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
 from megarl.environments.thinking import TAGS, answer_part
@@ -66,25 +62,37 @@ def no_verifier(config: EnvironmentConfig) -> Verifier:
     return verify
 
 
-VERIFIERS: dict[str, Callable[[EnvironmentConfig], Verifier]] = {
-    "exact_match": exact_match,
-    "math": math,
-    "code": code,
-    "numeric": numeric,
-    "choice": choice,
-    "regex": regex,
-    "json_schema": json_schema,
-    "format": format,
-    "length": lambda config: length_reward(config, VERIFIERS, built_in),
-    "none": no_verifier,
+VERIFIERS = {
+    "exact_match": "megarl.environments.verifiers:exact_match",
+    "math": "megarl.apps.verifiers.mathematics:math",
+    "code": "megarl.apps.verifiers.code.code_verifier:code",
+    "numeric": "megarl.apps.verifiers.numeric:numeric",
+    "choice": "megarl.apps.verifiers.matching:choice",
+    "regex": "megarl.apps.verifiers.matching:regex",
+    "json_schema": "megarl.apps.verifiers.json_schema:json_schema",
+    "format": "megarl.apps.verifiers.matching:format",
+    "length": "megarl.apps.verifiers.length:length_reward",
+    "none": "megarl.environments.verifiers:no_verifier",
 }
+"""{verifier of the house: "module:function" of (configuration) -> `Verifier`}"""
+
+
+def import_built_in(config: EnvironmentConfig) -> None:
+    """Import the modules of the verifiers of the house that the recipe uses. Later, files of the
+    user's may lie first on the path.
+    """
+    names = {*named(config)}
+    for part in config.named_parts.values() or (config,):
+        names.add(part.length.verifier)
+    for name in names & VERIFIERS.keys():
+        lookup.load(VERIFIERS[name])
 
 
 def built_in(name: str, config: EnvironmentConfig) -> Verifier:
     """The verifier of the house `name`, which reads what follows the thinking of a response.
     `length` counts the thinking too, and so does `format` if its tags are among `format.tags`.
     """
-    verify = VERIFIERS[name](config)
+    verify: Verifier = lookup.load(VERIFIERS[name])(config)
     tags = {f"<{tag}>" for tag in config.format.tags}
     if name == "length" or (name == "format" and (config.thinking or TAGS)[0] in tags):
         return verify
@@ -283,7 +291,7 @@ def _load_one(
     def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
         if not is_alone:  # what a function does to the row is not for the others to see
             prompt = copy.deepcopy(prompt)
-        score: Any = found(prompt, str(response))  # a plain text, not `length.Counted`
+        score: Any = found(prompt, str(response))  # a plain text, not `answers.Counted`
         return score if inspect.isawaitable(score) else _ready(score)
 
     return verify

@@ -15,9 +15,9 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from megarl.environments.answers import Counted
 from megarl.environments.channel import WorkerChannel
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.length import Counted
 from megarl.environments.memory import MemoryLimit
 from megarl.environments.plain_calls import LimitExceeded, ending_forks, within
 from megarl.environments.scores import BadScore, read_score

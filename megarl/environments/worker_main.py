@@ -20,9 +20,9 @@ from megarl.environments.isolation import enter_own_domain
 from megarl.environments.memory import MemoryLimit
 from megarl.environments.plain_calls import ending_forks
 from megarl.environments.session_worker import SessionHost
-from megarl.environments.tools.session import ToolKit
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import (
+    import_built_in,
     load_functions,
     load_session,
     load_verifier,
@@ -30,6 +30,7 @@ from megarl.environments.verifiers import (
     own_files,
 )
 from megarl.environments.worker import Host, VerifierHost
+from megarl.lookup import of_app
 
 BUILT_IN_MEMORY_MIB = 512
 """Memory limit of a process that runs a built-in verifier, if the recipe sets none."""
@@ -55,6 +56,9 @@ def main(parent: int) -> None:
     if first is None:
         return
     number, (config, codec, sources) = first
+    if config.tools.are_used:
+        of_app("ToolKit")
+    import_built_in(config)
     if config.isolate and (config.has_sessions or own_files(config)):
         enter_own_domain(mounts=bool(config.programs))
     try:
@@ -83,7 +87,7 @@ def _load(
     about: dict[str, Any] = {"tools": [], "forms": {}, "beats": config.has_sessions}
     host: Host
     if config.tools.are_used:
-        kit = ToolKit(config, codec, sources)
+        kit = of_app("ToolKit")(config, codec, sources)
         loop.run_until_complete(kit.start())
         about["tools"] = kit.schemas
         host = SessionHost(kit.session, codec, MemoryLimit(config.memory_limit_mib), config)

@@ -61,7 +61,7 @@ class Worker:
     """
 
     tools: list[dict[str, Any]]
-    """The recipe's tools, as `megarl.environments.tools.tool.Schema`."""
+    """The recipe's tools, as `megarl.apps.tools.tool.Schema`."""
     forms: dict[str, str]
     """{name of a reward function: its form}, where that is not megarl's own."""
     beats = False

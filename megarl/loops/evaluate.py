@@ -23,10 +23,9 @@ from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.mathematics import final_expression
-from megarl.environments.notation import plain_number
 from megarl.environments.thinking import answer_part, with_tags
 from megarl.errors import UserError
+from megarl.lookup import of_app
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh
 from megarl.rollout.evaluation import summarise
@@ -200,8 +199,8 @@ def final_answer(response: str, environment: EnvironmentConfig, question: str = 
     """
     response = answer_part(response, environment.thinking, question)
     if environment.verifier == "math":
-        found = final_expression(response)
-        number = plain_number(found) if found is not None else None
+        found = of_app("final_expression")(response)
+        number = of_app("plain_number")(found) if found is not None else None
         return found if number is None else str(number)
     marker = environment.answer_after
     if marker and marker not in response:

@@ -24,7 +24,7 @@ from megarl.config import RunConfig, made_with
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
 from megarl.loops.schedule import due, reached, save_due
-from megarl.observe.report import write_report
+from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import summary
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.signals import graceful
@@ -66,7 +66,7 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
         is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
-        write_report(folder, title=folder.name)
+        LiveReport(folder).write()
         found = summary(folder) | {"seed": config.seed, "run_s": round(console.elapsed_s(), 1)}
         console.result(json.dumps(found))
     return 0

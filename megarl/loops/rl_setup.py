@@ -12,8 +12,8 @@ from megarl.config import DistillConfig, RunConfig, silence_s
 from megarl.console import phase
 from megarl.kernels.divergence import Divergence
 from megarl.loops.deadlines import STEPS_OF, step_deadline_s
+from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer
-from megarl.observe.report import LiveReport
 from megarl.parallel.collectives import broadcast_object, wait_for_first
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
 from megarl.parallel.orders import Orders

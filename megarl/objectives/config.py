@@ -254,7 +254,7 @@ USUAL_BETA = {"simpo": 2.0}
 
 @config
 class PreferenceLossConfig:
-    """The loss of `megarl preference`; the formulae are in megarl/objectives/pairwise.py."""
+    """The loss of `megarl preference`; the formulae are in megarl/apps/tune/pairwise.py."""
 
     method: PreferenceMethod = "dpo"
     """`dpo`; `cdpo` and `robust_dpo`, for labels of which a share is wrong; `ipo`; `simpo` and

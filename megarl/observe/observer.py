@@ -4,8 +4,8 @@ Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and tra
 evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`. Only one process of
 a run may have an `Observer`.
 
-Steps count from 1 in all of them: step n is the n-th step of training, and an evaluation at step n is
-of the weights after n steps; one at step 0 is before training.
+Steps count from 1 in all of them: step n is the n-th step of training, and an evaluation at step n
+is of the weights after n steps; one at step 0 is before training.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Observer:
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics with finite values to every viewer. NaN and infinite values are left out;
-        only the JSON files have them, as null.
+        """Send the metrics with finite values to every viewer. NaN and infinite values are left
+        out; only the JSON files have them, as null.
         """
         numbers = {name: value for name, value in finite(metrics).items() if value is not None}
         for sink in self._sinks:

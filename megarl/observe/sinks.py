@@ -156,8 +156,8 @@ class TensorBoardSink:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write each metric as a TensorBoard scalar of its name, at step `step`. A metric whose value
-        is None is left out.
+        """Write each metric as a TensorBoard scalar of its name, at step `step`. A metric whose
+        value is None is left out.
         """
         for name, value in metrics.items():
             if value is not None:

@@ -94,7 +94,7 @@ class RunInputs:
     owner: Lease | None = None
     """On rank 0: the lease of this run on its run folder; None where the folder is not checked."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """The tools that prompts show, as `megarl.environments.tools.tool.Schema`."""
+    """The tools that prompts show, as `megarl.apps.tools.tool.Schema`."""
 
     @property
     def num_rows(self) -> int:

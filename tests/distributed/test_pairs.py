@@ -19,7 +19,7 @@ def pairs(step: int) -> Any:
     """Seven ragged pairs, another batch for each step; one is longer than a packed row."""
     import numpy as np
 
-    from megarl.loops.pairs import batch_of
+    from megarl.apps.tune.pairs import batch_of
     from megarl.types import Preference
 
     random = np.random.default_rng(step)
@@ -53,10 +53,10 @@ def learn_everywhere(folder: str, places: Any) -> list[Any]:
 
 
 def learn(folder: str, place: Any, name: str, device: Any) -> Any:
-    from megarl.loops.pair_task import PairTask
-    from megarl.loops.pairs import merged
-    from megarl.loops.preference import PreferenceStep
-    from megarl.loops.reward_model import RewardModelStep
+    from megarl.apps.tune.pair_task import PairTask
+    from megarl.apps.tune.pairs import merged
+    from megarl.apps.tune.preference import PreferenceStep
+    from megarl.apps.tune.reward_model import RewardModelStep
     from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh

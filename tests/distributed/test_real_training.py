@@ -175,9 +175,9 @@ def groups(samples: Any, given: Any) -> Any:
 
 def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[float, float]:
     """Take one step; returns (loss, gradient norm)."""
-    from megarl.loops.pairs import batch_of
-    from megarl.loops.preference import PreferenceStep
-    from megarl.loops.sft import train
+    from megarl.apps.tune.pairs import batch_of
+    from megarl.apps.tune.preference import PreferenceStep
+    from megarl.apps.tune.sft import train
     from megarl.objectives.config import (
         AlgorithmConfig,
         GaeConfig,
@@ -398,7 +398,7 @@ def pull_back(weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:
 
 
 def sample_rows(samples: Any) -> Any:
-    from megarl.loops.sft import to_sample
+    from megarl.apps.tune.sft import to_sample
     from megarl.types import Demonstration, Samples
 
     rows = [to_sample(n, Demonstration(n, *sample)) for n, sample in enumerate(samples)]

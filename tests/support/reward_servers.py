@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import uvicorn
 
-from megarl.environments.reward_server import RewardServer
+from megarl.apps.serve.reward_server import RewardServer
 
 WITHIN_S = 20.0
 

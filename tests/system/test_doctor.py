@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.checks import communication, doctor, machine, software
-from megarl.checks.doctor import CHECKS
-from megarl.checks.findings import Answer, Finding, ask_python
+from megarl.apps.doctor import communication, doctor, machine, software
+from megarl.apps.doctor.doctor import CHECKS
+from megarl.apps.doctor.findings import Answer, Finding, ask_python
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megarl.checks.doctor", *arguments],
+        [sys.executable, "-m", "megarl.apps.doctor.doctor", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,

@@ -106,7 +106,7 @@ def start(place: Path) -> dict[str, Any]:
 
 def scored(folder: str, texts: list[list[int]]) -> list[float]:
     """On a rank: the scores of texts, given as token ids, by the reward model in `folder`."""
-    from megarl.loops.text_scores import TextScorer
+    from megarl.apps.tune.text_scores import TextScorer
     from megarl.trainer.config import ModelConfig, TrainingConfig
 
     scorer = TextScorer(

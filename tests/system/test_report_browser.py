@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from megarl.apps.runs.report import write_report
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
-from megarl.observe.report import write_report
 from megarl.types import StepReport
 
 BROWSER = next(

@@ -198,7 +198,7 @@ def engine_hosts(place: Path) -> list[str]:
 
 
 def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:
-    from megarl.cluster.slurm import expanded
+    from megarl.apps.launch.slurm import expanded
 
     for nodes in ("node0", "gpu[008-010,12],login", "a[1-2]b[3,5]", "rack1-gpu[7]"):
         shown = cluster.run("scontrol", "show", "hostnames", nodes)
@@ -208,7 +208,7 @@ def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:
 def test_slurm_that_kills_before_the_checkpoint_is_told(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.cluster import slurm
+    from megarl.apps.launch import slurm
 
     monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
     assert slurm.early_kill({"SLURM_JOB_ID": "1"}, 30.0) == ""

@@ -23,13 +23,13 @@ from megarl.activity.process import descendants, machine, start_of, state_of
 from megarl.activity.recording import Recording
 from megarl.activity.spans import KINDS, activity, step_begins
 from megarl.activity.state import chain
-from megarl.checks.status import main as status
+from megarl.apps.runs.lanes import COLOURS, idle, last_steps
+from megarl.apps.runs.lanes import cells as cells_of
+from megarl.apps.runs.status import main as status
+from megarl.apps.runs.timeline import lanes
+from megarl.apps.runs.timeline import main as timeline
 from megarl.errors import UserError
 from megarl.ledger.recorder import Recorder
-from megarl.observe.lanes import COLOURS, idle, last_steps
-from megarl.observe.lanes import cells as cells_of
-from megarl.observe.timeline import lanes
-from megarl.observe.timeline import main as timeline
 from megarl.types import START, Cursor
 
 BEGIN = """
@@ -665,7 +665,7 @@ def test_the_report_has_a_row_for_each_process(opened: Path) -> None:
 
 
 def test_every_kind_has_a_colour() -> None:
-    from megarl.observe.page import STYLE
+    from megarl.apps.runs.page import STYLE
 
     assert set(COLOURS) == set(KINDS) and len(set(COLOURS.values())) == len(KINDS)
     assert all(STYLE.count(f"--c{number}:") == 2 for number in COLOURS.values())

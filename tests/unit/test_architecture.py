@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megarl.command_line.table import COMMANDS
+from megarl.environments.verifiers import VERIFIERS
+from megarl.lookup import OF_APPS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    {"errors", "files", "host_memory", "peer_names", "quick_imports", "schema", "types"},
+    {"errors", "files", "host_memory", "lookup", "peer_names", "quick_imports", "schema", "types"},
     {"chat_template", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},
@@ -23,6 +29,7 @@ LAYERS = (
     {"cluster"},
     {"checks"},
     {"loops"},
+    {"apps"},
     {"command_line"},
     {"cli", "api"},
     {"__main__"},
@@ -39,6 +46,9 @@ ANYWHERE = {
 }
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `schema`, `recipe_file`, `recipe_paths` and each other."""
+APP_USES_APP = {("doctor", "verifiers"), ("serve", "tune")}
+"""(an app, another that it imports): the doctor starts the sandbox of programs, and a reward server
+scores texts with a reward model. All other apps are independent of each other."""
 MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
@@ -62,11 +72,19 @@ def package(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports, anywhere in it but under TYPE_CHECKING."""
+def app(module: str) -> str:
+    """The app that a dotted name belongs to; empty for the core."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["apps"] and len(parts) > 2 else ""
+
+
+def imported(path: Path, *, for_types: bool = False) -> set[str]:
+    """Dotted names that a file imports, anywhere in it but under TYPE_CHECKING, or there too with
+    `for_types`.
+    """
     tree = ast.parse(path.read_text())
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if not for_types else ():
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for part in node.body:
                 for inner in ast.walk(part):
@@ -124,6 +142,119 @@ def test_no_import_cycles() -> None:
         for name in free:
             del left[name]
     assert not left, f"modules that import each other are among {sorted(left)}"
+
+
+def test_the_core_imports_no_app() -> None:
+    """Neither at the top of a module nor in a function nor for types; what the core needs of an app
+    it looks up by name (`megarl.lookup`).
+    """
+    wrong = [
+        (module, name)
+        for module, path in modules().items()
+        if package(module) != "apps"
+        for name in sorted(imported(path, for_types=True))
+        if name.startswith("megarl.apps")
+    ]
+    assert not wrong
+
+
+def test_apps_are_named_in_tables_only() -> None:
+    """An app's module as a string of the core is in one of the tables of names."""
+    tables = {"megarl.lookup", "megarl.command_line.table", "megarl.environments.verifiers"}
+    named = {
+        module
+        for module, path in modules().items()
+        if package(module) != "apps"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"megarl\.apps[\w.:]*", str(node.value))
+    }
+    assert named == tables
+
+
+def test_apps_import_no_other_app_but_those_of_the_table() -> None:
+    files = modules()
+    used = {
+        (app(module), app(name))
+        for module, path in files.items()
+        if app(module)
+        for name in imported(path, for_types=True) & set(files)
+    }
+    assert {(user, other) for user, other in used if other not in ("", user)} == APP_USES_APP
+
+
+def test_what_is_looked_up_exists() -> None:
+    """The tables that name code as "module:function" name functions and classes that are there."""
+    files = modules()
+    commands = [(one.check, one.run, one.arguments) for one in COMMANDS.values()]
+    places = {*OF_APPS.values(), *VERIFIERS.values(), *(place for row in commands for place in row)}
+    for place in sorted(places - {""}):
+        module, _, name = place.partition(":")
+        assert module in files, place
+        defined = (ast.FunctionDef, ast.ClassDef)
+        tree = ast.parse(files[module].read_text())
+        assert any(isinstance(node, defined) and node.name == name for node in tree.body), place
+
+
+def test_the_core_runs_without_apps_and_each_app_without_the_others() -> None:
+    """A process that can import no app imports every module of the core; then, for each app in
+    turn, one that lacks this app, and those that use it, imports all others.
+    """
+    core = sorted(name for name in modules() if package(name) != "apps")
+    apps = sorted({app(name) for name in modules()} - {""})
+    cases = []
+    for gone in apps:
+        lost = {gone, *(user for user, other in APP_USES_APP if other == gone)}
+        left = sorted(name for name in modules() if app(name) and app(name) not in lost)
+        cases.append((f"megarl.apps.{gone}", left))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_APPS],
+        input=json.dumps([("megarl.apps", core), cases]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+WITHOUT_APPS = """
+import importlib, json, os, sys
+
+class Gone:
+    def __init__(self, gone):
+        self.gone = gone
+
+    def find_spec(self, name, path=None, target=None):
+        if (name + ".").startswith(self.gone + "."):
+            raise ModuleNotFoundError(f"{name} is taken away", name=name)
+
+def failures(gone, names):
+    finder = Gone(gone)
+    sys.meta_path.insert(0, finder)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing = error.name or ""
+            if missing.split(".")[0] in ("megarl", ""):
+                yield f"without {gone}: {name}: {error}"
+    sys.meta_path.remove(finder)
+
+def say(lines):
+    lines = list(lines)
+    print(*lines, sep="\\n", flush=True)
+    return bool(lines)
+
+core, cases = json.load(sys.stdin)
+wrong = say(failures(*core))
+for case in cases:
+    child = os.fork()  # which has what the core imports
+    if not child:
+        os._exit(say(failures(*case)))
+    wrong |= os.waitpid(child, 0)[1] != 0
+sys.stdout.flush()
+os._exit(wrong)
+"""
 
 
 def test_the_configuration_is_light() -> None:

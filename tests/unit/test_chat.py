@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.apps.runs.chat import main, model_of, questions
 from megarl.errors import UserError
-from megarl.loops.chat import main, model_of, questions
 
 
 def test_of_a_run_the_newest_checkpoint_answers(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from support.tiny import write_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from megarl.apps.serve.judge_prompt import JudgePrompt
+from megarl.apps.tools.markup import TurnMarkup
 from megarl.chat_template import end_of_turn
 from megarl.checks.model_checks import stop_tokens
 from megarl.config import RunConfig, from_tree
@@ -30,12 +32,10 @@ from megarl.data.config import (
     PromptSourceConfig,
 )
 from megarl.data.demonstrations import load_demonstrations
-from megarl.data.judge_prompt import JudgePrompt
 from megarl.data.preferences import load_preferences
 from megarl.data.source import load_prompts
 from megarl.data.tokens import scored_tokens
 from megarl.environments.codec import Codec
-from megarl.environments.tools.markup import TurnMarkup
 from megarl.trainer.config import ModelConfig
 from megarl.trainer.model_config import load_model_config
 

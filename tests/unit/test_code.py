@@ -16,19 +16,20 @@ from typing import Any
 import pytest
 from support.environments import verdicts
 
-from megarl.checks.programs import check_rows, check_sandbox, say_protection
-from megarl.environments.code import code
-from megarl.environments.code_config import CodeConfig
-from megarl.environments.code_tests import (
+from megarl.apps.doctor.verifier_processes import check_sandbox
+from megarl.apps.verifiers.code.code_checks import check_rows, say_protection
+from megarl.apps.verifiers.code.code_tests import (
     BadTests,
     extract,
     read_tests,
     same_output,
     same_value,
 )
+from megarl.apps.verifiers.code.code_verifier import code
+from megarl.apps.verifiers.code.program_server import decode, encode, to_json
+from megarl.apps.verifiers.code.sandbox import Sandbox
+from megarl.environments.code_config import CodeConfig
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.program_server import decode, encode, to_json
-from megarl.environments.sandbox import Sandbox
 from megarl.environments.scores import BadScore, Score
 from megarl.types import Prompt
 

@@ -307,7 +307,7 @@ def test_a_signal_at_the_start_ends_a_command_with_one_line(
         arguments.append(f"launch/recipes/{RECIPES[command]}.yaml")
         module = "megarl.config"
     if command == "replay":
-        module = "megarl.checks.replay"
+        module = "megarl.apps.runs.replay_checks"
     if command in ("replay", "ledger", "report", "status", "timeline"):
         arguments.append(str(tmp_path))
     process = waiting(tmp_path, [sys.executable, "-m", "megarl", *arguments], module)
@@ -340,7 +340,7 @@ def test_a_signal_while_the_verifier_loads(tmp_path: Path) -> None:
 
 def test_nohup_keeps_a_run_from_sighup(tmp_path: Path) -> None:
     command = ["nohup", sys.executable, "-m", "megarl", "doctor"]
-    process = waiting(tmp_path, command, "megarl.checks.doctor")
+    process = waiting(tmp_path, command, "megarl.apps.doctor.doctor")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]

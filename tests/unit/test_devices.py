@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checks import gpu_software, machine
-from megarl.checks.findings import Answer
+from megarl.apps.doctor import gpu_software, machine
+from megarl.apps.doctor.findings import Answer
 from megarl.errors import UserError
 from megarl.parallel import devices, mesh
 
@@ -197,5 +197,5 @@ def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_driver_list_is_read_without_torch() -> None:
     """`megarl doctor` must run where torch does not import."""
-    program = "import sys, megarl.checks.machine; sys.exit('torch' in sys.modules)"
+    program = "import sys, megarl.apps.doctor.machine; sys.exit('torch' in sys.modules)"
     subprocess.run(["python", "-c", program], check=True, env=os.environ, timeout=60)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megarl.apps.runs.audit import audit
 from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays, write_groups
 from megarl.checkpoints.progress import Progress, read_progress, write_progress
-from megarl.ledger.audit import audit
 from megarl.ledger.events import Carried, Dispatched, Rejected, from_record
 from megarl.ledger.journal import FILE, Reader
 from megarl.ledger.recorder import Recorder

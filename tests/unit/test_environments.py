@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.environments import run
 
+from megarl.apps.verifiers.notation import plain_number
 from megarl.checks.verifier_start import check_verifier
 from megarl.environments.config import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
-from megarl.environments.notation import plain_number
 from megarl.environments.scoring import Environment, overlong_penalty
 from megarl.environments.verifier_config import (
     ChoiceConfig,
@@ -554,7 +554,7 @@ def test_an_isolated_process_can_use_the_sandbox(tmp_path: Path) -> None:
     program = """
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.isolation import enter_own_domain
-from megarl.environments.sandbox import Sandbox
+from megarl.apps.verifiers.code.sandbox import Sandbox
 assert enter_own_domain(mounts=True)
 sandbox = Sandbox(CodeConfig(sandbox='namespaces'))
 print(sandbox.run("stdin", "print(6 * 7)", [""], total_s=10.0)[0]["output"])

@@ -16,9 +16,9 @@ import pytest
 from make_programs import compiled, from_left, mistaken
 
 from megarl import RunConfig, SftConfig, config
+from megarl.apps.tune.supervised_checks import check_sft
+from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
-from megarl.checks.supervised import check_sft
-from megarl.environments.code import code
 from megarl.environments.scores import Score
 from megarl.types import Prompt
 

@@ -17,6 +17,8 @@ import pytest
 
 from megarl import cli
 from megarl.activity import files as activity_files
+from megarl.apps.runs.report import write_report
+from megarl.apps.tune.reference_scores import read, write
 from megarl.checkpoints import lease, manifest
 from megarl.checks.folder_checks import check_writable, owned_folder
 from megarl.config import SftConfig
@@ -24,8 +26,6 @@ from megarl.data.config import DemonstrationsConfig
 from megarl.errors import UserError
 from megarl.files import refuse_unfit
 from megarl.ledger.journal import Reader
-from megarl.loops.reference_scores import read, write
-from megarl.observe.report import write_report
 from megarl.observe.sinks import read_records
 from megarl.trainer.config import ModelConfig
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.launch_plan import Options, deal, make_plan
-from megarl.cluster.launch_processes import Addresses, processes
+from megarl.apps.launch.launch_plan import Options, deal, make_plan
+from megarl.apps.launch.launch_processes import Addresses, processes
 from megarl.cluster.placement import engine_bundle
 from megarl.cluster.process_env import RAY_SETTINGS, engine_environment
 from megarl.config import RunConfig, longest_request, read

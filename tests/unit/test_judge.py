@@ -23,17 +23,17 @@ from support.environments import PROMPT
 from support.reward_servers import serving
 from support.tiny import write_classifier, write_model, write_tokenizer
 
-from megarl.checks.reward_server import check_serve_reward
+from megarl.apps.serve.judge import EngineJudge, seed_of
+from megarl.apps.serve.judge_prompt import JudgePrompt, parse, values
+from megarl.apps.serve.judge_verdict import NoVerdict, VerdictReader
+from megarl.apps.serve.reward_server import Backend, RewardServer
+from megarl.apps.serve.reward_server_checks import check_serve_reward
 from megarl.config import from_tree
-from megarl.data.judge_prompt import JudgePrompt, parse, values
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.judge_verdict import NoVerdict, VerdictReader
 from megarl.environments.pool import Outcome
-from megarl.environments.reward_server import Backend, RewardServer
 from megarl.environments.wire import Sample
 from megarl.errors import EngineLost
-from megarl.rollout.judge import EngineJudge, seed_of
 from megarl.serve_config import JudgeConfig, ServeRewardConfig
 from megarl.trainer.config import ModelConfig
 from megarl.types import Prompt, Segment, TokenArrays

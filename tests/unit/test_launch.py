@@ -20,10 +20,10 @@ import pytest
 import yaml
 
 from megarl.activity.process import start_of
-from megarl.cluster import launch_run
-from megarl.cluster.launch_plan import Command
-from megarl.cluster.launch_processes import Addresses, Process
-from megarl.cluster.launch_run import Launch, Launcher, Running
+from megarl.apps.launch import launch_run
+from megarl.apps.launch.launch_plan import Command
+from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_run import Launch, Launcher, Running
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -503,7 +503,7 @@ def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launche
     process = Process(kind, 0, Command({}, [sys.executable, "-c", code]))
     at = Addresses(state=f"/tmp/megarl-test-{os.getpid()}")
     launcher = Launcher(Launch([process], ["here"], at, Path()), dict(os.environ))
-    words = [sys.executable, "-m", "megarl.cluster.node_process", kind, *process.command.words]
+    words = [sys.executable, "-m", "megarl.apps.launch.node_process", kind, *process.command.words]
     popen = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -573,8 +573,8 @@ def test_what_the_launcher_starts_ends_with_a_killed_launcher(ends: str) -> None
         popen.stdin.close()
         assert popen.wait(60) == 137
     else:
-        words = f"[sys.executable, '-m', 'megarl.cluster.node_process', 'ray', sys.executable, '-c', {ORPHAN!r}]"
-        code = "import os, sys, time; from megarl.cluster.launch_run import start\n"
+        words = f"[sys.executable, '-m', 'megarl.apps.launch.node_process', 'ray', sys.executable, '-c', {ORPHAN!r}]"
+        code = "import os, sys, time; from megarl.apps.launch.launch_run import start\n"
         code += f"start({words}, dict(os.environ)); time.sleep(600)"
         popen = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert popen.stdout is not None

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.launch_plan import (
+from megarl.apps.launch.launch_plan import (
     Options,
     deal,
     deal_cpu,
     make_plan,
     make_supervised_plan,
 )
-from megarl.cluster.launch_processes import Addresses, by_hand, processes
+from megarl.apps.launch.launch_processes import Addresses, by_hand, processes
+from megarl.apps.launch.slurm import allocated_hosts, early_kill, expanded, srun
 from megarl.cluster.process_env import RAY_SETTINGS
-from megarl.cluster.slurm import allocated_hosts, early_kill, expanded, srun
 from megarl.config import RunConfig, SftConfig, from_tree, read
 from megarl.signals import SHUTDOWN
 

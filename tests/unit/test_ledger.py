@@ -21,12 +21,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.apps.runs.audit import audit
+from megarl.apps.runs.ledger_command import main
 from megarl.checkpoints.lease import path_of, take
 from megarl.cluster.owned_ledger import with_ledger
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
-from megarl.ledger.audit import audit
-from megarl.ledger.command import main
 from megarl.ledger.events import (
     KINDS,
     STALE,

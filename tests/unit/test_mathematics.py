@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments.arithmetic import evaluate
+from megarl.apps.verifiers.arithmetic import evaluate
+from megarl.apps.verifiers.mathematics import depth
+from megarl.apps.verifiers.notation import plain_number, without_doubled
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.mathematics import depth
-from megarl.environments.notation import plain_number, without_doubled
 from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
 from megarl.types import Prompt

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.apps.runs import number_format, series
+from megarl.apps.runs.report import main as report_command
+from megarl.apps.runs.report import write_report
 from megarl.errors import UserError
-from megarl.observe import number_format, series
 from megarl.observe.config import ObserveConfig
+from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown
-from megarl.observe.report import LiveReport, write_report
-from megarl.observe.report import main as report_command
 from megarl.observe.sinks import read_records
 from megarl.observe.summary import read_run, summary
 from megarl.types import StepReport

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megarl.loops.pair_task import right
+from megarl.apps.tune.pair_task import right
+from megarl.apps.tune.pairwise import METHODS, Pairs, bradley_terry, kto, pair_loss
 from megarl.objectives.config import (
     USUAL_BETA,
     PreferenceLossConfig,
     PreferenceMethod,
     RewardLossConfig,
 )
-from megarl.objectives.pairwise import METHODS, Pairs, bradley_terry, kto, pair_loss
 
 LP = [[-3.0, -4.5], [-12.0, -2.0], [-700.0, -0.25], [-1.0, -1.0]]
 REF = [[-3.5, -4.0], [-2.0, -12.0], [-1.0, -900.0], [-1.0, -1.0]]

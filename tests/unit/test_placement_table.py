@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.apps.launch.launch import main
+from megarl.apps.launch.launch_plan import Command, Gpu, Gpus, Options, make_plan
+from megarl.apps.launch.placement_table import compressed, placement
 from megarl.checks.engine_checks import check_placement
-from megarl.cluster.launch import main
-from megarl.cluster.launch_plan import Command, Gpu, Gpus, Options, make_plan
-from megarl.cluster.placement_table import compressed, placement
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.layout import Layout

@@ -11,10 +11,10 @@ import pytest
 from support.tiny import write_tokenizer
 from transformers import AutoTokenizer
 
+from megarl.apps.tune.pairs import batch_of, merged
 from megarl.config import PreferenceConfig, RewardModelConfig, from_tree
 from megarl.data.config import PreferencesConfig
 from megarl.data.preferences import PreferenceList, load_preferences
-from megarl.loops.pairs import batch_of, merged
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}<eos>#"

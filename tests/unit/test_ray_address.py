@@ -172,7 +172,7 @@ LAUNCH = """import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from megarl import private_folder
-from megarl.cluster.launch_run import Launcher
+from megarl.apps.launch.launch_run import Launcher
 private_folder.PLACE = Path(sys.argv[1])
 launcher = Launcher(SimpleNamespace(addresses=SimpleNamespace(state=sys.argv[2])))
 launcher._run = lambda: os.kill(os.getpid(), signal.SIGKILL)

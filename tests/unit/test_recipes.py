@@ -24,11 +24,11 @@ from megarl import (
     SftConfig,
     config,
 )
+from megarl.apps.serve.reward_server_checks import check_serve_reward
+from megarl.apps.tune.sampling_checks import check_sample
+from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
 from megarl.checks.evaluation import check_eval
 from megarl.checks.preflight import check_run, check_train
-from megarl.checks.reward_server import check_serve_reward
-from megarl.checks.sampling import check_sample
-from megarl.checks.supervised import check_preference, check_reward_model, check_sft
 from megarl.serve_config import ServeRewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,8 @@ from support.environments import PROMPT, run, verdicts
 from support.reward_servers import Answer, Scripted, free_port, serving
 from support.tiny import write_classifier, write_tokenizer
 
-from megarl.checks.reward_server import server_token
+from megarl.apps.serve.reward_server import Backend, RewardServer
+from megarl.apps.serve.reward_server_checks import server_token
 from megarl.checks.verifier_trial import try_verifier
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
@@ -35,7 +36,6 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
 from megarl.environments.judging import Judge
 from megarl.environments.outcome import Outcome
-from megarl.environments.reward_server import Backend, RewardServer
 from megarl.environments.scoring import Environment
 from megarl.environments.wire import (
     BadMessage,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megarl.apps.tune.held_out import chunks
 from megarl.config import RunConfig, SftConfig, from_tree, made_with, with_steps
-from megarl.loops.held_out import chunks
 
 BASE: dict[str, Any] = {
     "folder": "runs/x",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.loops.sample import KEEP, write
+from megarl.apps.tune.sample import KEEP, write
 
 
 def record(response: str, reward: float, finish: str = "stop") -> dict[str, Any]:

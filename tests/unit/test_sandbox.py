@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.apps.verifiers.code.sandbox import ROOT, Sandbox, SandboxError
+from megarl.apps.verifiers.code.sandbox_child import FOLDER
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.sandbox import ROOT, Sandbox, SandboxError
-from megarl.environments.sandbox_child import FOLDER
 
 SETTINGS = CodeConfig(time_limit_s=7.0, memory_mib=128, processes=8, file_mib=4, output_kib=64)
 IS_ROOT = os.geteuid() == 0
@@ -448,7 +448,7 @@ def test_nothing_outlives_the_verifiers_process() -> None:
     script = """
 import sys
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.sandbox import Sandbox
+from megarl.apps.verifiers.code.sandbox import Sandbox
 sandbox = Sandbox(CodeConfig(time_limit_s=60.0))
 print(sandbox._process.pid, flush=True)
 sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if os.getpid() > 3 else 0\\ntime.sleep(50)", [""], total_s=60.0)
@@ -475,9 +475,9 @@ sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if o
 
 def test_without_namespaces_auto_refuses() -> None:
     script = """
-from megarl.environments import sandbox_kernel as kernel
+from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.sandbox import Sandbox
+from megarl.apps.verifiers.code.sandbox import Sandbox
 kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
 kernel.deny_system_calls()
 try: Sandbox(CodeConfig())
@@ -608,7 +608,7 @@ def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
     script = f"""
 import base64, json, os
 from megarl.environments.code_config import CodeConfig
-from megarl.environments.sandbox import Sandbox
+from megarl.apps.verifiers.code.sandbox import Sandbox
 assert os.getuid() == 1000
 made = Sandbox(CodeConfig(time_limit_s=2.0, memory_mib=128, processes=8))
 found = {{}}

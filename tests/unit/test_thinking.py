@@ -12,9 +12,9 @@ from support.tiny import write_tokenizer
 
 from megarl.chat_template import TAGS, tags_of
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.answers import Counted
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.length import Counted
 from megarl.environments.scoring import Environment
 from megarl.environments.thinking import answer_part
 from megarl.environments.verifier_config import (

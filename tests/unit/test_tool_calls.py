@@ -21,16 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from make_calculator import write_model as write_calculator
 
+from megarl.apps.tools.functions import FunctionTool
+from megarl.apps.tools.markup import TurnMarkup
+from megarl.apps.tools.tool import CallError
+from megarl.apps.tools.tool_kit import ToolKit
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.plain_calls import PlainCalls
 from megarl.environments.scoring import Environment
-from megarl.environments.tools.config import ToolsConfig
-from megarl.environments.tools.functions import FunctionTool
-from megarl.environments.tools.markup import TurnMarkup
-from megarl.environments.tools.session import ToolKit
-from megarl.environments.tools.tool import CallError
+from megarl.environments.tools_config import ToolsConfig
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]

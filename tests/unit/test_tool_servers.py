@@ -16,12 +16,12 @@ from mcp.server import MCPServer
 from support.environments import run
 from support.reward_servers import free_port, serving
 
+from megarl.apps.tools import servers
+from megarl.apps.tools.servers import ToolServer
+from megarl.apps.tools.tool import CallError, ToolUnavailable
+from megarl.apps.tools.transports import PASSED_ON, WORDS
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.tools import servers
-from megarl.environments.tools.config import ToolsConfig
-from megarl.environments.tools.servers import ToolServer
-from megarl.environments.tools.tool import CallError, ToolUnavailable
-from megarl.environments.tools.transports import PASSED_ON, WORDS
+from megarl.environments.tools_config import ToolsConfig
 
 SERVER = """
 import os, sys

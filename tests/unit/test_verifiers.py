@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from support.environments import verdicts
 from support.tiny import write_tokenizer
 
+from megarl.apps.verifiers.numeric import numbers
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.answers import Counted
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.judging import Judge
-from megarl.environments.length import Counted
-from megarl.environments.numeric import numbers
 from megarl.environments.outcome import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.launch import main
+from megarl.apps.launch.launch import main
 from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis

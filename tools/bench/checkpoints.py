@@ -66,8 +66,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import PreTrainedTokenizerFast
 
+    from megarl.apps.tune.sft import train
     from megarl.checkpoints.checkpoint import Checkpoints
-    from megarl.loops.sft import train
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout

@@ -67,7 +67,7 @@ def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
 
 def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
     """Verdicts a second of one round. Raises `RuntimeError` for a wrong verdict."""
-    from megarl.environments.code import code
+    from megarl.apps.verifiers.code.code_verifier import code
     from megarl.environments.code_config import CodeConfig
     from megarl.environments.config import EnvironmentConfig
     from megarl.types import Prompt

@@ -6,8 +6,8 @@ and losses, which must agree.
     where there are 8 GPUs
 
 A layout is data x sequence x tensor. Each trains the same few supervised steps
-(`megarl.loops.sft.train`: packed sequences, RoleModel, DeepSpeed, AdamW) on the same documents of
-uneven lengths, so losses must agree: the table has the largest relative difference to the first
+(`megarl.apps.tune.sft.train`: packed sequences, RoleModel, DeepSpeed, AdamW) on the same documents
+of uneven lengths, so losses must agree: the table has the largest relative difference to the first
 layout's losses over all steps, and a difference beyond rounding is an error. One launch of gloo
 ranks with one thread each runs all layouts (NCCL where there are GPUs); the first layout runs once
 before, to load libraries. The model is a Qwen2 with random weights of the requested sizes, or of

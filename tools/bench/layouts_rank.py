@@ -82,7 +82,7 @@ class Bench:
         """
         from count_messages import MessageCount
 
-        from megarl.loops.sft import train
+        from megarl.apps.tune.sft import train
         from megarl.parallel.collectives import barrier
         from megarl.parallel.layout import Layout
         from megarl.parallel.mesh import ProcessMesh

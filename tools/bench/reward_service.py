@@ -63,10 +63,10 @@ async def serve(args: argparse.Namespace) -> None:
     """
     import uvicorn
 
+    from megarl.apps.serve.reward_server import Backend, RewardServer
     from megarl.environments.config import RewardServerConfig
     from megarl.environments.pool import Outcome
     from megarl.environments.reward_client import Token
-    from megarl.environments.reward_server import Backend, RewardServer
     from megarl.environments.wire import Sample
 
     draw, record = random.Random(os.getpid()), os.open(args.serve, os.O_APPEND | os.O_WRONLY)

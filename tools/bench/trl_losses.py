@@ -33,8 +33,8 @@ from common import command_line, require_positive, run_tool
 from e2e_processes import child_environment, run
 from e2e_trl import make_trl_environment
 
+from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
-from megarl.objectives.pairwise import Pairs, bradley_terry, kto, pair_loss
 
 SIDES = ("chosen", "rejected", "others")
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megarl.checks.sampling import check_rollout
+from megarl.apps.runs.rollout_checks import check_rollout
 from megarl.cluster.process_env import engine_environment, prepare_environment
 from megarl.cluster.remote import EngineActor, GenerateRequest
 from megarl.config import RunConfig, load, longest_request

@@ -1,0 +1,1 @@
+"""`megarl doctor`: what this machine has, and whether it is enough."""

@@ -1,0 +1,168 @@
+"""`megarl doctor`: what this machine has, and whether that is enough for a run.
+
+Checks run in parallel, each with a deadline. To add one, write a function () -> list[Finding] and
+list it in `CHECKS`. Whatever may hang or crash (CUDA, Ray, vLLM, compilers) runs in a process of
+its own, which is killed with everything it started when its time is up. Checks change nothing and
+touch no process of others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import asdict, replace
+
+from megarl.apps.doctor.communication import (
+    check_gloo,
+    check_hub,
+    check_memfd,
+    check_port,
+    check_ray,
+)
+from megarl.apps.doctor.findings import Finding, core_share
+from megarl.apps.doctor.gpu_software import check_headers, check_toolkit
+from megarl.apps.doctor.machine import (
+    check_accelerators,
+    check_disk,
+    check_leftovers,
+    check_memory,
+    check_shared_memory,
+)
+from megarl.apps.doctor.software import (
+    check_accelerated,
+    check_compiler,
+    check_packages,
+    check_python,
+    check_vllm,
+)
+from megarl.apps.doctor.verifier_processes import check_isolation, check_sandbox
+from megarl.cluster.process_env import prepare_environment
+from megarl.console import result
+
+ALL_WITHIN_S = 55.0
+"""Seconds until all checks have ended; one that has not is reported as late."""
+IDLE = 0.85
+"""Share of a core that a thread gets at least where no other program takes it."""
+
+
+CHECKS: dict[str, Callable[[], list[Finding]]] = {
+    "Python": check_python,
+    "packages": check_packages,
+    "optional kernels": check_accelerated,
+    "accelerators": check_accelerators,
+    "memory": check_memory,
+    "/dev/shm": check_shared_memory,
+    "disk": check_disk,
+    "ports": check_port,
+    "memfd_create": check_memfd,
+    "gloo, two ranks": check_gloo,
+    "Ray starts and stops": check_ray,
+    "vLLM imports": check_vllm,
+    "C++ compiler": check_compiler,
+    "Python headers": check_headers,
+    "CUDA toolkit": check_toolkit,
+    "Hugging Face hub": check_hub,
+    "sandbox for programs": check_sandbox,
+    "isolation of verifiers": check_isolation,
+    "left-over processes": check_leftovers,
+}
+"""{name: function of a check}, in the order in which the results are printed."""
+
+
+def run_checks(
+    checks: dict[str, Callable[[], list[Finding]]], *, within_s: float = ALL_WITHIN_S
+) -> list[Finding]:
+    """All findings, in the order of `checks`.
+
+    A check that raises counts as a failure, and so does one that is late, but for a warning where
+    other programs keep this machine busy, at the start or in the end.
+    """
+    share = core_share()
+    deadline = time.monotonic() + within_s
+    pool = ThreadPoolExecutor(len(checks))
+    started_at: dict[str, Future[list[Finding]]] = {
+        name: pool.submit(check) for name, check in checks.items()
+    }
+    findings: list[Finding] = []
+    for name, future in started_at.items():
+        try:
+            findings += future.result(max(0.0, deadline - time.monotonic()))
+        except NotInTime:
+            findings.append(
+                Finding(name, "late", f"no answer within {within_s:g} s", "look for what hangs")
+            )
+        except Exception as error:  # the other checks still count
+            fix = "this is an error of megarl's; please report it"
+            findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix))
+    pool.shutdown(wait=False, cancel_futures=True)
+    if not any(finding.status == "late" for finding in findings):
+        return findings
+    share = min(share, core_share())
+    return [_of_load(one, share) if one.status == "late" else one for one in findings]
+
+
+def _of_load(late: Finding, share: float) -> Finding:
+    """What to make of a late check where a thread gets `share` of a core."""
+    if share > IDLE:
+        return replace(late, status="FAIL")
+    found = f"{late.found}; other programs leave a thread {share:.0%} of a core"
+    return replace(late, status="warn", found=found, fix="try again when the machine is less busy")
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The findings as text: a line for each, and a line for the fix where there is one."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<5} {finding.check:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<5} {'':<{width}}  -> {finding.fix}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the findings as a table, or as one JSON object with `--json`.
+
+    Returns the exit code: 0 if nothing failed, 1 if something did, 2 for an unknown argument.
+    """
+    unknown = [word for word in arguments if word != "--json"]
+    if unknown:
+        print(
+            f"megarl: error: megarl doctor does not know {unknown[0]!r}; it takes --json or"
+            " nothing",
+            file=sys.stderr,
+        )
+        return 2
+    prepare_environment(1)  # Ray and vLLM run with the settings of a run
+    started_at = time.monotonic()
+    findings = run_checks(CHECKS)
+    failed = [finding for finding in findings if finding.status == "FAIL"]
+    warned = [finding for finding in findings if finding.status == "warn"]
+    if "--json" in arguments:
+        seconds = round(time.monotonic() - started_at, 1)
+        result(
+            json.dumps(
+                {
+                    "ok": not failed,
+                    "seconds": seconds,
+                    "findings": [asdict(finding) for finding in findings],
+                }
+            )
+        )
+    else:
+        result(table(findings))
+        verdict = (
+            "this machine can run megarl"
+            if not failed
+            else f"{len(failed)} to fix before a run can start"
+        )
+        result(f"\n{verdict}; {len(warned)} warnings; {time.monotonic() - started_at:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,197 @@
+"""The processes of a run as data: Ray on every node that has engines or ranks of the policy, and
+torchrun on every node that has trainer ranks.
+
+    Plan, Gpus, Addresses --processes--> [Process(kind, node, command), ...]
+
+`megarl launch` starts them, here or through `srun`; a dry run prints them, for several nodes also
+without Slurm as commands to start by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.apps.launch.launch_plan import Command, Gpu, Gpus, Options, Plan
+from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
+from megarl.private_folder import MARK
+from megarl.schema import require
+from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
+
+HEAD = "NODE0"
+"""Placeholder for the address of the first node."""
+RAY_PORT, TORCH_PORT = 6379, 29500
+RAY_OPTIONS = (
+    "--disable-usage-stats",
+    # By default Ray's workers have ports 10002 to 19999, and Ray refuses a --port among these.
+    "--min-worker-port=0",
+    "--max-worker-port=0",
+    "--dashboard-agent-listen-port=0",
+)
+"""Options of every `ray start`. At port 0 the system chooses."""
+HEAD_OPTIONS = (*RAY_OPTIONS, "--include-dashboard=false")
+"""Options of a `ray start --head`."""
+TAKEN_PORTS = {
+    TORCH_PORT: "torchrun's --master-port",
+    8265: "that of Ray's dashboard",
+    10001: "that of Ray's client server",
+}
+"""{port: what has it on node 0}. Ray refuses its own two even if nothing listens there."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the processes of a run find each other, and how they are called."""
+
+    head: str = HEAD
+    """Address of node 0."""
+    ray_port: int = RAY_PORT
+    torch_port: int = TORCH_PORT
+    """Port of torchrun's rendezvous on node 0; not used on one node."""
+    client_port: int = 0
+    """Port of Ray's client server on node 0; 0 for Ray's default."""
+    state: str = ""
+    """The launch's folder in /tmp of every node; empty for commands that are started by hand."""
+    python: str = ""
+    """The interpreter, by its path; empty for the programs `ray` and `megarl` on PATH."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a run, on one node."""
+
+    kind: Literal["ray", "ranks"]
+    node: int
+    """Number of the node, from 0."""
+    command: Command
+
+
+def refuse_port(options: Options, num_nodes: int) -> None:
+    """Raise `ValueError` if `--port` of a run on several nodes is a port that something else has
+    there.
+    """
+    used = TAKEN_PORTS.get(options.port or RAY_PORT)
+    require(
+        used is None or num_nodes == 1,
+        f"--port is {options.port}, which is {used} on node 0; set --port to another one, or leave"
+        f" it out ({RAY_PORT})",
+    )
+
+
+def refuse_transport(transport: str, gpus: Gpus) -> None:
+    """Raise `ValueError` if weights have to go to another node by a transport that works within
+    one.
+    """
+    used = {gpu.node for gpu in gpus.ranks} | {gpu.node for one in gpus.engines for gpu in one}
+    require(
+        len(used) == 1 or transport in ("point_to_point", "disk"),
+        f"weight_sync.transport is {transport!r}, which works within one node, but ranks and"
+        f" engines are on {len(used)}; set it to 'point_to_point'",
+    )
+
+
+def processes(
+    plan: Plan, gpus: Gpus, options: Options, command: str, at: Addresses
+) -> list[Process]:
+    """The processes of a run in the order of their start: Ray's head on node 0, Ray on the other
+    nodes, then the trainer ranks node by node, which run `megarl COMMAND`.
+    """
+    engines = {gpu.node for one in gpus.engines for gpu in one}
+    hosts = sorted({gpu.node for gpu in gpus.ranks})
+    # Each rank of the policy joins Ray through its own node; ranks of other roles do not join.
+    joining = {gpus.ranks[rank].node for rank in plan.roles["policy"].ranks}
+    joined = sorted({0} | engines | joining) if plan.num_engines else []
+    rays = [Process("ray", node, _ray(node, plan, gpus, at)) for node in joined]
+    ranks = [
+        Process("ranks", node, _torchrun(node, len(hosts), plan, gpus, options, command, at))
+        for node in hosts
+    ]
+    return rays + ranks
+
+
+def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
+    """The lines that a dry run prints for a run on several nodes that something else than Slurm
+    starts: for each node its processes.
+    """
+    lines = [
+        "megarl launch starts several nodes in an allocation of Slurm. Elsewhere, write the address"
+        f" of node 0 for {HEAD},",
+        "set RAY_AUTH_TOKEN to the same random text on every node, and start Ray, on node 0 first,"
+        " then torchrun:",
+    ]
+    for node in range(num_nodes):
+        mine = [f"  {one.command}" for one in found if one.node == node]
+        lines += ["", f"node {node}:", *mine] if mine else []
+    return lines
+
+
+def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
+    """The command that starts Ray on a node: the head on node 0."""
+    mine = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
+    words = ["ray", "start"]
+    if at.python:
+        words = [at.python, "-m", "ray.scripts.scripts", "start", "--block"]
+    # Colocated engines follow the policy's ranks, and Ray deals out nothing.
+    words += [f"--num-gpus={0 if plan.colocated or gpus.on_cpu else len(mine)}"]
+    if gpus.on_cpu and not plan.colocated and gpus.num_nodes > 1:
+        words += [f"--resources={json.dumps({ENGINE_RANKS: len(mine)})}"]
+    if node == 0:
+        words += ["--head", f"--port={at.ray_port}", *HEAD_OPTIONS]
+        words += [f"--ray-client-server-port={at.client_port}"] if at.client_port else []
+    else:
+        words += [f"--address={at.head}:{at.ray_port}", *RAY_OPTIONS]
+    words += [f"--temp-dir={at.state}/{node}"] if at.state else []
+    hidden = {plan.hidden: ""} if plan.hidden else {}
+    visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
+    patience = _patience(plan) if at.python else {}
+    settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 and at.python else {})
+    return Command(settings | _mark(at) | patience | hidden | visible, words)
+
+
+def _torchrun(
+    node: int,
+    num_hosts: int,
+    plan: Plan,
+    gpus: Gpus,
+    options: Options,
+    command: str,
+    at: Addresses,
+) -> Command:
+    """The command that starts the trainer ranks of a node."""
+    mine = [gpu for gpu in gpus.ranks if gpu.node == node]
+    words = ["megarl", "torchrun"]
+    if at.python:
+        words = [at.python, "-m", "megarl.parallel.torchrun"]
+    # Engines on other nodes connect to the address of rank 0, also where all ranks are on one.
+    several = gpus.num_nodes > 1 or not at.python
+    if several:
+        words += ["--nnodes", str(num_hosts), "--node-rank", str(node)]
+    words += ["--nproc-per-node", str(len(mine))]
+    if several:
+        words += ["--master-addr", at.head, "--master-port", str(at.torch_port)]
+    words += ["-m", "megarl", command] if at.python else [command]
+    words += [str(Path(options.recipe).resolve()), *options.overrides]
+    ray = RAY_SETTINGS if plan.num_engines else {}
+    joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
+    environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)}
+    return Command(ray | _mark(at) | _patience(plan) | environment, words)
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    """GPUs as CUDA_VISIBLE_DEVICES lists them; empty on the CPU."""
+    return ",".join(gpu.name for gpu in gpus if gpu.name)
+
+
+def _patience(plan: Plan) -> dict[str, str]:
+    """Setting that has torchrun and `node_process` wait longer for a checkpoint after a signal."""
+    if plan.save_within_s <= SAVE_WITHIN_S:
+        return {}
+    return {SHUTDOWN: str(SHUTDOWN_S + math.ceil(plan.save_within_s - SAVE_WITHIN_S))}
+
+
+def _mark(at: Addresses) -> dict[str, str]:
+    return {MARK: at.state} if at.state else {}

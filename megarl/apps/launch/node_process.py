@@ -1,0 +1,144 @@
+"""Runs one process of a launch on its node, under the launcher's orders:
+
+    python -m megarl.apps.launch.node_process ray|ranks PROGRAM [ARGUMENT ...]
+
+Standard input carries the orders, from the launcher on the same machine or through `srun`: a line
+`end` sends SIGTERM to the program, a line `kill` kills it. The end of the input, which also comes
+when the launcher is killed or its node dies, kills it too. Once the program has ended, all its
+descendants are killed, also those whose parents have ended. The exit code is the program's, or 128
++ the number of the signal that ended it.
+
+Slurm sends the SIGTERM of `scancel` to every process of a job, and `srun` then takes no orders, but
+closes the input: the program has some time to end. Ray must outlive the ranks, which need it for
+their last checkpoint, so its processes start with the signal blocked, and inherit that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.private_folder import MARK, PrivateFolder, use
+from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_S = 0.2
+END, KILL = b"end\n", b"kill\n"
+RAY_STARTS = 3
+"""Times that Ray is started. It gives its own processes 30 s, which cannot be set and which a busy
+machine exceeds."""
+RAY_STARTS_WITHIN_S = 60.0
+"""Seconds after which a Ray that ends had started."""
+SIGNAL_FOLLOWS_S = 3.0
+"""Seconds that Slurm's signal may come after the end of the input that it has caused."""
+ENDS_WITHIN_S = 15.0
+"""Seconds, beyond those that torchrun waits for its ranks, that the program has to end after a
+signal to the whole job."""
+
+
+def main(kind: str, words: Sequence[str]) -> int:
+    """Run the program `words`; see the module. Returns the exit code."""
+    adopt_orphans()
+    told_at: list[float] = []  # when the program was told to end
+
+    def hear(number: int, frame: object) -> None:
+        # Who signals this process signals its group, and so the program.
+        told_at.append(time.monotonic())
+
+    for number in SIGNALS:
+        signal.signal(number, hear)
+    own, made = os.getpid(), None
+    if MARK in os.environ:
+        folder = Path(os.environ[MARK])
+        if not folder.exists():  # not on the launcher's node
+            made = PrivateFolder(folder)
+        use(folder)
+
+    def prepare() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        if kind == "ray":
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        die_with_parent(own)
+
+    try:
+        for attempt in range(RAY_STARTS if kind == "ray" else 1):
+            if attempt:
+                print("megarl: Ray did not start; starting it again", flush=True)
+            began = time.monotonic()
+            program = subprocess.Popen(
+                list(words),
+                stdin=subprocess.DEVNULL,
+                preexec_fn=prepare,  # safe: this process has one thread
+            )
+            try:
+                obey(program, told_at)
+            finally:
+                kill_descendants()
+            code = program.returncode
+            if code <= 0 or told_at or time.monotonic() > began + RAY_STARTS_WITHIN_S:
+                break
+    finally:
+        if made is not None:
+            made.remove()
+    return code if code >= 0 else 128 - code
+
+
+def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
+    """Wait until the program ends, carrying out orders meanwhile. `told_at`: the times at which it
+    was told to end, to which a signal handler adds.
+    """
+    orders, closed_at = b"", 0.0
+    while program.poll() is None:
+        if closed_at:
+            ends_within_s = ENDS_WITHIN_S + float(os.environ.get(SHUTDOWN, SHUTDOWN_S))
+            patience_s = ends_within_s if told_at else SIGNAL_FOLLOWS_S
+            if time.monotonic() > closed_at + patience_s:
+                program.kill()
+            time.sleep(POLL_S)
+        elif select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
+            found = os.read(sys.stdin.fileno(), 4096)
+            orders += found
+            if not found:
+                closed_at = time.monotonic()
+            elif KILL in orders:
+                program.kill()
+            elif END in orders and not told_at:
+                told_at.append(time.monotonic())
+                program.terminate()
+
+
+def adopt_orphans() -> None:
+    """On Linux, make this process the parent of each descendant whose own parent ends."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+
+
+def kill_descendants() -> None:
+    """Kill all processes below this one. Those that a driver holds are left after two seconds."""
+    import psutil
+
+    for _ in range(10):
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(ChildProcessError):  # no child is left
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not left:
+            return
+        time.sleep(POLL_S / 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,1 @@
+"""Commands about a run folder, or about the model in it."""

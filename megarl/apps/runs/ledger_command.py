@@ -1,0 +1,110 @@
+"""`megarl ledger RUN [--json]`: what became of every group of a run, and whether that adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.apps.runs.audit import Audit
+from megarl.console import result, say
+from megarl.errors import UserError
+from megarl.ledger.events import from_record
+from megarl.ledger.journal import FILE, Reader
+
+SHOWN_IN_FLIGHT = 10
+"""Groups in flight that the table names."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, or with `--json` one object; returns 1 if the ledger contradicts itself.
+    Raises `UserError` for a folder without a readable ledger.
+    """
+    folders = [word for word in arguments if not word.startswith("-")]
+    if len(folders) != 1 or set(arguments) - {*folders, "--json"}:
+        raise UserError("megarl ledger needs one run folder: megarl ledger RUN [--json]")
+    path = Path(folders[0]) / FILE
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; name the folder of a run of train or distill")
+    try:
+        reader = Reader(path)
+        if reader.is_torn_at_start:
+            raise ValueError(f"{path} holds no whole line; the run was killed as it started")
+        found = audited(reader)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    if reader.torn_bytes:
+        say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
+    if "--json" in arguments:
+        result(json.dumps(summary(reader, found)))
+    else:
+        result("\n".join(table(found)))
+    for what in found.contradictions:
+        say(f"megarl: {path}: {what}")
+    if (more := found.num_contradictions - len(found.contradictions)) > 0:
+        say(f"megarl: {path}: {more} more contradictions")
+    return 1 if found.num_contradictions else 0
+
+
+def audited(reader: Reader) -> Audit:
+    """The audit of a ledger. Raises `ValueError` for a damaged one."""
+    found = Audit()
+    for record in reader:
+        try:
+            found.take(from_record(record))
+        except ValueError as error:
+            # The line fits its checksum, so it is as it was written.
+            raise ValueError(
+                f"{reader.path}, line {reader.num_lines}: {error}; another version of megarl wrote"
+                " it: use that one, or a newer one"
+            ) from None
+    found.finish()
+    return found
+
+
+def summary(reader: Reader, found: Audit) -> dict[str, Any]:
+    """The audit as JSON data."""
+    ages = found.ages
+    return {
+        "run": reader.run,
+        "steps": found.done,
+        "cursor": found.cursor.first,
+        "used_beyond_cursor": list(found.cursor.beyond),
+        "dispatched": found.dispatched,
+        "trained": found.trained,
+        "rejected": dict(found.rejected),
+        "void": found.void,
+        "in_flight": found.in_flight,
+        "age_mean": sum(age * count for age, count in ages.items()) / max(1, ages.total()),
+        "age_max": max(ages, default=0),
+        "restores": found.restores,
+        "torn_bytes": found.cut_bytes + reader.torn_bytes,
+        "ended": found.ended is not None,
+        "failure": found.ended.failure if found.ended is not None else "",
+        "contradictions": found.contradictions,
+        "num_contradictions": found.num_contradictions,
+    }
+
+
+def table(found: Audit) -> list[str]:
+    """The lines of the table."""
+    ages, flying = found.ages, found.in_flight
+    shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))
+    shown += ", ..." if len(flying) > SHOWN_IN_FLIGHT else ""
+    mean = sum(age * count for age, count in ages.items()) / max(1, ages.total())
+    begins = f", from step {found.first_step} on" if found.first_step else ""
+    end = "ended" if found.ended is not None else "running, or killed"
+    if found.ended is not None and found.ended.failure:
+        end = f"failed: {found.ended.failure}"
+    rows = [
+        ("steps trained", f"{found.done}{begins} ({end})"),
+        ("groups dispatched", f"{found.dispatched}"),
+        ("  trained", f"{found.trained}"),
+        *((f"  rejected: {why}", f"{count}") for why, count in sorted(found.rejected.items())),
+        (f"  void after {found.restores} restores", f"{found.void}"),
+        ("  in flight", f"{len(flying)}" + (f" ({shown})" if flying else "")),
+        ("age in versions", f"mean {mean:.3g}, max {max(ages, default=0)}"),
+        ("contradictions", f"{found.num_contradictions}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {value}" for name, value in rows]

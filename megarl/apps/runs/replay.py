@@ -1,0 +1,161 @@
+"""`megarl replay`: train again on the batches that a run has recorded, and compare the two runs.
+
+    RUN/batches/ --read--> StepBatch --train--> weights, metrics --compare--> RUN
+
+No engine, no environment and no Ray is started. The rollouts are the run's own, so that the replay
+of any run reaches the same weights bit by bit: also of one whose rollouts depended on time, because
+they were asynchronous or used tools, and of one that was killed and resumed. A difference means
+that training itself cannot be repeated, or that settings were changed at a resume.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl import console
+from megarl.activity.spans import activity, step_begins
+from megarl.apps.runs.replay_checks import steps_to_replay
+from megarl.checkpoints.manifest import DIGESTS
+from megarl.checkpoints.progress import newest_first
+from megarl.config import DistillConfig, RunConfig
+from megarl.errors import UserError
+from megarl.loops import distill, rl
+from megarl.loops.rl import Method, refuse_lost, serve, tell
+from megarl.loops.rl_setup import TrainingParts, build_training
+from megarl.loops.schedule import save_due
+from megarl.observe.live_report import LiveReport
+from megarl.observe.observer import METRICS
+from megarl.observe.sinks import read_records
+from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.rollout.batch_files import batch_of
+from megarl.schema import MOST_STEPS
+from megarl.signals import Stop, graceful
+from megarl.trainer.context import RunInputs, open_run
+
+NOT_COMPARED = ("tokens/trained_per_s", "tokens/generated_per_s")
+"""Metrics beside those of `time/` that are not the same when a run is repeated."""
+
+
+def main(config: RunConfig, inputs: RunInputs) -> int:
+    """Replay a run; rank 0 prints what differs as one JSON object. Returns the exit code, 1 if
+    anything differs.
+    """
+    is_distillation = isinstance(config, DistillConfig)
+    method = Method(distill.train, distill.work) if is_distillation else Method(rl.train, rl.work)
+    run, steps = Path(config.replay.run), steps_to_replay(config)
+    # The run has counted skipped and empty steps anew after each resume.
+    training = replace(config.training, max_skipped_steps=MOST_STEPS, max_empty_steps=MOST_STEPS)
+    config = replace(config, training=training)
+    with open_run(config, inputs) as context:
+        if not context.is_finished():
+            timeout_s = 2 * config.training.collective_timeout_s
+            parts = build_training(context, config, inputs, timeout_s)
+            if isinstance(parts, TrainingParts):
+                with graceful() as stop:
+                    train_again(parts, method, run, steps, stop)
+            else:
+                serve(parts, method)
+        is_main = context.is_main
+    if not is_main:
+        return 0
+    folder = Path(config.folder)
+    LiveReport(folder).write()
+    found = differences(run, folder, steps)
+    if not found["checkpoints_compared"]:
+        kept = [path.name for path in newest_first(run / "checkpoints")]
+        console.say(
+            "only metrics were compared: run and replay have no checkpoint of the same step; those"
+            f" of the run are {', '.join(kept) or 'gone'}"
+        )
+    console.result(json.dumps(found))
+    return int(bool(found["steps_that_differ"] or found["checkpoints_that_differ"]))
+
+
+def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
+    """Train on the first `steps` batches of the folder `run`. A signal ends the replay after the
+    step that it is in. All ranks of the policy call it together.
+    """
+    world, data = parts.context.mesh.world, parts.context.mesh.data
+    for step in range(parts.first_step, steps):
+        if broadcast_object(bool(stop), world):
+            break
+        step_begins(step + 1, step)
+        batch, problem = None, ""
+        try:
+            batch = batch_of(run, step, data.rank, data.size)
+        except ValueError as error:
+            problem = f"{error}; set replay.steps to {step} to end before it"
+        found = next(filter(None, gather_objects(problem, world)), "")
+        if batch is None or found:
+            tell(parts, "abort", step)
+            raise UserError(found)
+        tell(parts, "train", step)
+        started_at = time.monotonic()
+        with activity(f"training of step {step + 1}", kind="train"):
+            report = method.train(parts, batch)
+        train_s = time.monotonic() - started_at
+        refuse_lost(parts, step + 1)
+        if parts.observer is not None:
+            metrics = report.metrics | {"time/train_s": train_s}
+            parts.observer.step(replace(report, metrics=metrics))
+            parts.report.refresh()
+        if save_due(parts.context, step + 1, steps):
+            save(parts, step + 1)
+    else:
+        step = steps
+    if parts.first_step < step < steps:
+        save(parts, step)
+    tell(parts, "end", step)
+    parts.checkpoints.finish()
+    if step < steps:
+        stop.end(step, is_main=parts.observer is not None)
+
+
+def save(parts: TrainingParts, done: int) -> None:
+    """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
+    tell(parts, "save", done)
+    parts.checkpoints.save(step=done, next_ordinal=0, algorithm=parts.algorithm_state())
+
+
+def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
+    """What differs between the run folders `run` and `replayed` in their first `steps` steps:
+    metrics but for times, and the weights of checkpoints that both still have.
+    """
+    own = {record["step"]: record for record in read_records(replayed / METRICS)}
+    first: dict[int, str] = {}
+    for record in read_records(run / METRICS):
+        other = own.get(record["step"], {})
+        if record["step"] > steps or not other:
+            continue
+        for name, value in record.items():
+            compared = not name.startswith("time/") and name not in NOT_COMPARED
+            if compared and name in other and other[name] != value:
+                first.setdefault(record["step"], f"{name}: {value} and {other[name]}")
+    compared, differing = [], []
+    for folder in sorted((replayed / "checkpoints").glob("step_*")):
+        original = run / "checkpoints" / folder.name
+        if original.is_dir():
+            compared.append(folder.name)
+            if _weights(original) != _weights(folder):
+                differing.append(folder.name)
+    return {
+        "run": str(run),
+        "steps": len(own),
+        "steps_that_differ": {str(step): what for step, what in sorted(first.items())[:5]},
+        "checkpoints_compared": compared,
+        "checkpoints_that_differ": differing,
+    }
+
+
+def _weights(checkpoint: Path) -> dict[str, str]:
+    """{file: digest} of the weights of a checkpoint."""
+    files = json.loads((checkpoint / DIGESTS).read_text())["files"]
+    return {
+        name: digest
+        for name, digest in files.items()
+        if name.startswith(("model/", "adapter/")) and name.endswith(".safetensors")
+    }

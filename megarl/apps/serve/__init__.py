@@ -1,0 +1,1 @@
+"""Verifiers, a reward model or a judge as an HTTP server."""

@@ -1,0 +1,74 @@
+"""vLLM's tool-call parsers, by name: from what the model wrote to the calls in it.
+
+CallReader("hermes", tokenizer, schemas).read(text) -> [Call]
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.apps.tools.tool import CallError, Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call of the model."""
+
+    name: str
+    arguments: str
+    """JSON of an object, as the model wrote it."""
+
+
+class CallReader:
+    """Finds the tool calls in a response with a parser of vLLM."""
+
+    def __init__(self, parser: str, tokenizer: Any, schemas: Sequence[Schema]) -> None:
+        """`tokenizer`: of transformers. Raises `ValueError` for an unknown parser, or one that does
+        not fit the tokenizer.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        # A call that cannot be read is the model's mistake, which vLLM logs with its traceback.
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
+        known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
+        if parser not in known:
+            raise ValueError(
+                f"environment.tools.parser is '{parser}'; set one of {', '.join(sorted(known))}"
+            )
+        self._request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": ""}],
+            tools=list(schemas),  # type: ignore[arg-type]
+        )
+        kind = ToolParserManager.get_tool_parser(parser)
+        try:
+            self._parser = kind(tokenizer, self._request.tools)  # type: ignore[arg-type]
+        except Exception as error:
+            raise ValueError(
+                f"environment.tools.parser is '{parser}', which does not fit the model's tokenizer:"
+                f" {error}; set the parser of this family of models"
+            ) from None
+        marks = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_start_token")
+        found = [getattr(self._parser, name, None) for name in marks]
+        self._starts = [mark for mark in found if isinstance(mark, str) and mark]
+        ends = (getattr(self._parser, name.replace("start", "end"), None) for name in marks)
+        self._ends = [mark for mark in ends if isinstance(mark, str) and mark]
+
+    def read(self, text: str) -> list[Call]:
+        """The calls in `text`, special tokens included; empty if there is none. Raises `CallError`
+        if there is one that cannot be read.
+        """
+        found = self._parser.extract_tool_calls(text, self._request)
+        calls = [Call(one.function.name, one.function.arguments) for one in found.tool_calls or ()]
+        if not calls and any(mark in text for mark in self._starts):
+            raise CallError("the tool call could not be read; write it as one JSON object")
+        return calls
+
+    def is_open(self, text: str) -> bool:
+        """Whether `text` ends inside a tool call. Only parsers with marks around calls say so."""
+        start = max((text.rfind(mark) for mark in self._starts), default=-1)
+        end = max((text.rfind(mark) for mark in self._ends if mark not in self._starts), default=-1)
+        return start > end

@@ -1,0 +1,150 @@
+"""Log-probs of a frozen reference for every response of a data set, computed once and kept in a
+file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from megarl import console
+from megarl.apps.tune.pairs import pack_pairs, take_all, totals
+from megarl.checkpoints.adapter_files import adapter_digest
+from megarl.data.preferences import PreferenceList
+from megarl.parallel.collectives import all_reduce, broadcast_object
+from megarl.supervised_config import PreferenceConfig
+from megarl.trainer.config import LoraConfig, ModelConfig
+from megarl.trainer.context import RunContext
+from megarl.trainer.model_config import load_model_config
+from megarl.trainer.places import reference_adapter
+from megarl.trainer.role import Role
+from megarl.trainer.weights import weight_files
+
+READ_BYTES = 2**24
+"""Bytes of a weight file that are digested at once."""
+
+
+def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[np.ndarray | None]:
+    """For each data set of rank 0, the reference's log-probs [N, 2] of its responses, from the
+    cache or computed now; None on other ranks, and for no data set. All ranks call it together.
+    """
+    config = context.config
+    assert isinstance(config, PreferenceConfig)
+    model = config.reference.model if config.reference.model.path else config.model
+    adapter = reference_adapter(config) or ""
+    training = config.training
+    if not adapter:
+        training = replace(training, lora=LoraConfig())
+    cache = Path(config.reference.cache or context.folder / "reference")
+    files: list[Path | None] = [None for _ in data]
+    if context.is_main:
+        weights = weights_digest(model, config.seed)
+        if adapter:
+            weights += f" {adapter_digest(adapter)} {training.lora.alpha}"
+        precision = config.training.precision
+        files = [
+            cache / f"{digest_of(rows.digest, weights, precision)}.npy" if rows else None
+            for rows in data
+        ]
+    found = [
+        read(file, len(rows)) if file is not None and rows is not None else None
+        for file, rows in zip(files, data, strict=True)
+    ]
+    missing = broadcast_object(
+        [file is not None and one is None for file, one in zip(files, found, strict=True)],
+        context.mesh.world,
+    )
+    if not any(missing):
+        return found
+    role = Role(
+        "reference",
+        model=model,
+        training=training,
+        mesh=context.mesh,
+        device=context.device,
+        seed=config.seed,
+    )
+    try:
+        for number, rows in enumerate(data):
+            if missing[number]:
+                scores = response_logprobs(role, rows, config.samples_per_step)
+                if (file := files[number]) is not None:
+                    write(file, scores)
+                    found[number] = scores
+    finally:
+        role.destroy()
+    return found
+
+
+@torch.no_grad()
+def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> np.ndarray:
+    """[N, 2] float64 sums of the log-probs of each response's tokens, in the order of the data set,
+    on every rank. All ranks call it together; rank 0 has the `rows`.
+    """
+    parts = [np.zeros((0, 2))]
+    for batch in take_all(rows, role.mesh, at_once):
+        found = torch.zeros(2 * len(batch), dtype=torch.float64, device=role.device)
+        for micro in pack_pairs(batch.samples, role, together=2):
+            logprobs, _ = role.engine(micro, 1.0)
+            sums, ids = totals(logprobs, micro.sample_ids[micro.mask], micro)
+            found[ids] = sums
+        # Each data rank has its own samples, and each sequence rank its part of their sums.
+        parts.append(all_reduce(found, role.mesh.gradient).cpu().numpy().reshape(-1, 2))
+    return np.concatenate(parts)
+
+
+def weights_digest(model: ModelConfig, seed: int) -> str:
+    """xxh3-128 digest of a model: its configuration, and its weight files or the seed of random
+    weights.
+    """
+    hasher = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
+    if model.from_scratch:
+        hasher.update(str(seed).encode())
+        return hasher.hexdigest()
+    for path in weight_files(model.path):
+        hasher.update(path.name.encode())
+        with path.open("rb") as file:
+            while part := file.read(READ_BYTES):
+                hasher.update(part)
+    return hasher.hexdigest()
+
+
+def digest_of(*parts: str) -> str:
+    """Digest of some texts."""
+    return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
+
+
+def read(path: Path, num_rows: int) -> np.ndarray | None:
+    """The scores [N, 2] in a file of the cache; None if it is not there or damaged."""
+    layout = np.lib.format
+    head = io.BytesIO()
+    layout.write_array_header_1_0(head, layout.header_data_from_array_1_0(np.empty((num_rows, 2))))
+    size = len(head.getvalue())
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return None
+    # Not np.load: what a damaged head promises, it makes room for, and other formats it reads too.
+    if content[:size] != head.getvalue() or len(content) != size + 16 * num_rows:
+        return None
+    found = np.frombuffer(content, np.float64, offset=size).reshape(num_rows, 2)
+    return found if np.isfinite(found).all() else None
+
+
+def write(path: Path, scores: np.ndarray) -> None:
+    """Write an array aside, bring it to the disk and rename it, so that no reader meets a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("wb") as file:
+        np.save(file, scores)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(aside, path)
+    console.say(f"the reference's log-probs of {len(scores)} preferences are in {path}")

@@ -1,0 +1,199 @@
+"""`megarl sample`: responses of a model to its prompts, scored and written as a data set: for
+supervised fine-tuning (the best of n), for preference training (the best and the worst), or all.
+
+    prompts x n --engines--> records --environment, reward models--> rewards --keep--> data.jsonl
+
+FOLDER/sample/NUMBER/ holds `data.jsonl`, which `megarl sft` or `megarl preference` reads,
+`provenance.json`, which says how it was made, and `records.jsonl`: every response with the
+environment's reward, written as it comes, so that an interrupted run leaves what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import megarl
+from megarl import console
+from megarl.apps.tune.sampling_checks import SampleInputs
+from megarl.apps.tune.text_scores import Text, score_texts
+from megarl.cluster.process_env import own_cluster_token
+from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.rollout_client import RolloutClient
+from megarl.cluster.rollouts import start_engines, start_service
+from megarl.config import RunConfig, as_plain, silence_s
+from megarl.loops.evaluate import generate, make_folder, refuse_broken
+from megarl.loops.evaluate import write as write_records
+from megarl.observe.sinks import finite
+from megarl.parallel import mesh
+
+Record = dict[str, Any]
+"""One scored response: prompt, response, reward, correct, and more; see `rollout.evaluation`."""
+AT_ONCE = 256
+"""Prompts whose responses are asked for together."""
+
+
+def main(config: RunConfig, inputs: SampleInputs) -> int:
+    """Sample, score, write the data set; prints a summary as one JSON object."""
+    folder = make_folder(Path(config.folder) / "sample")
+    console.open_log(folder)
+    with (folder / "records.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as to:
+        groups = sample(config, inputs, to)
+    if config.reward_models:
+        with console.phase("scores of the reward models"):
+            add_scores(config, groups)
+    least = -math.inf if config.sample.min_reward is None else config.sample.min_reward
+    rows = [row for group in groups for row in KEEP[config.sample.keep](group, least)]
+    if not rows:
+        console.say("megarl: warning: no response is to be kept; data.jsonl is empty")
+    data = folder / "data.jsonl"
+    write(data, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
+    found = summary(config, groups, rows)
+    provenance = {
+        "megarl": megarl.__version__,
+        **found,
+        "recipe": as_plain(config),
+        "prompts": inputs.run.data,
+        "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+    }
+    write(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")
+    console.say(f"{len(rows)} rows of {len(groups)} prompts are in {data}")
+    console.result(json.dumps({"data": str(data), **found}))
+    return 0
+
+
+def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Record]]:
+    """The responses to each prompt, scored by the environment: [prompt][sample]. Each is also
+    written to the file `to`.
+    """
+    run, count = inputs.run, config.sample.samples
+    assert run.prompts is not None
+    prompts, on_cpu = list(run.prompts), mesh.local_device().type == "cpu"
+    names = [f"sample/{number}" for number in range(count)]
+    groups: list[list[Record]] = []
+    with Cluster(
+        namespace=f"megarl-{os.getpid()}",
+        token=own_cluster_token(),
+        hidden=config.environment.remote.token_variable,
+    ) as cluster:
+        with console.phase(f"engines of {config.model.path}"):
+            stops = run.stop_token_ids
+            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
+            start_service(config, cluster, engines, run, first_step=0)
+            engines.wait()
+            cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+        probe = 2 * prompts[0].token_ids[:24]
+        scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
+        refuse_broken(scores, config.model.path)
+        cluster.supervise(engines, config.rollout, loads=True)
+        for first in range(0, len(prompts), AT_ONCE):
+            asked = prompts[first : first + AT_ONCE]
+            client = RolloutClient(0, silence_s=silence_s(config))
+            found = list(generate(client, asked, config.rollout.temperature, names))
+            write_records(to, {}, "sampled", found)
+            groups += [found[number :: len(asked)] for number in range(len(asked))]
+            console.say(f"{len(groups):,} of {len(prompts):,} prompts")
+    return groups
+
+
+def add_scores(config: RunConfig, groups: Sequence[Sequence[Record]]) -> None:
+    """Add weight x score of every reward model to the rewards of all records; each score is kept
+    under the model's name.
+    """
+    records = [record for group in groups for record in group]
+    texts = [
+        Text(record["prompt"], record["response"], ends=record["finish"] == "stop")
+        for record in records
+    ]
+    for name, model in config.reward_models.items():
+        for record, score in zip(records, score_texts(config, model.model, texts), strict=True):
+            record["reward"] += model.weight * score
+            record.setdefault("scores", {})[name] = score
+
+
+def good(group: Sequence[Record], least: float) -> list[Record]:
+    """The responses to imitate, best first: not empty, not cut off, with a reward of `least`."""
+    found = [
+        record
+        for record in group
+        if record["response"].strip() and record["finish"] == "stop" and record["reward"] >= least
+    ]
+    return sorted(found, key=lambda record: -record["reward"])
+
+
+def best(group: Sequence[Record], least: float) -> Iterator[Record]:
+    """The response with the highest reward, the first of several, as a row {prompt, response}."""
+    yield from map(_row, good(group, least)[:1])
+
+
+def everything(group: Sequence[Record], least: float) -> Iterator[Record]:
+    """Each response as a row {prompt, response}."""
+    yield from map(_row, good(group, least))
+
+
+def pairs(group: Sequence[Record], least: float) -> Iterator[Record]:
+    """The best and the worst response as a row {prompt, chosen, rejected}; none where no response
+    has less reward than the best.
+    """
+    for top in good(group, least)[:1]:
+        worse = [
+            record
+            for record in group
+            if record["response"].strip()
+            and record["response"] != top["response"]
+            and record["reward"] < top["reward"]
+        ]
+        if worse:
+            low = min(worse, key=lambda record: record["reward"])
+            yield {
+                "prompt": top["prompt"],
+                "chosen": top["response"],
+                "rejected": low["response"],
+                "margin": top["reward"] - low["reward"],
+                "answer": top["answer"],
+            }
+
+
+KEEP = {"best": best, "all": everything, "pairs": pairs}
+"""{`sample.keep`: function of (a prompt's records, least reward) -> rows of the data set}"""
+
+
+def _row(record: Record) -> Record:
+    kept = ("prompt", "response", "answer", "reward", "correct", "scores", "finish", "tokens")
+    return {name: record[name] for name in kept if name in record}
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file: aside, to the disk, then under its name."""
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(aside, path)
+
+
+def summary(
+    config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
+) -> dict[str, Any]:
+    """What was sampled and kept, in a few numbers."""
+    records = [record for group in groups for record in group]
+    tops = [max(group, key=lambda record: record["reward"]) for group in groups]
+    return {
+        "model": config.model.path,
+        "prompts_asked": len(groups),
+        "samples": config.sample.samples,
+        "keep": config.sample.keep,
+        "rows": len(rows),
+        "accuracy": statistics.fmean(record["correct"] for record in records),
+        "accuracy_of_best": statistics.fmean(record["correct"] for record in tops),
+        "reward/mean": statistics.fmean(record["reward"] for record in records),
+        "reward/best": statistics.fmean(record["reward"] for record in tops),
+        "seed": config.seed,
+    }

@@ -1,0 +1,58 @@
+"""Checks of `megarl sample` before anything heavy starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.checks.preflight import check_run, ranks_to_check
+from megarl.checks.roles import check_positions, check_role
+from megarl.config import RunConfig
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import local_device
+from megarl.schema import require
+from megarl.trainer.config import LayoutConfig
+from megarl.trainer.context import RunInputs
+from megarl.trainer.places import RolePlace
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """What the checks of `megarl sample` have loaded."""
+
+    run: RunInputs
+
+    def __str__(self) -> str:
+        return f"{len(self.run.prompts or ())} prompts"
+
+
+def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
+    """Run all checks of `megarl sample`, which runs as one rank. Returns what the checks have
+    loaded. Raises `ValueError` if a check fails.
+    """
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
+    require(
+        config.rollout.temperature > 0 or config.sample.samples == 1,
+        f"sample.samples is {config.sample.samples}, but rollout.temperature is 0, at which all"
+        " responses are the same; raise it",
+    )
+    require(
+        config.sample.samples > 1 or config.sample.keep != "pairs",
+        "sample.keep is 'pairs', but sample.samples is 1; raise it",
+    )
+    require(
+        not config.environment.has_sessions,
+        "environment.session or environment.tools is set, but the turns of an environment are no"
+        " response to learn from; set environment.verifier instead",
+    )
+    inputs = check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
+    alone = RolePlace((0,), Layout(1, 1, 1))
+    for name, model in config.reward_models.items():
+        # Of one process: a recipe of `megarl train` may place them elsewhere.
+        here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
+        own = replace(config, reward_models=here)
+        check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+    if inputs.prompts is not None:
+        names = [f"reward_models.{name}" for name in config.reward_models]
+        check_positions(config, inputs.hf, names, inputs.prompts.longest)
+    return SampleInputs(inputs)

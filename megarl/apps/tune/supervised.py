@@ -1,0 +1,142 @@
+"""The loop of a run on a fixed data set: steps, checkpoints, evaluations, and an end by a signal.
+
+    Task.take(step's rows) -> batch -> Task.train(batch) -> metrics
+
+A task says what is trained and on what: `megarl.apps.tune.sft`, `.preference` and `.reward_model`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl import console
+from megarl.activity.spans import activity, step_begins
+from megarl.errors import UserError
+from megarl.loops.schedule import due, save_due
+from megarl.observe.live_report import LiveReport
+from megarl.observe.summary import read_run
+from megarl.parallel.collectives import broadcast_object
+from megarl.signals import graceful
+from megarl.supervised_config import SupervisedConfig
+from megarl.trainer.context import RunContext, RunInputs, open_run
+from megarl.trainer.role import Role
+from megarl.types import StepReport
+
+
+class Task(Protocol):
+    """What a run on a data set trains. All ranks call every method together."""
+
+    role: Role
+    """The model that is trained and saved."""
+
+    def take(self, first: int, count: int, *, stops: bool) -> Any:
+        """The batch of `count` rows from position `first` of training, the same on every rank; None
+        on every rank if rank 0 `stops`.
+        """
+        ...
+
+    def train(self, batch: Any, step: int) -> StepReport:
+        """Take one optimizer step on `batch`. Raises `UserError` if the model is not finite."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics ("eval/NAME") on the rows that are not trained on; {} without such rows."""
+        ...
+
+
+MakeTask = Callable[[RunContext], Task]
+
+
+def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) -> int:
+    """Train until `config.steps`, from a resumed checkpoint or the model's own weights; rank 0
+    prints a summary as one JSON object. `make` creates the task. Returns the exit code.
+    """
+    with open_run(config, inputs) as context:
+        if not context.is_finished():
+            train(context, make)
+        is_main = context.is_main
+    if is_main:
+        folder = Path(config.folder)
+        LiveReport(folder).write()
+        console.result(json.dumps(summary(folder, config.seed)))
+    return 0
+
+
+def summary(folder: Path, seed: int) -> dict[str, Any]:
+    """First and last loss of a run folder, and its last evaluation."""
+    found = read_run(folder)
+    steps = [record for record in found.metrics if record.get("loss") is not None]
+    last = found.evaluations[-1].metrics if found.evaluations else {}
+    return {
+        "loss_first": steps[0]["loss"] if steps else None,
+        "loss_last": steps[-1]["loss"] if steps else None,
+        "steps": len(steps),
+        **last,
+        "seed": seed,
+        "run_s": round(console.elapsed_s(), 1),
+    }
+
+
+def refuse_lost(context: RunContext) -> None:
+    """Raise `UserError` on every rank if another run owns the run folder by now. All ranks call it
+    together, before anything is written.
+    """
+    if lost := context.lost_folder():
+        raise UserError(lost)
+
+
+def train(context: RunContext, make: MakeTask) -> None:
+    """Train until `steps` steps are done. A signal ends the run after the present step, with a
+    checkpoint of it; raises `Ended` then.
+    """
+    config = context.config
+    assert isinstance(config, SupervisedConfig)
+    with console.phase("model and optimizer"), activity("model and optimizer", kind="load"):
+        task = make(context)
+        checkpoints = context.checkpoints(task.role.engine)
+        progress = context.resume(checkpoints)
+    first = saved = progress.step if progress else 0
+    begun = progress.next_ordinal if progress else 0
+    observer, report = context.observe(first), LiveReport(context.folder)
+    size, every = config.samples_per_step, config.evaluation.every
+
+    def evaluate(done: int) -> None:
+        with activity(f"evaluation after step {done}", kind="evaluate"):
+            metrics = task.evaluate()
+        refuse_lost(context)
+        if observer is not None and metrics:
+            observer.evaluation(done, metrics, [])
+
+    # A run may have been killed between a checkpoint and the evaluation of its weights.
+    known = observer.evaluated(first, "eval") if observer is not None else None
+    lacks = broadcast_object(known is None, context.mesh.world)
+    if first == 0 or (lacks and due(first, every, config.steps)):
+        evaluate(first)
+    with graceful() as stop:
+        for step in range(first, config.steps):
+            # From where the checkpoint's run had come, whatever its rows a step.
+            ordinal = begun + (step - first) * size
+            step_begins(step + 1, step)
+            batch = task.take(ordinal, size, stops=bool(stop))
+            if batch is None:
+                if step > saved:
+                    checkpoints.save(step=step, next_ordinal=ordinal)
+                checkpoints.finish()
+                stop.end(step, is_main=observer is not None)
+            with activity(f"training of step {step + 1}", kind="train"):
+                found = task.train(batch, step)
+            refuse_lost(context)
+            if observer is not None:
+                metrics = found.metrics | checkpoints.take_times()
+                observer.step(replace(found, metrics=metrics))
+                report.refresh()
+            if save_due(context, step + 1, config.steps):
+                checkpoints.save(step=step + 1, next_ordinal=ordinal + size)
+                saved = step + 1
+            if due(step + 1, every, config.steps):
+                evaluate(step + 1)
+        checkpoints.finish()

@@ -1,0 +1,148 @@
+"""Scores of texts by a reward model in one process: of data sets, or behind a reward server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.apps.tune.pairs import pack_pairs, totals
+from megarl.chat_template import end_of_turn
+from megarl.config import RunConfig
+from megarl.data.config import TemplateName
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokens import scored_tokens
+from megarl.errors import UserError
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.trainer.role import Role
+from megarl.types import Samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AT_ONCE = 1024
+"""Texts that are packed together."""
+
+
+class Text(NamedTuple):
+    """A prompt with a response to score."""
+
+    prompt: str
+    response: str
+    ends: bool = True
+    """Whether the token that ends a turn follows; not behind a response that was cut off."""
+
+
+class TextScorer:
+    """A reward model that scores texts in this process. A process may have one `TextScorer` at a
+    time, which only one thread may call.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        template: TemplateName,
+        seed: int,
+    ) -> None:
+        """Load the model. `template`: how a prompt and a response become the text that is scored
+        (`prompts.template`). Precision, `micro_batch_tokens` and time limits are those of
+        `training`.
+        """
+        self._tokenizer = tokenizer
+        self._template: TemplateName = template
+        self._end = end_of_turn(tokenizer, template)
+        device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+        self._stack = ExitStack()
+        self._stack.callback(mesh_module.finalise)
+        mesh = self._stack.enter_context(ProcessMesh(Layout(1, 1, 1)))
+        self._role = Role(
+            "reward model",
+            model=model,
+            training=training,
+            mesh=mesh,
+            device=device,
+            seed=seed,
+            head="scalar",
+        )
+
+    def scores(self, texts: Sequence[Text]) -> list[float]:
+        """The score of each text, which may be no finite number. It is tokenised as by
+        `megarl.data.tokens.scored_tokens`.
+        """
+        prompts, replies = [text.prompt for text in texts], [text.response for text in texts]
+        found = scored_tokens(self._tokenizer, prompts, replies, self._template, self._end)
+        return self.token_scores(
+            [ids[: None if text.ends else -1] for ids, text in zip(found, texts, strict=True)]
+        )
+
+    def token_scores(self, texts: Sequence[list[int]]) -> list[float]:
+        """The score of each text, given as token ids, which may be no finite number."""
+        found: list[float] = []
+        for first in range(0, len(texts), AT_ONCE):
+            part = texts[first : first + AT_ONCE]
+            # The score is at the last token alone, so that texts share all before where they agree.
+            samples = Samples.concatenate(
+                [
+                    Samples.one(n, ids, mask=[False] * (len(ids) - 1) + [True])
+                    for n, ids in enumerate(part)
+                ]
+            )
+            found += _scores(self._role, samples).tolist()
+        return found
+
+    def close(self) -> None:
+        """Release the model."""
+        self._role.destroy()
+        self._stack.close()
+
+
+def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) -> list[float]:
+    """The score of each text by `model`, with the policy's tokenizer. Raises `UserError` if a score
+    is not finite.
+    """
+    training = TrainingConfig(
+        zero_stage=config.training.zero_stage,
+        precision=config.training.precision,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        collective_timeout_s=config.training.collective_timeout_s,
+    )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    scorer = TextScorer(
+        model,
+        training,
+        tokenizer=tokenizer,
+        template=config.prompts.template,
+        seed=config.seed,
+    )
+    found = scorer.scores(texts)
+    scorer.close()
+    if not all(map(math.isfinite, found)):
+        raise UserError(
+            f"the reward model {model.path} scores a response with a number that is not finite; set"
+            " another model"
+        )
+    return found
+
+
+@torch.no_grad()
+def _scores(role: Role, samples: Samples) -> np.ndarray:
+    """[S] the score of each sample."""
+    found = torch.zeros(len(samples), dtype=torch.float64, device=role.device)
+    for micro in pack_pairs(samples, role, together=1):
+        scores, ids = role.engine(micro, 1.0)
+        sums, members = totals(scores, ids, micro)
+        found[members] = sums
+    return found.cpu().numpy()

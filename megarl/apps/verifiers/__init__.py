@@ -1,0 +1,1 @@
+"""The verifiers of the house, by whose names a recipe asks for them."""

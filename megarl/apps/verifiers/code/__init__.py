@@ -1,0 +1,1 @@
+"""The verifier `code`: programs that a model wrote, run in a sandbox."""

@@ -1,0 +1,32 @@
+"""`report.html` while a run goes on; the page itself is of `megarl.apps.runs.report`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megarl.lookup import of_app
+
+
+class LiveReport:
+    """Writes `report.html` as a run goes, at most every `every_s` seconds, and in at most a
+    fiftieth of the run's time.
+    """
+
+    def __init__(self, folder: Path, *, every_s: float = 10.0) -> None:
+        self._folder, self._every_s = Path(folder), every_s
+        self._next = float("-inf")
+
+    def refresh(self) -> None:
+        """Write the report, unless the last one is younger than `every_s` seconds or than fifty
+        times what it took to write.
+        """
+        started_at = time.monotonic()
+        if started_at >= self._next:
+            self.write()
+            ended_at = time.monotonic()
+            self._next = ended_at + max(self._every_s, 50 * (ended_at - started_at))
+
+    def write(self) -> None:
+        """Write the report now."""
+        of_app("write_report")(self._folder, title=self._folder.name)
