@@ -1,0 +1,80 @@
+"""Lines of code by package, without blank lines, comments and docstrings, as a Markdown table.
+
+python tools/count_lines.py
+
+A docstring is every string that stands alone as a statement, so those below fields count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+CORE = ("megarl", "kernels", "parallel")
+
+
+def code_lines(text: str) -> int:
+    """Lines of a Python file's text on which code stands."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE and token.type != tokenize.ENDMARKER:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def package(path: Path) -> str:
+    """The row of the table for a file, given by its path from the repository's root."""
+    folders = path.parts[:-1]
+    if path.parts[:2] == ("megarl", "apps"):
+        return "/".join(folders[:3])
+    return "/".join(folders[:2]) if folders[0] in ("megarl", "tests", "tools") else folders[0]
+
+
+def by_package() -> dict[str, int]:
+    """{package: its lines of code}, of the core, the apps, the tests and the tools."""
+    found: dict[str, int] = {}
+    for base in (*CORE, "tests", "tools"):
+        for path in (ROOT / base).rglob("*.py"):
+            place = path.relative_to(ROOT)
+            if place.parts[1] in ("kernels", "parallel") and base == "megarl":
+                continue  # the links
+            found[package(place)] = found.get(package(place), 0) + code_lines(
+                path.read_text(encoding="utf-8")
+            )
+    return found
+
+
+def group(name: str) -> str:
+    """What a package belongs to: core, apps, tests or tools."""
+    top = name.split("/")[0]
+    if name.startswith("megarl/apps"):
+        return "apps"
+    return "core" if top in CORE else top
+
+
+def sums(found: dict[str, int]) -> dict[str, int]:
+    """{core, apps, tests or tools: lines of code}"""
+    total = dict.fromkeys(("core", "apps", "tests", "tools"), 0)
+    for name, lines in found.items():
+        total[group(name)] += lines
+    return total
+
+
+def table(found: dict[str, int]) -> str:
+    """A Markdown table with a row for each package, and the sums below them."""
+    rows = [f"| {name} | {lines:,} |" for name, lines in sorted(found.items())]
+    rows += [f"| **{name}** | **{lines:,}** |" for name, lines in sums(found).items()]
+    return "\n".join(["| package | lines of code |", "|---|---:|", *rows])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(by_package()) + "\n")
