@@ -1,8 +1,8 @@
 """Code that is named by "module:function" and imported at its first use.
 
 The core imports no app (`megarl.apps`). What it asks of one is named here, or in another table: the
-commands in `command_line/table.py`, the verifiers in `environments/verifiers.py`. So the core runs
-without an app that a recipe does not use.
+commands in `command_line/table.py`, the verifiers in `environments/verifiers.py`. So a run needs
+only the apps that its recipe uses, and `megarl.apps.runs`, which writes its report.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any
+
+from megarl.errors import UserError
 
 OF_APPS = {
     "write_report": "megarl.apps.runs.report:write_report",
@@ -23,9 +25,19 @@ OF_APPS = {
 
 
 def load(place: str) -> Callable[..., Any]:
-    """The function or class that "module:function" names."""
+    """The function or class that "module:function" names. Raises `UserError` if the app that has
+    the module is not installed.
+    """
     module, _, function = place.partition(":")
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megarl.apps"):
+            raise
+        raise UserError(
+            f"{error.name} is not installed, and {place} is in it; install the whole of megarl:"
+            " bash launch/env.sh, or pip install ."
+        ) from None
 
 
 def of_app(name: str) -> Callable[..., Any]:

@@ -65,6 +65,7 @@ def gpu_settings(recipe: str) -> list[str]:
         "rollout.placement": "colocated",
         "rollout.max_staleness": "0",
         "rollout.engine.dtype": "bfloat16" if has_bfloat16() else "float16",
+        "algorithm.correction.kind": "tis",  # the trainer's dtype is another
         "rollout.engine.gpu_memory_utilization": f"{share:.3f}",
         # Starts a minute sooner, and short answers come fast enough without.
         "rollout.engine.compile": "false",

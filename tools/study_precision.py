@@ -103,6 +103,7 @@ def settings_of(case: Case, folder: Path, model: Path) -> dict[str, object]:
         "evaluation.prompts.source": "",
         "rollout.groups_per_step": 8,
         "rollout.engine.dtype": case.engine,
+        "algorithm.correction.kind": "tis",  # the trainer's dtype may be another
         "training.optimizer.learning_rate": 1e-6,
         "training.schedule.kind": "constant",
     }

@@ -56,12 +56,13 @@ def main(parent: int) -> None:
     if first is None:
         return
     number, (config, codec, sources) = first
-    if config.tools.are_used:
-        of_app("ToolKit")
-    import_built_in(config)
-    if config.isolate and (config.has_sessions or own_files(config)):
-        enter_own_domain(mounts=bool(config.programs))
     try:
+        # Before the user's files are on the path, where one may hide a library.
+        if config.tools.are_used:
+            of_app("ToolKit")
+        import_built_in(config)
+        if config.isolate and (config.has_sessions or own_files(config)):
+            enter_own_domain(mounts=bool(config.programs))
         with ending_forks():
             host, about = _load(loop, config, codec, sources)
     except BaseException as error:

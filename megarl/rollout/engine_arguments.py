@@ -48,7 +48,8 @@ def engine_arguments(
         # cannot.
         found["enable_chunked_prefill"] = False
         # vLLM's default of 128 leaves shorter prompts out of the prefix cache: each sample of a
-        # group would compute its prompt again. 32 is the smallest that the CPU attention takes.
+        # group would compute its prompt again. 32 is the smallest that the CPU attention takes;
+        # for MLA vLLM sets a size of its own, with a warning.
         found["block_size"] = 32
     if config.tensor > 1 or on_cpu:
         # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.

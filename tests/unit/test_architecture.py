@@ -18,8 +18,8 @@ from megarl.lookup import OF_APPS
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    {"errors", "files", "host_memory", "lookup", "peer_names", "quick_imports", "schema", "types"},
-    {"chat_template", "recipe_file", "recipe_paths", "third_party"},
+    {"errors", "files", "host_memory", "peer_names", "quick_imports", "schema", "types"},
+    {"chat_template", "lookup", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},
     {"kernels", "parallel"},
@@ -195,7 +195,7 @@ def test_what_is_looked_up_exists() -> None:
         assert any(isinstance(node, defined) and node.name == name for node in tree.body), place
 
 
-def test_the_core_runs_without_apps_and_each_app_without_the_others() -> None:
+def test_the_core_is_imported_without_apps_and_each_app_without_the_others() -> None:
     """A process that can import no app imports every module of the core; then, for each app in
     turn, one that lacks this app, and those that use it, imports all others.
     """

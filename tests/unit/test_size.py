@@ -5,7 +5,7 @@ from __future__ import annotations
 import count_lines
 import pytest
 
-LIMITS = {"core": 33_696, "apps": 9_987}
+LIMITS = {"core": 33_608, "apps": 9_987}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

@@ -6,7 +6,7 @@ seconds, bytes, memory.
     python tools/bench/publish.py --device cuda --shape 7b            # colocated, on one GPU
 
 With --device cuda a trainer rank and a reader share one GPU, as a colocated engine does, and
-weights take `cuda_ipc` and `shared_memory`; not yet run on a GPU.
+weights take `cuda_ipc` and `shared_memory`; no run on a GPU yet.
 
 Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each
 engine rank, all with one thread, which publish through `Publisher`, shared memory, digests and
