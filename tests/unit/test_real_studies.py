@@ -74,8 +74,8 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
         ]
         return {"steps": rows, "others": 0.01}
 
-    found = bench.table({bench.SYNCHRONOUS: [steps(1.0)], "TRL": [steps(2.0)]})
-    ours, theirs = found[bench.SYNCHRONOUS], found["TRL"]
+    found = bench.table({bench.SYNCHRONOUS: [steps(1.0)], "trl": [steps(2.0)]})
+    ours, theirs = found[bench.SYNCHRONOUS], found["trl"]
     assert ours["samples_per_s"]["median"] == 2 * theirs["samples_per_s"]["median"] == 64
     assert ours["tokens_per_s"]["median"] == 100
     assert ours["accuracy"] == theirs["accuracy"] == ours["accuracy_at_time"]
@@ -89,7 +89,7 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
 def test_the_settings_of_each_system_are_accepted(
     staleness: int, precision: str, bench: Any, tmp_path: Path
 ) -> None:
-    args = bench.arguments(["--precision", precision, "--only", "megarl"])
+    args = bench.arguments(["--precision", precision, "--systems", "megarl"])
     options = bench.settings_of(tmp_path, tmp_path, args, 1, staleness)
     changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     config = read(RunConfig, bench.RECIPE, changes)

@@ -1,17 +1,18 @@
 """GRPO of a published model, megarl against TRL: SmolLM2-135M-Instruct on sums and differences that
 are asked in words; same machine, prompts, rewards, samples and optimizer; CPU only.
 
-    python tools/bench/e2e_real.py [--json] [--seeds 1,2,3] [--steps 12] [--precision float32]
+    python tools/bench/e2e_real.py [--json] [--seeds 1,2,3] [--steps 12] [--systems megarl,trl]
+        [--precision float32]
 
 A step is 8 prompts x 8 samples of at most 48 tokens at temperature 1, and one AdamW step at 1e-5
 with clipped gradients; a response is right if its last number is the answer.
 
-    TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
+    trl                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
                           run on CPU; a process of two threads
-    TRL, 2 processes      the same, of one thread each
+    trl-2-processes       the same, of one thread each
     megarl                launch/recipes/smollm2_arithmetic.yaml, which is on-policy, as TRL is;
                           two threads for engine and trainer, in turns
-    megarl, staleness 1   rollout.max_staleness 1: engine and trainer at the same time, a thread
+    megarl-staleness-1    rollout.max_staleness 1: engine and trainer at the same time, a thread
                           each
 
 `--precision bfloat16`: TRL trains under autocast, megarl with bfloat16 weights and float32 master
@@ -49,8 +50,8 @@ from e2e_trl import make_trl_environment
 
 RECIPE = ROOT / "launch" / "recipes" / "smollm2_arithmetic.yaml"
 REWARD = Path(__file__).with_name("e2e_real_trl.py")
-SYNCHRONOUS, OVERLAPPED = "megarl", "megarl, staleness 1"
-TRL = {"TRL": 1, "TRL, 2 processes": 2}
+SYNCHRONOUS, OVERLAPPED = "megarl", "megarl-staleness-1"
+TRL = {"trl": 1, "trl-2-processes": 2}
 """{name: processes} of TRL's settings."""
 SYSTEMS = (SYNCHRONOUS, OVERLAPPED, *TRL)
 LENGTHS_AGREE = 0.2
@@ -242,7 +243,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--seeds": {"default": "1,2,3", "help": "seeds, a run of each system for each"},
     "--steps": {"type": int, "default": 12, "help": "steps of a run, 4 or more"},
     "--precision": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "of all"},
-    "--only": {"choices": ("megarl", "trl"), "default": "", "help": "leave out the other system"},
+    "--systems": {"default": ",".join(SYSTEMS), "help": "systems to compare, as listed above"},
     "--model": {
         "type": Path,
         "default": Path.home() / ".cache" / "megarl" / "smollm2",
@@ -268,7 +269,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if args.steps < 4:
         parser.error(f"--steps is {args.steps}; set it to 4 or more")
     args.model, args.trl_env = args.model.absolute(), args.trl_env.absolute()
-    args.systems = [one for one in SYSTEMS if not args.only or (one in TRL) == (args.only == "trl")]
+    args.systems = args.systems.split(",")
+    if unknown := set(args.systems) - set(SYSTEMS):
+        parser.error(f"--systems names {sorted(unknown)}; choose from {', '.join(SYSTEMS)}")
     return args
 
 
