@@ -39,6 +39,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.objectives.config import (
     COMPARING,
     WITH_GREEDY_BASELINE,
+    ZERO_IF_EQUAL,
     AlgorithmConfig,
     DistillationConfig,
 )
@@ -161,6 +162,20 @@ class RunConfig:
         return self.algorithm.advantage in COMPARING
 
     @property
+    def skips_equal_groups(self) -> bool:
+        """Whether groups of equal rewards are not computed in training: their advantages are 0, and
+        the loss has no term but the policy's, so that the gradient is the same without them.
+        """
+        algorithm = self.algorithm
+        return (
+            algorithm.advantage in ZERO_IF_EQUAL
+            and algorithm.credit == "response"
+            and algorithm.kl.coefficient == 0
+            and algorithm.entropy_coefficient == 0
+            and not self.reward_models  # which change the rewards afterwards
+        )
+
+    @property
     def greedy_baseline(self) -> Literal["", "reward", "tokens"]:
         """What the trainer gets of a greedy response to each prompt: nothing, its reward, or its
         tokens too, so that reward models score it.
@@ -201,6 +216,11 @@ class DistillConfig(RunConfig):
     @property
     def compares_groups(self) -> bool:
         """False: the loss of a response does not depend on other responses to its prompt."""
+        return False
+
+    @property
+    def skips_equal_groups(self) -> bool:
+        """False: the loss of a response does not depend on its reward."""
         return False
 
     @property

@@ -67,6 +67,7 @@ def build_service(
         first_step=first_step,
         carried=carried,
         compares_groups=config.compares_groups,
+        skips_equal_groups=config.skips_equal_groups,
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
         max_failure_share=config.environment.max_failure_share,

@@ -38,6 +38,9 @@ PresetName = Literal[
 COMPARING = ("grpo", "dr_grpo", "gpg", "rloo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
 teaches nothing."""
+ZERO_IF_EQUAL = ("grpo", "dr_grpo", "gpg", "rloo")
+"""Those of `COMPARING` that give exactly 0 to a group of equal rewards, whatever other groups are
+in the step."""
 WITH_GREEDY_BASELINE = ("remax",)
 """Advantages that compare each sample with a greedy response to the same prompt, which the engines
 generate beside the group and which is not trained on."""

@@ -9,7 +9,8 @@ from megarl.schema import FINITE, MOST_SAMPLES, Range, config, require
 STEP_METRICS = (
     *("reward/mean", "reward/std", "accuracy"),
     *("length/mean", "length/max", "length/truncated_share", "length/penalty"),
-    *("groups/drawn", "groups/rejected", "groups/stale", "staleness/max", "staleness/mean"),
+    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal"),
+    *("staleness/max", "staleness/mean"),
     *("staleness/token_mean", "staleness/token_max"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),
     *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),

@@ -121,6 +121,7 @@ def shares(
     transcripts: int,
     warning: str = "",
     with_greedy: bool = False,
+    skips_equal: bool = False,
     stale: int | None = None,
     carried: Collection[int] = (),
     prefix_saves: float = math.inf,
@@ -132,6 +133,10 @@ def shares(
 
     A group's greedy response is a sample of the step without trained tokens. `with_greedy`: also
     send its tokens to the ranks, whose reward models are to score it.
+
+    `skips_equal`: groups of equal rewards, whose advantages are 0, count in the step (rewards,
+    numbers of tokens) but are not sent to the ranks, since they change no gradient. A mini-batch of
+    such groups alone keeps one sample, so that its optimizer step, of momentum alone, is taken.
 
     `stale`: groups that the dispatch policy has rejected for their age when the batch was complete;
     None for a policy that rejects none. `carried`: ordinals of groups that were generated before
@@ -150,6 +155,10 @@ def shares(
     sizes = _sizes(samples, accepted, group_of, prefix_saves)
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
+    is_equal = [
+        skips_equal and len({rollout.reward for rollout in group.rollouts}) == 1
+        for group in accepted
+    ]
     dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
     packed: list[list[list[list[int]]]] = [[] for _ in range(num_data_ranks)]
     for part in range(num_parts):
@@ -158,6 +167,7 @@ def shares(
             for number in np.flatnonzero(mini_batch_of == part).tolist()
             if with_greedy or samples[number].is_trained
         ]
+        members = [number for number in members if not is_equal[group_of[number]]] or members[:1]
         even = FamilyBalance([sizes[n] for n in members], prefix_saves, windows=windows)
         split = even.split(num_data_ranks, micro_batch_tokens)
         of_rank = [[members[position] for position in positions] for positions in split]
@@ -180,7 +190,8 @@ def shares(
         ),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds, carried)
-        | ({"groups/stale": stale} if stale is not None else {}),
+        | ({"groups/stale": stale} if stale is not None else {})
+        | ({"groups/equal": sum(is_equal)} if skips_equal else {}),
         warning=warning,
     )
     plans = [

@@ -60,13 +60,15 @@ class RolloutService:
         first_step: int = 0,
         carried: Sequence[Group] = (),
         compares_groups: bool = True,
+        skips_equal_groups: bool = False,
         greedy_baseline: Literal["", "reward", "tokens"] = "",
         max_turns: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
     ) -> None:
         """`compares_groups`: whether the advantage is 0 for a group of equal rewards, so that
-        dynamic sampling rejects such groups. `greedy_baseline`: whether each group has a greedy
+        dynamic sampling rejects such groups. `skips_equal_groups`: whether such groups are not sent
+        to the ranks where they are not rejected. `greedy_baseline`: whether each group has a greedy
         response to compare with, of which the trainer gets the reward or, for its reward models,
         the tokens too. `max_turns`: limit of model segments in a rollout, 0 for none.
         `max_failure_share`: the service fails if at least this share of the
@@ -77,7 +79,7 @@ class RolloutService:
         one that `cursor` says is used.
         """
         refuse_used(carried, cursor)
-        self._greedy_baseline = greedy_baseline
+        self._greedy_baseline, self._skips_equal = greedy_baseline, skips_equal_groups
         self.config, self.prompts, self.environment = config, prompts, environment
         self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
             num_data_ranks,
@@ -378,6 +380,7 @@ class RolloutService:
             transcripts=self.transcripts_per_step,
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
+            skips_equal=self._skips_equal,
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
             carried=self.engines.receipts.carried,
         )

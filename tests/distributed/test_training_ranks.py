@@ -53,8 +53,13 @@ def three_steps(
     num_groups: int,
     precision: str = "float32",
     optimizer: str = "torch",
+    equal: str = "",
 ) -> dict[int, Any]:
-    """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank."""
+    """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank.
+    `equal`: every second group has equal rewards, and is "sent" to the ranks or "skipped".
+    """
+    from dataclasses import replace
+
     import torch
     from support.policy import Policy
 
@@ -97,6 +102,11 @@ def three_steps(
             reports = []
             for step in range(STEPS):
                 made = groups(num_groups, 3, seed=step)
+                for group in made[::2] if equal else ():
+                    group.rollouts[:] = [
+                        replace(one, verdict=replace(one.verdict, reward=0.25))
+                        for one in group.rollouts
+                    ]
                 dealt = shares(
                     step=step,
                     drawn=made,
@@ -106,6 +116,7 @@ def three_steps(
                     num_mini_batches=settings["num_mini_batches"],
                     micro_batch_tokens=settings["micro_batch_tokens"],
                     transcripts=0,
+                    skips_equal=equal == "skipped",
                 )
                 reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
             weights = {
@@ -167,6 +178,26 @@ def test_two_ranks_equal_one_under_every_zero_stage(models: dict[bool, str], cas
         for rank in range(2):
             found = differences(alone, together[rank][stage])
             assert max(found.values()) < 1e-5, (stage, rank, found)
+
+
+@pytest.mark.parametrize("num_groups", [2, 5])
+def test_skipped_groups_of_equal_rewards_change_nothing(
+    models: dict[bool, str], num_groups: int
+) -> None:
+    """Of two groups, each a mini-batch, the first is skipped but for one sample."""
+    one, two = ("float32", "torch", "sent"), ("float32", "torch", "skipped")
+    alone = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", num_groups, *one)
+    together = run_ranks(
+        2, __file__, "three_steps", models[False], [0, 1, 2, 3], "dapo", num_groups, *two
+    )
+    (all_sent,) = alone[0].values()
+    for stage in range(4):
+        skipped = together[0][stage]
+        found = differences(all_sent, skipped)
+        assert max(found[name] for name in ("loss", "grad_norm", "weights")) < 1e-5, (stage, found)
+        for mine, theirs in zip(all_sent[0], skipped[0], strict=True):
+            assert theirs["tokens/trained"] < mine["tokens/trained"]
+            assert theirs["groups/equal"] >= num_groups // 2
 
 
 def test_a_rank_without_samples_takes_part(models: dict[bool, str]) -> None:

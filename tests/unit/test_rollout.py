@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -404,6 +405,32 @@ def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     assert sample.token_ids.tolist() == tokens
     assert sample.mask.sum() == rollout.num_tokens and not sample.mask[0]
     assert sample.rewards.tolist() == [0.0] * (len(tokens) - 1) + [rollout.verdict.reward]
+
+
+def test_groups_of_equal_rewards_count_but_are_not_sent() -> None:
+    """Of four groups in two mini-batches, 0, 2 and 3 have equal rewards: of the second mini-batch
+    one sample is sent all the same.
+    """
+    made = groups(4, 3)
+    for group in made:
+        group.rollouts[:] = [
+            replace(one, verdict=Verdict(float(number) if group.ordinal == 1 else 0.1, False))
+            for number, one in enumerate(group.rollouts)
+        ]
+    options = dict(step=0, drawn=made, accepted=made, seconds=1.0, transcripts=0)
+    options |= dict(num_data_ranks=2, num_mini_batches=2, micro_batch_tokens=50)
+    every, dealt = (shares(**options, skips_equal=skips) for skips in (False, True))
+    sent = [
+        sorted(n for rank in range(2) for n in dealt.share(rank).samples[part].ids)
+        for part in (0, 1)
+    ]
+    assert sent == [[3, 4, 5], [6]]
+    for rank in range(2):
+        whole, mine = every.share(rank), dealt.share(rank)
+        for name in ("rewards", "groups", "response_tokens", "mini_batch_of"):
+            assert (getattr(whole, name) == getattr(mine, name)).all()
+        assert mine.metrics == whole.metrics | {"groups/equal": 3}
+    assert len(dealt.share(0).micro_batches[1]) == len(dealt.share(1).micro_batches[1])
 
 
 def test_ages_are_of_the_trained_tokens_and_of_the_drawn_rollouts() -> None:

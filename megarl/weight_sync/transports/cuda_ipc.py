@@ -1,5 +1,5 @@
-"""Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. No test of it has passed
-on a GPU yet.
+"""Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. No test of it
+has passed on a GPU yet.
 
 As `shared_memory`, but each engine rank receives in memory of its own, on the GPU that it shares
 with the trainer rank of the same number. What that trainer rank owns stays on its GPU; other ranks
