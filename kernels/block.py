@@ -6,7 +6,7 @@
 with a sliding window, of the first token in the window. Contiguous, zigzag and striped splits,
 packed documents and each step of ring attention differ in these arrays only. To add an
 implementation, write a class with the three methods of `Block` and list it in
-`megarl.kernels.blocks.BLOCKS`.
+`megarl.kernels.attention_plan.BLOCKS`.
 
 A document may continue another one, its parent, as the responses of a group continue their prompt.
 Its tokens then attend to the parent's tokens too, and to those of the parent's parent. For each of

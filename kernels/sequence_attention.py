@@ -21,8 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.attention_plan import AttentionPlan
-from megarl.kernels.exchange import Exchange
-from megarl.kernels.kv_transports import TRANSPORTS, BackwardSums, Call, ForwardSums
+from megarl.kernels.kv_transports import TRANSPORTS, BackwardSums, Call, Exchange, ForwardSums
 from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads, sum_dtype
 
 

@@ -1,6 +1,6 @@
 """Ring and all-to-all messages between the ranks of one axis, for attention over split sequences.
 
-Implements the protocol `megarl.kernels.exchange.Exchange` with torch.distributed.
+Implements the protocol `megarl.kernels.kv_transports.Exchange` with torch.distributed.
 """
 
 from __future__ import annotations

@@ -26,14 +26,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
-from megarl.checkpoints.aside import ASIDE, identity, put_in_place, remove_unfinished, set_aside
 from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_description
+from megarl.checkpoints.files import ASIDE, identity, put_in_place, remove_unfinished, set_aside
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import sync, write_manifest
@@ -46,11 +48,10 @@ from megarl.checkpoints.progress import (
     write_progress,
     written_under,
 )
-from megarl.checkpoints.random_states import random_states, restore_random_states
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError, disk_advice
 from megarl.ledger.journal import FILE as LEDGER
-from megarl.ledger.position import position
+from megarl.ledger.journal import position
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
@@ -401,3 +402,23 @@ class Checkpoints:
             position(self.folder.parent / LEDGER) if self.everyone.rank == 0 else {},
             self.reference,
         )
+
+
+def random_states() -> bytes:
+    """Content of a file with the states of the generators of the CPU and, where there is one, of
+    this rank's GPU.
+    """
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return save(states)
+
+
+def restore_random_states(path: Path) -> None:
+    """Set the generators to the states of a file of `random_states`. A GPU's state is left
+    out where there is no GPU, and a GPU keeps its own where the file has none.
+    """
+    states = load_file(str(path))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

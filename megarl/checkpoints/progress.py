@@ -54,7 +54,7 @@ class Progress:
     """Positions above `next_ordinal` whose prompts are used as well; not empty only under a
     `rollout.dispatch` that does not use groups in order."""
     ledger: dict[str, int | str] = field(default_factory=dict)
-    """How far the ledger went, as `megarl.ledger.position.position` returns it; empty in a run
+    """How far the ledger went, as `megarl.ledger.journal.position` returns it; empty in a run
     without a ledger, and in checkpoints of earlier versions."""
     reference: str = ""
     """Digest of the adapter with which the reference computes, which is the one that the run

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megarl import console
 from megarl.chat_template import end_of_turn
 from megarl.checkpoints.adapter_files import adapter_digest
@@ -18,7 +20,6 @@ from megarl.checkpoints.progress import (
     written_under,
 )
 from megarl.checks.adapter_checks import check_published_adapters
-from megarl.checks.algorithm_checks import algorithm_warning
 from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
 from megarl.checks.folder_checks import (
     check_folder,
@@ -26,18 +27,16 @@ from megarl.checks.folder_checks import (
     check_time_to_save,
     check_writable,
 )
-from megarl.checks.gpu_checks import check_gpus
 from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.mixture import check_environments
 from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
 from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.run_files import check_run_files
-from megarl.checks.verifier_start import check_verifier
-from megarl.checks.verifier_trial import try_verifier
+from megarl.checks.verifier_trial import check_verifier, try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.data.source import PromptList, load_prompts
 from megarl.lookup import of_app
+from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
@@ -49,6 +48,7 @@ from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.places import RolePlace, policy_ranks, reference_adapter
+from megarl.trainer.precision import has_bfloat16
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 
@@ -278,3 +278,73 @@ def _chosen(
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
     return chosen
+
+
+WIDEST_SEQUENCE_CLIP = 0.05
+"""Clip width above which the ratio of a whole sequence, a mean over tokens, is hardly ever
+clipped. The paper's widths are 3e-4 and 4e-4."""
+
+
+def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
+    """What the user should know about the algorithm's settings; empty if nothing. `num_updates`:
+    optimizer steps for each step's batch.
+    """
+    if algorithm.loss == "reinforce" and num_updates > 1:
+        return (
+            f"algorithm.loss is 'reinforce', which has no ratio and no clipping, with {num_updates}"
+            " updates in a step (training.num_mini_batches x epochs_per_step): all but the first"
+            " train on samples of an older policy as if they were the present one's"
+        )
+    widest = max(algorithm.clip_low, algorithm.clip_high)
+    if algorithm.loss == "gspo" and widest > WIDEST_SEQUENCE_CLIP:
+        return (
+            f"algorithm.loss is 'gspo' with algorithm.clip_low {algorithm.clip_low:g} and clip_high"
+            f" {algorithm.clip_high:g}, the widths for a token's ratio: the ratio of a sequence is"
+            " a mean over its tokens, and such widths hardly ever clip it; the paper has 3e-4 and"
+            " 4e-4"
+        )
+    return ""
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Raise `ValueError` if engines or ranks need what the GPUs of this machine do not have. All
+    GPUs are taken to be of one kind.
+    """
+    name, engine = torch.cuda.get_device_name(0), config.rollout.engine
+    require(
+        engine.dtype != "bfloat16" or has_bfloat16(),
+        f"rollout.engine.dtype is 'bfloat16', which {name} does not compute in; set it to"
+        " 'float16', or use GPUs of the Ampere generation or newer",
+    )
+    is_cut, ranks = "MIG" in name, launcher.ranks_per_host()
+    require(
+        not is_cut or (ranks == 1 and engine.tensor == 1),
+        f"this GPU is a slice ({name}), of which a process sees one and between which NCCL sends"
+        f" nothing, but the run has {ranks} ranks here and rollout.engine.tensor {engine.tensor};"
+        " start one rank with rollout.engine.tensor 1, or turn MIG off (nvidia-smi -mig 0)",
+    )
+
+
+def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
+    """Raise `ValueError` where rows of the data name a verifier that is not in
+    `environment.mixture`, or no row names one that is there.
+    """
+    known = config.environment.mixture
+    read = [prompts for prompts in lists if prompts is not None]
+    if not known or not read:
+        return
+    named: set[str] = set()
+    for prompts in read:
+        for index, name in enumerate(prompts.environments or ()):
+            require(
+                name in known,
+                f"row {index} of the data (from 0, over all sources) names the verifier"
+                f" '{name:.80}', but environment.mixture has {', '.join(known)}; add this name, or"
+                " mend the row",
+            )
+            named.add(name)
+    never = [name for name in known if name not in named]
+    require(
+        not never,
+        f"environment.mixture has {', '.join(never)}, which no row of the data names; remove it",
+    )

@@ -15,8 +15,7 @@ from megarl.checkpoints.progress import Progress, read_progress
 from megarl.checks.folder_checks import RECIPE
 from megarl.config import AnyConfig, with_steps
 from megarl.console import say
-from megarl.ledger.journal import FILE, Reader
-from megarl.ledger.position import difference
+from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.rotated import read_again
 from megarl.observe.sinks import read_records

@@ -7,30 +7,82 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.asking import KILL_S, ask, within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
-from megarl.cluster.private_ray import start_ray
 from megarl.cluster.process_env import use_cluster_token, without_variable
-from megarl.cluster.processes import end
+from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.ray_address import ray_address
-from megarl.cluster.ray_shutdown import shut_down
 from megarl.cluster.remote import EngineActor
 from megarl.cluster.rollout_client import SERVICE
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.console import say
 from megarl.errors import UserError
-from megarl.private_folder import run_folder
+from megarl.private_folder import refuse_open, run_folder
 from megarl.rollout.config import RolloutConfig
 from megarl.signals import SIGNALS, ignore_while_closing
 from megarl.types import Prompt
+
+RAY_ATTEMPTS = 3
+"""Times that Ray is started before its failure ends the run."""
+
+_leaves_group = False
+"""Whether a process that is forked now leaves the process group of this one."""
+
+
+def _leave() -> None:
+    if _leaves_group:
+        os.setpgid(0, 0)
+
+
+# Runs in processes that subprocess starts with a preexec_fn, as Ray starts its own.
+os.register_at_fork(after_in_child=_leave)
+
+
+@contextlib.contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Ray's processes that are started in the block get process groups of their own, which what
+    they start is in too. torchrun sends SIGTERM to the whole process group of each rank: engines in
+    that group would end before the rank has finished the step and saved its checkpoint.
+    """
+    global _leaves_group
+    _leaves_group = True
+    try:
+        yield
+    finally:
+        _leaves_group = False
+
+
+def start_ray(folder: Path, **options: Any) -> None:
+    """Start a Ray of its own on this machine, with its files in the private folder `folder` and the
+    options of `ray.init`. Ray gives itself 30 s, which cannot be set and which a busy machine
+    exceeds: then it is started again. Raises `UserError` if Ray opens the folder to other users.
+    """
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        try:
+            # Without "local", Ray joins whatever `ray start` last started on this machine.
+            with own_process_groups():
+                ray.init(address="local", _temp_dir=f"{folder}/ray", **options)
+            refuse_open(folder)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
+                raise
+            say("megarl: warning: Ray did not start within 30 s; starting it again")
+
 
 STOP_TIMEOUT_S = 5.0
 """Seconds an engine or service has to stop before it is killed."""
@@ -197,3 +249,42 @@ class Cluster:
             # The other ranks fail once the service is gone, and torchrun then sends SIGTERM here.
             ignore_while_closing()
         self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
+
+
+SHUTDOWN_S = 15.0
+"""Seconds that `ray.shutdown` may take."""
+LINGER_S = 1.0
+"""Seconds that Ray's processes have afterwards to end by themselves."""
+
+
+def started_processes() -> list[Process]:
+    """The processes of Ray that this process has started, and all below them, such as actors; none
+    where it has joined another's Ray.
+    """
+    node = worker._global_node
+    found: list[Process] = []
+    for infos in list(node.all_processes.values()) if node is not None else ():
+        for info in infos:
+            with contextlib.suppress(psutil.Error):
+                born = psutil.Process(info.process.pid).create_time()
+                found += with_descendants((socket.gethostname(), info.process.pid, born))
+    return found
+
+
+def shut_down(timeout_s: float = SHUTDOWN_S) -> None:
+    """End Ray, and kill what is left of the processes that were started here, stopped ones too.
+    Returns within a few seconds more than `timeout_s`.
+    """
+    processes = started_processes()
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+    thread = threading.Thread(target=work, name="end of Ray", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        say(f"megarl: Ray has not shut down within {timeout_s:g} s; its processes are killed")
+        end(processes, patience_s=0.0)
+    end(processes, patience_s=LINGER_S)

@@ -22,11 +22,10 @@ from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.mailbox import store
-from megarl.cluster.owned_ledger import with_ledger
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
-from megarl.cluster.service_process import build_service
+from megarl.cluster.service_process import build_service, with_ledger
 from megarl.config import RunConfig, made_with
 from megarl.config_checks import TELL_S
 from megarl.console import say

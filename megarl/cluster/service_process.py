@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.activity.recording import Recording, close_recording
+from megarl.checkpoints.lease import Claim
 from megarl.cluster.mailbox import Pace
 from megarl.cluster.relay import close_relays, remote_engines, replaced
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
@@ -17,6 +19,9 @@ from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
+from megarl.errors import UserError
+from megarl.ledger.journal import FILE, LostError
+from megarl.ledger.recorder import Recorder
 from megarl.parallel.layout import Layout
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
@@ -44,7 +49,7 @@ def build_service(
     `cursor`. `token`: of the reward servers, which only rank 0 can read. `recording`: where
     the processes record what they do, or None. `carried`: finished groups of the checkpoint that
     the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
-    service has no ledger; see `megarl.cluster.owned_ledger.with_ledger`.
+    service has no ledger; see `megarl.cluster.service_process.with_ledger`.
     """
     pace = Pace()
     if recording is not None:
@@ -160,3 +165,20 @@ class ServiceActor:
         await self._environment.close()
         await close_relays(self._service.engines.engines)
         close_recording()
+
+
+Built = tuple[RolloutService, RemoteEnvironment]
+
+
+def with_ledger(build: Callable[[], Built], folder: Path, claim: Claim | None) -> Built:
+    """What `build` returns, with a service that records in the ledger of the run folder `folder`
+    as long as `claim` holds. Called in the service's process. Raises `OSError` or `ValueError` for
+    a ledger that cannot be continued, and `UserError` where another run owns the folder.
+    """
+    service, environment = build()
+    lost = claim.problem if claim is not None else str
+    try:
+        service.ledger = Recorder(folder / FILE, lost)
+    except LostError as error:
+        raise UserError(str(error)) from None
+    return service, environment

@@ -23,13 +23,12 @@ from megarl.data.chats import (
     turns_of,
 )
 from megarl.data.config import DemonstrationsConfig
-from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import demonstrations_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import check_texts, lost_text, unwrapped
-from megarl.data.rows import Row, Table, read_rows
+from megarl.data.rows import Row, Table, canonical_json, fingerprint, read_rows
 from megarl.data.tokens import (
     TokenLists,
     prompt_tokens,

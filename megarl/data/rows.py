@@ -17,10 +17,12 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from megarl import console
 from megarl.data.hub import hub_state, why_absent
@@ -500,3 +502,37 @@ def kind_of(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(
         type(value), f"{value!r}"
     )
+
+
+def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str:
+    """Number of rows and xxh3-128 digest of a data set. The digest covers `settings` (which
+    determine rendering and order) and, in order, each row's (prompt, answer or response).
+
+    The digest is the same on every machine and Python version. It does not depend on file or column
+    names.
+    """
+    hasher = xxhash.xxh3_128()
+    for value in settings:
+        hasher.update(framed(value))
+    count = 0
+    for prompt, reply in rows:
+        hasher.update(framed(prompt) + framed(reply))
+        count += 1
+    return f"{count} rows, xxh3-128 {hasher.hexdigest()}"
+
+
+def framed(value: Any) -> bytes:
+    """Bytes of a text, or of the JSON of another value, prefixed by type and length. The prefix
+    makes the concatenation of several values unambiguous.
+    """
+    if isinstance(value, str):
+        # A JSON text may hold half a surrogate pair, which plain UTF-8 refuses.
+        text = value.encode("utf-8", "surrogatepass")
+        return b"text %d:%b" % (len(text), text)
+    text = canonical_json(value).encode()
+    return b"json %d:%b" % (len(text), text)
+
+
+def canonical_json(value: Any) -> str:
+    """ASCII JSON with sorted keys, so that equal values give the same text."""
+    return json.dumps(value, sort_keys=True, default=str)

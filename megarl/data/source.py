@@ -18,13 +18,12 @@ from megarl.chat_template import Tools
 from megarl.data.chats import as_written, parsed_chat, tools_of
 from megarl.data.choices import Choices
 from megarl.data.config import PromptsConfig, exact
-from megarl.data.fingerprint import canonical_json, fingerprint
 from megarl.data.forms import prompts_as_read
 from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.render import chat_template, column, render, template_settings, text_of
 from megarl.data.round_trip import check_texts, lost_text, unwrapped
-from megarl.data.rows import Row, Table, read_rows
+from megarl.data.rows import Row, Table, canonical_json, fingerprint, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require
 from megarl.types import Prompt

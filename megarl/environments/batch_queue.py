@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Generic, TypeVar
 
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 
 T = TypeVar("T")
 

@@ -14,10 +14,9 @@ import numpy as np
 from megarl.environments.addresses import Token, is_remote
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.outcome import Outcome
 from megarl.environments.pool import WorkerPool
 from megarl.environments.reward_client import RewardClient
-from megarl.environments.scores import BadScore, Score, add_up
+from megarl.environments.scores import BadScore, Outcome, Score, add_up
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.types import Prompt

@@ -20,7 +20,7 @@ import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.user_code import Sources
 from megarl.environments.worker import late_verdict
 from megarl.environments.workers import Worker, WorkerLost, Workers

@@ -18,8 +18,8 @@ import numpy as np
 
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.outcome import Outcome
 from megarl.environments.pool import DECODE_TRIES
+from megarl.environments.scores import Outcome
 from megarl.environments.user_code import Sources
 from megarl.environments.workers import Worker, WorkerLost, Workers
 from megarl.types import Prompt

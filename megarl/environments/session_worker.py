@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.memory import MemoryLimit
 from megarl.environments.plain_calls import LimitExceeded, PlainCalls, within
 from megarl.environments.scores import read_score
 from megarl.environments.session import Answer, Observation
-from megarl.environments.worker import Host, Reply, said, score_reply
+from megarl.environments.worker import Host, MemoryLimit, Reply, said, score_reply
 
 MOST_CHARACTERS = 4_000_000
 """Characters of an observation. More cannot be read by a model, and tokenising takes seconds."""

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.worker import DETAIL_CHARACTERS, score_reply
 from megarl.types import Prompt
 

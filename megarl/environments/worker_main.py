@@ -17,7 +17,6 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.die_with_parent import die_with_parent
 from megarl.environments.isolation import enter_own_domain
-from megarl.environments.memory import MemoryLimit
 from megarl.environments.plain_calls import ending_forks
 from megarl.environments.session_worker import SessionHost
 from megarl.environments.user_code import Sources
@@ -29,7 +28,7 @@ from megarl.environments.verifiers import (
     may_overlap,
     own_files,
 )
-from megarl.environments.worker import Host, VerifierHost
+from megarl.environments.worker import Host, MemoryLimit, VerifierHost
 from megarl.lookup import of_app
 
 BUILT_IN_MEMORY_MIB = 512

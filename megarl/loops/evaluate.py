@@ -22,14 +22,13 @@ from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
+from megarl.environments.answers import answer_part, with_tags
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.thinking import answer_part, with_tags
 from megarl.errors import UserError
 from megarl.lookup import of_app
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh
-from megarl.rollout.evaluation import summarise
-from megarl.rollout.repeated import repeated_metrics
+from megarl.rollout.evaluation import repeated_metrics, summarise
 
 PROBLEMS_PER_CALL = 256
 """Problems asked of the rollout service at once; this bounds the size of an answer."""

@@ -8,10 +8,9 @@ from megarl.activity.spans import activity
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import Generation, start_generation
-from megarl.config import DistillConfig, RunConfig, silence_s
+from megarl.config import DistillConfig, RunConfig, patience_s, silence_s
 from megarl.console import phase
 from megarl.kernels.divergence import Divergence
-from megarl.loops.deadlines import STEPS_OF, step_deadline_s
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer
 from megarl.parallel.collectives import broadcast_object, wait_for_first
@@ -26,8 +25,7 @@ from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.model_rewards import RewardModels
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.policy import PolicyGradient
-from megarl.trainer.role import Role
-from megarl.trainer.scoring import Scorer
+from megarl.trainer.role import Role, Scorer
 from megarl.trainer.teacher import Teacher
 from megarl.trainer.transfer import BatchTransfer
 from megarl.weight_sync.adapter_publisher import AdapterPublisher
@@ -389,3 +387,26 @@ def make_checkpoints(
         roles=trained_roles(config, inputs.roles),
         everyone=everyone,
     )
+
+
+STEPS_OF = 10
+"""By so many times `training.collective_timeout_s` a rank waits for another role's step, which is
+made of many collectives."""
+
+
+def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
+    """Seconds that the rollouts of a step, or the evaluation on the held-out problems, may take."""
+    draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
+    per_group = config.rollout.group_size + bool(config.greedy_baseline)
+    requests = int((1 + config.rollout.max_staleness) * draws * per_group)
+    return patience_s(config, max(requests, num_held_out))
+
+
+def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
+    """Seconds from one batch to the next, seen from a rank that only scores: rollouts, training, a
+    publish with its repetitions, evaluations, and before the first step the engines' start.
+    """
+    publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
+    start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s
+    collectives_s = 2 * config.training.collective_timeout_s
+    return 3 * rollout_deadline_s(config, num_held_out) + publish_s + start_s + collectives_s

@@ -186,7 +186,7 @@ class AlgorithmConfig:
     credit: Literal["response", "turn"] = "response"
     """What an advantage is of, in rollouts of several turns: `response`, all tokens of a rollout by
     its total reward; `turn`, each turn by the rewards from this turn on, compared with the same
-    turn of the group's other rollouts (megarl.objectives.turn_advantages)."""
+    turn of the group's other rollouts (megarl.objectives.token_advantages)."""
     turn_discount: Annotated[float, Range(0.0, 1.0)] = 1.0
     """With `credit: turn`: how much the reward of a turn counts for the turn before it, squared for
     the one before that, and so on. 0: each turn is judged by its own reward alone."""

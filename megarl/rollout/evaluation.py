@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import comb
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rollout.attempts import Attempts
 from megarl.rollout.batch import own_metrics, source_metrics
 from megarl.rollout.transcripts import about, record_of
-from megarl.rollout.verdicts import failure_warning
 from megarl.types import Prompt, Segment, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
@@ -102,4 +104,70 @@ def summarise(records: Sequence[dict[str, Any]]) -> dict[str, float]:
                 for one in records
             ]
         )
+    )
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of `k` responses, drawn without repetition from `num_samples`
+    of which `num_correct` are correct, is correct: 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374,
+    eq. 1).
+    """
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
+    """Whether the most frequent answer to a problem is correct. Of equally frequent ones the one
+    given first counts. None, a response without an answer, has no vote.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    chosen = votes.most_common(1)[0][0]  # insertion order breaks ties
+    return correct[answers.index(chosen)]
+
+
+def repeated_metrics(
+    correct: Sequence[Sequence[bool]], answers: Sequence[Sequence[str | None]] | None
+) -> dict[str, float | None]:
+    """Means over all problems of avg@n, pass@k for k = 1, 2, 4 ... n, and maj@n.
+
+    Args:
+        correct: for each problem, the n verdicts.
+        answers: for each problem, the n final answers; None where answers cannot be told apart, and
+            maj@n is then None.
+    """
+    n, count = len(correct[0]), len(correct)
+    powers = [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
+    found: dict[str, float | None] = {f"avg@{n}": sum(map(sum, correct)) / (n * count)}
+    for k in powers:
+        found[f"pass@{k}"] = sum(pass_at_k(n, sum(one), k) for one in correct) / count
+    found[f"maj@{n}"] = None
+    if answers is not None:
+        voted = map(majority_is_correct, answers, correct)
+        found[f"maj@{n}"] = sum(voted) / count
+    return found
+
+
+WARN_SHARE = 0.1
+"""Share of failed verdicts from which a warning is given."""
+
+
+def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> str:
+    """A warning with the first failure's message if at least `WARN_SHARE` of the responses that
+    were given to the verifier have failed; "" otherwise.
+
+    Raises `UserError` with that message if the share is at least `limit`. `where` names the step or
+    evaluation. Responses that no verifier was asked about (cut off) are left out.
+    """
+    judged = [verdict for verdict in verdicts if verdict.judged]
+    failed = [verdict for verdict in judged if verdict.failure]
+    if not failed or len(failed) < WARN_SHARE * len(judged):
+        return ""
+    first = " ".join((failed[0].detail or failed[0].failure).split())
+    said = f"{where}: the verifier failed for {len(failed)} of {len(judged)} responses; {first}"
+    if len(failed) < limit * len(judged):
+        return said
+    raise UserError(
+        f"{said}; mend the verifier, or set environment.max_failure_share above {limit:g} (1 stops"
+        " only where all fail)"
     )

@@ -14,23 +14,86 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
-from megarl.rollout.batch_times import BatchTimes
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.registry import POLICIES, limits_of
-from megarl.rollout.evaluation import Evaluated, answers, evaluate
-from megarl.rollout.finished import FinishedGroups, by_version, refuse_used
+from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
-from megarl.rollout.verdicts import failure_warning
 from megarl.rollout.waits import Progress, PublishAgain, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
+
+
+@dataclass
+class FinishedGroups:
+    """Finished groups: those of the open batch, and those of complete batches that are not trained
+    yet, rejected ones included.
+    """
+
+    open: dict[int, Group] = field(default_factory=dict)
+    """Groups of no complete batch, by ordinal."""
+    closed: dict[int, list[Group]] = field(default_factory=dict)
+    """{step: groups that its complete batch has looked at}"""
+    _kept: dict[int, list[Group]] = field(default_factory=dict)
+    """{steps done: what `after` has returned}"""
+
+    def close(self, step: int, drawn: Sequence[int]) -> list[Group]:
+        """Move the groups `drawn` to the complete batch of `step`, and return them."""
+        self.closed[step] = [self.open.pop(ordinal) for ordinal in drawn]
+        return self.closed[step]
+
+    def release(self, version: int) -> None:
+        """Forget the groups of the steps before `version`, which are trained."""
+        for step in [step for step in self.closed if step < version]:
+            del self.closed[step]
+        for done in [done for done in self._kept if done < version]:
+            del self._kept[done]
+
+    def after(self, done: int) -> list[Group]:
+        """The finished groups that the first `done` steps have not used, ascending. A second call
+        for the same steps returns the same groups, though more are finished by then: several ranks
+        write them into one checkpoint.
+
+        A group that was started because another one was rejected would be too old without the
+        other one, so a checkpoint has both or neither.
+        """
+        if done not in self._kept:
+            found = [*self.open.values()]
+            for step, groups in self.closed.items():
+                found += groups if step >= done else ()
+            self._kept[done] = sorted(found, key=lambda group: group.ordinal)
+        return self._kept[done]
+
+
+def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
+    """(version at which it was dispatched, group), ascending by version and then by ordinal: the
+    order in which groups are due. It is not that of the ordinals where a resumed run has generated
+    some of them again.
+    """
+    found = [(group.rollouts[0].dispatched_at, group) for group in groups]
+    return sorted(found, key=lambda one: (one[0], one[1].ordinal))
+
+
+def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
+    """Raise `ValueError` if a group of a checkpoint is one that its cursor says is used, or if one
+    is there twice.
+    """
+    seen = set(cursor.beyond)
+    for group in groups:
+        if group.ordinal < cursor.first or group.ordinal in seen:
+            raise ValueError(
+                f"the checkpoint has group {group.ordinal}, which its steps have used, or has it"
+                " twice; remove its folder groups/ and its line in digests.json, and resume again"
+            )
+        seen.add(group.ordinal)
+
 
 GREEDY = -1
 """Number of a group's greedy response among its rollouts."""
@@ -398,3 +461,40 @@ class RolloutService:
             verdict=verdict,
             dispatched_at=version,
         )
+
+
+class BatchTimes:
+    """Times the batches of a rollout service. The time of a batch begins when its groups might
+    first start, or when the batch before it was complete.
+    """
+
+    def __init__(self, staleness: int, first_step: int) -> None:
+        """`staleness`: versions that a group may be old; a batch of step k may begin once version
+        k - staleness is on the engines.
+        """
+        self._staleness = staleness
+        self._closed_at = time.monotonic()
+        self._released_at: dict[int, float] = {first_step: self._closed_at}
+        """Time at which each weight version was on the engines. Versions that no later batch needs
+        are removed."""
+
+    def start(self) -> None:
+        """Generation starts now."""
+        self._closed_at = time.monotonic()
+
+    def release(self, version: int, oldest_step: int) -> None:
+        """Weights `version` are on the engines; batches of steps before `oldest_step` will not be
+        timed any more.
+        """
+        self._released_at.setdefault(version, time.monotonic())
+        oldest = oldest_step - self._staleness
+        for known in [known for known in self._released_at if known < oldest]:
+            del self._released_at[known]
+
+    def close(self, step: int) -> float:
+        """The batch of `step` is complete; returns its time in seconds."""
+        now = time.monotonic()
+        allowed = min(self._released_at.get(step - self._staleness, self._closed_at), now)
+        started_at = max(self._closed_at, allowed)
+        self._closed_at = now
+        return now - started_at

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
-from megarl.checkpoints.aside import remove_unfinished
 from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.files import remove_unfinished
 from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
@@ -42,13 +42,13 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects, on_first
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.recipe_file import read_tree
+from megarl.schema import shortened
 from megarl.trainer.attention import attention_line
-from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import refuse_different, slow_line
-from megarl.trainer.rounding import rounding_line
 from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest
 from megarl.weight_sync.families import parameter_table
@@ -402,3 +402,79 @@ def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             stack.callback(recording.open(f"rank{mesh_module.all_ranks().rank}"))
         with console.first_word():
             yield run
+
+
+OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
+"""Settings of a resumed run whose change is no news: what they say counts for a new run only."""
+
+
+def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
+    """The settings of `config` that are not those of the run folder's file `recipe`, each as
+    "section.key (old -> new)"; none where that file cannot be read.
+    """
+    before, now = _settings(recipe), dict(_leaves(as_plain(config)))
+    return [
+        f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
+        for name, value in now.items()
+        if name in before and before[name] != value and name not in OF_THE_CHECKPOINT
+    ]
+
+
+def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
+    """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
+    where that file cannot be read.
+    """
+    now = {name for name, _ in _leaves(as_plain(config))}
+    return [name for name in _settings(recipe) if name not in now]
+
+
+def _settings(recipe: Path) -> dict[str, object]:
+    """{dotted name: value} of the file `recipe`; empty where it cannot be read, which
+    `megarl.checks.run_files` tells.
+    """
+    try:
+        return dict(_leaves(read_tree(recipe)))
+    except ValueError:
+        return {}
+
+
+def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Each value of nested mappings under its dotted name."""
+    if not isinstance(tree, dict) or not tree:
+        yield prefix.removesuffix("."), tree
+        return
+    for key, value in tree.items():
+        yield from _leaves(value, f"{prefix}{key}.")
+
+
+LOOKED_AT = 4096
+"""Elements of a tensor that are looked at, evenly spread."""
+
+
+def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
+    """Optimizer steps at `learning_rate` before which less than half of the weights can change; 0
+    without weights. `parts`: tensors of one 16-bit dtype and any shape; elements of 0 do not count.
+    """
+    parts = list(parts)
+    chosen = [part.view(-1)[:: max(1, part.numel() // LOOKED_AT)] for part in parts]
+    values = torch.cat([part.float().cpu() for part in chosen]) if chosen else torch.zeros(0)
+    values = values[values != 0]
+    if not len(values):
+        return 0.0
+    grid = torch.finfo(parts[0].dtype)
+    size = torch.ldexp(torch.ones(len(values)), torch.frexp(values).exponent - 1)
+    # Below the smallest normal number the distances are those above it.
+    half_steps = size.clamp(min=grid.smallest_normal) * (grid.eps / 2)
+    return float(half_steps.median()) / learning_rate
+
+
+def rounding_line(name: str, parts: Iterable[torch.Tensor], learning_rate: float) -> str:
+    """The line about a role `name` in 16 bit at the start of a run."""
+    parts = list(parts)
+    dtype = str(parts[0].dtype).removeprefix("torch.") if parts else "16-bit"
+    steps = steps_until_half_change(parts, learning_rate)
+    return (
+        f"{name}: at learning rate {learning_rate:g}, half of the {dtype} weights cannot change"
+        f" before optimizer step {max(1, round(steps)):,}; smaller updates add up in float32 and do"
+        " not reach the model until then; training.precision float32 has no such delay"
+    )

@@ -19,11 +19,11 @@ import torch
 
 from megarl.objectives.config import DistillationConfig
 from megarl.objectives.corrections import mismatch
-from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
 from megarl.trainer.step import (
     GAPS,
+    EmptySteps,
     StepMetrics,
     computed_tokens,
     mismatch_metrics,

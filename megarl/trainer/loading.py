@@ -217,7 +217,7 @@ def load_weights(
     Parameters are converted to `dtype`. Buffers keep the model's own dtype, since rotary
     frequencies must not be rounded. Tied parameters stay tied; hooks and attributes of parameters
     are kept. `make` creates the parameters; under ZeRO 3 it is a
-    `megarl.trainer.partition.Partitioner`.
+    `megarl.trainer.build.Partitioner`.
     """
     init_buffers(model, weights, device)
     shapes, made = whole_shapes(model, dict(part.shards)), {}

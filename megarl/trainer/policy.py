@@ -24,15 +24,14 @@ from megarl.objectives.corrections import (
     truncated,
     weight_sums,
 )
-from megarl.objectives.kl import KL_ESTIMATORS
-from megarl.objectives.kl_control import KLControl
+from megarl.objectives.kl import KL_ESTIMATORS, KLControl
 from megarl.objectives.losses import LOSSES
-from megarl.trainer.empty_steps import EmptySteps
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
 from megarl.trainer.step import (
     GAPS,
+    EmptySteps,
     StepMetrics,
     computed_tokens,
     mismatch_metrics,

@@ -15,8 +15,14 @@ import torch
 from megarl.objectives.advantages import ADVANTAGES, check_rewards
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.kl import KL_ESTIMATORS
-from megarl.objectives.token_advantages import TOKEN_ADVANTAGES, TokenRewards, value_targets
-from megarl.objectives.turn_advantages import turn_advantages, turn_of_tokens, turn_sums
+from megarl.objectives.token_advantages import (
+    TOKEN_ADVANTAGES,
+    TokenRewards,
+    turn_advantages,
+    turn_of_tokens,
+    turn_sums,
+    value_targets,
+)
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
 from megarl.trainer.role import Column

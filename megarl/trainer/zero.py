@@ -23,8 +23,7 @@ from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
-from megarl.parallel.deepspeed_view import DeepSpeedView
-from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
 from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig

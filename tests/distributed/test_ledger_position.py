@@ -12,8 +12,7 @@ from support.ranks import run_ranks
 from support.tiny import write_model
 
 from megarl.checkpoints.progress import read_progress
-from megarl.ledger.journal import FILE, Reader
-from megarl.ledger.position import difference
+from megarl.ledger.journal import FILE, Reader, difference
 from megarl.ledger.recorder import Recorder
 from megarl.types import Cursor
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from support.ranks import ROOT
 
 from megarl.parallel import torchrun
+from megarl.parallel.launcher import free_port
 from megarl.parallel.node_watch import LOST_AFTER
-from megarl.parallel.ports import free_port
 from megarl.signals import SHUTDOWN
 
 WAITS = """import os, signal, sys, time

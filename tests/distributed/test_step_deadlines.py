@@ -21,7 +21,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
     from megarl.config import RunConfig, from_tree
     from megarl.data.tokenizer import load_tokenizer
     from megarl.loops import rl_setup
-    from megarl.loops.deadlines import step_deadline_s
+    from megarl.loops.rl_setup import step_deadline_s
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import all_ranks
     from megarl.trainer.context import RunInputs, open_run
@@ -56,7 +56,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
 
 def test_a_step_of_another_role_may_take_ten_collectives(tmp_path: Path) -> None:
     from megarl.config import RunConfig, from_tree
-    from megarl.loops.deadlines import step_deadline_s
+    from megarl.loops.rl_setup import step_deadline_s
 
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 2)
     tree["training"]["collective_timeout_s"] = COLLECTIVE_S

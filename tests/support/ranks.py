@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.parallel.ports import free_port
+from megarl.parallel.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [ROOT, *(ROOT / name for name in ("tests", "tools"))]

@@ -144,7 +144,7 @@ def test_a_run_goes_on_without_its_relays(tmp_path: Path) -> None:
 RAY = """
 import time
 import psutil, ray
-from megarl.cluster.ray_shutdown import shut_down, started_processes
+from megarl.cluster.ray_cluster import shut_down, started_processes
 
 ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
 named = {one[1]: " ".join(psutil.Process(one[1]).cmdline()) for one in started_processes()}
@@ -171,7 +171,7 @@ import psutil, ray
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
-from megarl.cluster.ray_shutdown import started_processes
+from megarl.cluster.ray_cluster import started_processes
 from megarl.cluster.remote import own_process
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor

@@ -39,7 +39,7 @@ def two_nodes() -> Iterator[None]:
 
 ANOTHER_RAY = """
 import os, psutil, ray
-from megarl.cluster.private_ray import start_ray
+from megarl.cluster.ray_cluster import start_ray
 from megarl.private_folder import run_folder
 running = run_folder()
 folder = running.__enter__()

@@ -33,8 +33,7 @@ from megarl.objectives.corrections import (
     truncated,
     weight_sums,
 )
-from megarl.objectives.kl import KL_ESTIMATORS
-from megarl.objectives.kl_control import KLControl
+from megarl.objectives.kl import KL_ESTIMATORS, KLControl
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.block_pairs import LONG, TOLERANCE, compare
 
+from megarl.kernels.attention_plan import BLOCKS, default_block
 from megarl.kernels.block import Positions
-from megarl.kernels.blocks import BLOCKS, default_block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WIDTHS = (64, 80, 96, 128, 256)

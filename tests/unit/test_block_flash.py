@@ -28,9 +28,9 @@ from support.sequence_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.kernels import block_flash, pieces
+from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_flash import FlashOperator
-from megarl.kernels.blocks import BLOCKS
 from megarl.parallel.sequence import CUTS, cut
 
 META = torch.device("meta")

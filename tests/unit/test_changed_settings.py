@@ -8,8 +8,8 @@ from support.ranks import run_ranks
 
 from megarl.config import SftConfig, dump
 from megarl.data.config import DemonstrationsConfig
-from megarl.trainer.changed_settings import changed_settings, unknown_settings
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+from megarl.trainer.context import changed_settings, unknown_settings
 
 
 def test_changed_settings_are_listed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.environments import verdicts
 
-from megarl.apps.doctor.verifier_processes import check_sandbox
+from megarl.apps.doctor.doctor import check_sandbox
 from megarl.apps.verifiers.code.code_checks import check_rows, say_protection
 from megarl.apps.verifiers.code.code_tests import (
     BadTests,

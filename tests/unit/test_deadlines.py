@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.data.config import PromptsConfig
-from megarl.loops.deadlines import rollout_deadline_s, step_deadline_s
+from megarl.loops.rl_setup import rollout_deadline_s, step_deadline_s
 from megarl.objectives.config import AlgorithmConfig
 from megarl.rollout.config import DynamicSamplingConfig, EngineConfig, RolloutConfig
 from megarl.trainer.config import ModelConfig, TrainingConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.apps.doctor import gpu_software, machine
+from megarl.apps.doctor import doctor, machine
 from megarl.apps.doctor.findings import Answer
 from megarl.errors import UserError
 from megarl.parallel import devices, mesh
@@ -157,7 +157,7 @@ def test_fewer_gpus_than_ranks(
     ],
 )
 def test_a_toolkit_that_disagrees_is_told(toolkit: str, cuda: str, status: str) -> None:
-    finding = gpu_software.toolkit_finding(toolkit, cuda, "/usr/local/cuda/bin/nvcc")
+    finding = doctor.toolkit_finding(toolkit, cuda, "/usr/local/cuda/bin/nvcc")
     assert (finding.status, bool(finding.fix)) == (status, status != "ok")
 
 
@@ -167,24 +167,24 @@ def test_the_toolkit_is_read_from_nvcc(tmp_path: Path, monkeypatch: pytest.Monke
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(gpu_software, "ask_python", lambda program: Answer(0, "13.0", ""))
-    (finding,) = gpu_software.check_toolkit()
+    monkeypatch.setattr(doctor, "ask_python", lambda program: Answer(0, "13.0", ""))
+    (finding,) = doctor.check_toolkit()
     assert (finding.status, "12.4" in finding.found) == ("warn", True)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
-    (finding,) = gpu_software.check_toolkit()
+    (finding,) = doctor.check_toolkit()
     assert (finding.status, finding.found) == ("ok", "none, and none is needed")
 
 
 def test_no_python_header_is_told(
     tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gpu_software.check_headers()[0].status == "ok"
+    assert doctor.check_headers()[0].status == "ok"
     paths = {"include": str(tmp_path)}
-    monkeypatch.setattr(gpu_software.sysconfig, "get_paths", lambda: paths)
-    assert gpu_software.check_headers()[0].status == "warn"
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: paths)
+    assert doctor.check_headers()[0].status == "warn"
     smi()
-    (finding,) = gpu_software.check_headers()
+    (finding,) = doctor.check_headers()
     assert (finding.status, "-dev (Debian)" in finding.fix) == ("FAIL", True)
 
 

@@ -26,8 +26,7 @@ from megarl.rollout.batch import SharePlan
 from megarl.rollout.config import DispatchName, DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
 from megarl.rollout.dispatch.registry import POLICIES, limits_of, refusal
-from megarl.rollout.finished import by_version
-from megarl.rollout.service import RolloutService
+from megarl.rollout.service import RolloutService, by_version
 from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 

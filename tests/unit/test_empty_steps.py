@@ -7,7 +7,7 @@ import pytest
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.errors import UserError
 from megarl.trainer.config import OptimizerConfig
-from megarl.trainer.empty_steps import EmptySteps
+from megarl.trainer.step import EmptySteps
 
 
 @pytest.mark.parametrize(

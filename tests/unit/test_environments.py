@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from support.environments import run
 
 from megarl.apps.verifiers.notation import plain_number
-from megarl.checks.verifier_start import check_verifier
+from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.config import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
 from megarl.environments.scoring import Environment, overlong_penalty

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megarl.checks.algorithm_checks import algorithm_warning
+from megarl.checks.preflight import algorithm_warning
 from megarl.errors import UserError
 from megarl.loops.evaluate import refuse_broken
 from megarl.objectives.config import AlgorithmConfig, CorrectionConfig

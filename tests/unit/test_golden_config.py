@@ -57,7 +57,7 @@ def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[str, Any]:
     """{setting: value} of a run."""
     from megarl.trainer.zero import deepspeed_config
-    from megarl.weight_sync.transports.nccl_group import WATCHDOG_OFF
+    from megarl.weight_sync.transports.p2p_group import WATCHDOG_OFF
 
     path = ROOT / "launch" / "recipes" / f"{recipe}.yaml"
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checks.gpu_checks import check_gpus
+from megarl.checks.preflight import check_gpus
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.trainer.precision import automatic, check_precision, refuse_different, slow_line

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megarl.apps.runs.audit import audit
 from megarl.apps.runs.ledger_command import main
 from megarl.checkpoints.lease import path_of, take
-from megarl.cluster.owned_ledger import with_ledger
+from megarl.cluster.service_process import with_ledger
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
 from megarl.ledger.events import (
@@ -45,8 +45,15 @@ from megarl.ledger.events import (
     from_record,
     to_record,
 )
-from megarl.ledger.journal import FILE, Journal, LostError, Reader
-from megarl.ledger.position import BLOCK_BYTES, difference, position
+from megarl.ledger.journal import (
+    BLOCK_BYTES,
+    FILE,
+    Journal,
+    LostError,
+    Reader,
+    difference,
+    position,
+)
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.registry import POLICIES

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.transports import nccl_group
+from megarl.weight_sync.transports import p2p_group
 from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, PeerGone
 from megarl.weight_sync.transports.rendezvous import Rendezvous
 
@@ -29,7 +29,7 @@ class Nccl:
     Options = SimpleNamespace
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.environment = {name: os.environ.get(name) for name in nccl_group.WATCHDOG_OFF}
+        self.environment = {name: os.environ.get(name) for name in p2p_group.WATCHDOG_OFF}
         self.timeout_s, self.connected = options._timeout.total_seconds(), None
         self.thread = threading.current_thread()
         MADE.append(self)
@@ -61,7 +61,7 @@ def test_one_communicator_is_made_and_no_watchdog(
     Nccl.blocks.set()
     group.join(1, lambda: None)
     (made,) = MADE
-    assert made.environment == nccl_group.WATCHDOG_OFF
+    assert made.environment == p2p_group.WATCHDOG_OFF
     assert made.connected == torch.device("cuda", 0)
     assert made.timeout_s > 3600  # `watch` limits a message
     assert made.thread is not threading.current_thread()

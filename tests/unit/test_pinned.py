@@ -21,7 +21,7 @@ from megarl.trainer.handover import HostMemory
 from megarl.weight_sync import checksums
 from megarl.weight_sync.checksums import carried, carry, digest, signed
 from megarl.weight_sync.route import Route, whole_plan
-from megarl.weight_sync.transports import pinned
+from megarl.weight_sync.transports import shared_memory
 from megarl.weight_sync.transports.shared_counters import SharedCounters
 from megarl.weight_sync.transports.shared_memory import Receiver, Sender
 
@@ -51,7 +51,7 @@ class Machine:
         }
         for name, function in cuda.items():
             patch.setattr(torch.cuda, name, function)
-        patch.setattr(pinned, "say", self.said.append)
+        patch.setattr(shared_memory, "say", self.said.append)
         patch.setattr(torch, "ones", lambda *size, device: self.happened.append("kernel"))
         for name, called in (("write", "commit"), ("read", "was read"), ("close", "unmap")):
             patch.setattr(SharedCounters, name, self.noted(getattr(SharedCounters, name), called))
@@ -155,7 +155,7 @@ def test_all_of_the_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_refusal_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, answer=REFUSED)
-    memory = pinned.Pinned(torch.zeros(3 * 2**20, dtype=torch.uint8))
+    memory = shared_memory.Pinned(torch.zeros(3 * 2**20, dtype=torch.uint8))
     memory.release()
     assert machine.take() == ["register", "kernel"]
     (said,) = machine.said
@@ -185,10 +185,12 @@ def test_a_process_without_a_gpu_registers_nothing(monkeypatch: pytest.MonkeyPat
     for name in ("is_available", "is_initialized"):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, name, lambda: False)
-            memory = pinned.Pinned(torch.zeros(8, dtype=torch.uint8))
+            memory = shared_memory.Pinned(torch.zeros(8, dtype=torch.uint8))
             memory.wait()
             memory.release()
-    pinned.Pinned(torch.zeros(0, dtype=torch.uint8)).release()  # of `cuda_ipc`, which has none
+    shared_memory.Pinned(
+        torch.zeros(0, dtype=torch.uint8)
+    ).release()  # of `cuda_ipc`, which has none
     assert machine.take() == []
 
 

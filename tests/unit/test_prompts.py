@@ -25,9 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
-from megarl.data.fingerprint import fingerprint
 from megarl.data.order import Order
-from megarl.data.rows import READERS
+from megarl.data.rows import READERS, fingerprint
 from megarl.data.source import load_prompts
 from megarl.rollout.attempts import PromptSource
 
@@ -529,7 +528,7 @@ def test_the_fingerprint_is_the_same_in_every_process_and_version() -> None:
     wanted = "4 rows, xxh3-128 5e6452efdcaf96ca73a599733b5c6272"
     assert fingerprint(["chat", True, None], rows) == wanted
     code = (
-        "import sys; from megarl.data.fingerprint import fingerprint;"
+        "import sys; from megarl.data.rows import fingerprint;"
         f"print(fingerprint({['chat', True, None]!r}, {rows!r}))"
     )
     for seed in ("1", "2"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoints.random_states import random_states, restore_random_states
+from megarl.checkpoints.checkpoint import random_states, restore_random_states
 
 
 def test_the_cpus_generator_goes_on(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import ray
 
 from megarl import private_folder
 from megarl.checks.preflight import check_run
-from megarl.cluster import private_ray
+from megarl.cluster import ray_cluster
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.ray_cluster import Cluster
 from megarl.config import RunConfig
 from megarl.data.config import PromptsConfig
 from megarl.errors import UserError
-from megarl.parallel.ports import free_port
+from megarl.parallel.launcher import free_port
 from megarl.private_folder import marked_processes
 from megarl.trainer.config import ModelConfig
 
@@ -72,24 +72,24 @@ def test_ray_that_starts_too_slowly_is_started_again(
             raise Exception(problem)  # noqa: TRY002 - what Ray raises
 
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(private_ray.ray, "init", init)
-    monkeypatch.setattr(private_ray.ray, "shutdown", lambda: said.append("shutdown"))
-    private_ray.start_ray(tmp_path, num_cpus=4)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: said.append("shutdown"))
+    ray_cluster.start_ray(tmp_path, num_cpus=4)
     assert answers == [] and said == ["shutdown"]
     answers += ["timed out during startup"] * 3
     with pytest.raises(Exception, match="timed out"):
-        private_ray.start_ray(tmp_path, num_cpus=4)
+        ray_cluster.start_ray(tmp_path, num_cpus=4)
     answers[:] = ["another problem", ""]
     with pytest.raises(Exception, match="another"):
-        private_ray.start_ray(tmp_path, num_cpus=4)
+        ray_cluster.start_ray(tmp_path, num_cpus=4)
 
 
 def test_ray_that_opens_the_folder_to_others_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_ray.ray, "init", lambda **options: tmp_path.chmod(0o711))
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: tmp_path.chmod(0o711))
     with pytest.raises(UserError, match=r"must be of user \d+ with mode 700, .* with mode 711"):
-        private_ray.start_ray(tmp_path)
+        ray_cluster.start_ray(tmp_path)
 
 
 HOLD = """

@@ -35,7 +35,7 @@ from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
 from megarl.environments.judging import Judge
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.wire import (
     BadMessage,

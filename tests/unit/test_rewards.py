@@ -15,11 +15,11 @@ import pytest
 from support.environments import PROMPT, run, verdicts
 
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.memory import MemoryLimit
 from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import Sources, prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
+from megarl.environments.worker import MemoryLimit
 from megarl.environments.worker_handle import WorkerHandle
 from megarl.rollout.batch import own_metrics
 from megarl.types import Verdict

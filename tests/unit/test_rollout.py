@@ -34,11 +34,9 @@ from megarl.rollout.batch import assemble, describe, in_process, shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
-from megarl.rollout.evaluation import NUM_TRANSCRIPTS
-from megarl.rollout.repeated import pass_at_k, repeated_metrics
+from megarl.rollout.evaluation import NUM_TRANSCRIPTS, failure_warning, pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
-from megarl.rollout.verdicts import failure_warning
 from megarl.trainer.config import CheckpointConfig, TrainingConfig
 from megarl.types import (
     START,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.trainer.rounding import rounding_line, steps_until_half_change
+from megarl.trainer.context import rounding_line, steps_until_half_change
 
 
 def changed(weights: torch.Tensor, moved: float) -> float:

@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import dense as dense_kernels
 from megarl.kernels import piece_block, pieces
+from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
 from megarl.kernels.block_reference import visible
-from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import CUTS, cut
 

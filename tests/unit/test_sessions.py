@@ -17,8 +17,8 @@ from support.tiny import write_tokenizer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.outcome import Outcome
 from megarl.environments.pool import WorkerPool
+from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.session_pool import SessionPool
 from megarl.types import Prompt, Segment, TokenArrays, Verdict

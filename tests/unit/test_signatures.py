@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.environments import PROMPT, verdicts
 
-from megarl.checks.verifier_start import check_verifier
+from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.config import EnvironmentConfig
 
 FUNCTIONS = """

@@ -10,7 +10,7 @@ import torch
 
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.config import COMPARING, AlgorithmConfig
-from megarl.objectives.turn_advantages import turn_advantages, turn_of_tokens, turn_sums
+from megarl.objectives.token_advantages import turn_advantages, turn_of_tokens, turn_sums
 from megarl.parallel.mesh import Axis
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import Samples, StepBatch

@@ -24,7 +24,7 @@ from megarl.environments.answers import Counted
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.judging import Judge
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import (
     ChoiceConfig,

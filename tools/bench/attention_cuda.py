@@ -15,8 +15,8 @@ from attention_inputs import Alone, causal_pairs, documents, layer, make_tensors
 from common import cell, spread
 
 from megarl.kernels import packed_varlen
+from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
-from megarl.kernels.blocks import BLOCKS
 from megarl.kernels.sequence_attention import AttentionPlan
 from megarl.parallel.sequence import cut
 

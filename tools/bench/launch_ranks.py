@@ -57,7 +57,7 @@ def launch(
     ended after `deadline_s` seconds.
     """
     from megarl.cluster.process_env import prepare_environment
-    from megarl.parallel.ports import free_port
+    from megarl.parallel.launcher import free_port
 
     prepare_environment(1)  # ranks find DeepSpeed's built operators, as in a run
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:

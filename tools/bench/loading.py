@@ -119,7 +119,7 @@ def load_whole(path: str, training: Any, mesh: Any) -> Any:
     import deepspeed
     import transformers
 
-    from megarl.parallel.deepspeed_view import DeepSpeedView
+    from megarl.parallel.mesh import DeepSpeedView
     from megarl.trainer.attention import ATTENTION
     from megarl.trainer.build import DTYPES
     from megarl.trainer.model import RoleModel

@@ -9,12 +9,17 @@ touch no process of others.
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from megarl.apps.doctor.communication import (
     check_gloo,
@@ -23,8 +28,7 @@ from megarl.apps.doctor.communication import (
     check_port,
     check_ray,
 )
-from megarl.apps.doctor.findings import Finding, core_share
-from megarl.apps.doctor.gpu_software import check_headers, check_toolkit
+from megarl.apps.doctor.findings import Finding, ask, ask_python, core_share
 from megarl.apps.doctor.machine import (
     check_accelerators,
     check_disk,
@@ -39,9 +43,83 @@ from megarl.apps.doctor.software import (
     check_python,
     check_vllm,
 )
-from megarl.apps.doctor.verifier_processes import check_isolation, check_sandbox
+from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.cluster.process_env import prepare_environment
 from megarl.console import result
+from megarl.environments.code_config import CodeConfig
+from megarl.environments.isolation import MOVES_SINCE, landlock_version
+from megarl.schema import require
+
+
+def check_headers() -> list[Finding]:
+    """Whether there is a Python.h, with which Triton builds the launcher of every kernel and torch
+    its C++ extensions.
+    """
+    include = sysconfig.get_paths()["include"]
+    if (Path(include) / "Python.h").is_file():
+        return [Finding("Python headers", "ok", include)]
+    version = sysconfig.get_python_version()
+    fix = f"install python{version}-dev (Debian) or python{version}-devel (Fedora)"
+    # Without a GPU, Triton compiles nothing.
+    status = "FAIL" if shutil.which("nvidia-smi") else "warn"
+    found = f"no Python.h in {include}: Triton and torch cannot compile kernels"
+    return [Finding("Python headers", status, found, fix)]
+
+
+def check_toolkit() -> list[Finding]:
+    """Whether the CUDA toolkit, if there is one, is of torch's CUDA. None is needed: torch, Triton
+    and vLLM bring their own compiled kernels and assembler.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    beside = Path(home, "bin", "nvcc")
+    nvcc = str(beside) if beside.is_file() else shutil.which("nvcc")
+    if nvcc is None:
+        return [Finding("CUDA toolkit", "ok", "none, and none is needed")]
+    told = ask([nvcc, "-V"], within_s=20)
+    found = re.search(r"release (\d+\.\d+)", told.output)
+    built = ask_python("import torch; print(torch.version.cuda or '')").output
+    if found is None or not built:
+        what = f"{nvcc}: {told.last_error}" if found is None else f"{found[1]}; torch is for CPUs"
+        return [Finding("CUDA toolkit", "ok", f"{what}; it is not used")]
+    return [toolkit_finding(found[1], built, nvcc)]
+
+
+def toolkit_finding(toolkit: str, cuda: str, nvcc: str) -> Finding:
+    """The finding on a toolkit of version `toolkit` beside torch built for version `cuda`."""
+    shown = f"{toolkit} at {nvcc}, torch is for CUDA {cuda}"
+    if toolkit.split(".")[0] == cuda.split(".")[0]:
+        return Finding("CUDA toolkit", "ok", shown)
+    fix = (
+        f"set CUDA_HOME to a toolkit of CUDA {cuda.split('.')[0]}, or take nvcc off PATH and unset"
+        " CUDA_HOME: what vLLM (FlashInfer) compiles at run time would fail or not load"
+    )
+    return Finding("CUDA toolkit", "warn", shown, fix)
+
+
+def check_isolation() -> list[Finding]:
+    """Whether the process of a user's verifier can be kept from looking into other processes."""
+    version = landlock_version()
+    if version < MOVES_SINCE:
+        found = "no Landlock of version 2 here: verifiers can look into other processes"
+        fix = "Linux 5.19 or newer, with landlock in the kernel's parameter lsm="
+        return [Finding("isolation of verifiers", "warn", found, fix)]
+    return [Finding("isolation of verifiers", "ok", f"Landlock {version}")]
+
+
+def check_sandbox() -> list[Finding]:
+    """Whether the verifier `code` can run programs in namespaces here."""
+    try:
+        sandbox = Sandbox(CodeConfig())
+        try:
+            results = sandbox.run("stdin", "print(1)", [""], total_s=10.0)
+        finally:
+            sandbox.close()
+        require(results[0]["status"] == "ok", f"a program ended with {results[0]['status']}")
+    except (OSError, RuntimeError, ValueError) as error:
+        fix = "only for the verifier code: allow user namespaces, or set environment.code.sandbox"
+        return [Finding("sandbox for programs", "warn", str(error)[:200], fix)]
+    return [Finding("sandbox for programs", "ok", sandbox.protection)]
+
 
 ALL_WITHIN_S = 55.0
 """Seconds until all checks have ended; one that has not is reported as late."""

@@ -44,7 +44,7 @@ from megarl.checkpoints.lease import take
 from megarl.config import RunConfig, SftConfig
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.parallel.ports import free_port
+from megarl.parallel.launcher import free_port
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, Ended
 

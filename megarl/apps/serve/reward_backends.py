@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megarl import console
 from megarl.apps.serve.reward_server import Backend
 from megarl.environments.judging import Judge
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.scoring import client_token
 from megarl.environments.wire import Sample
 from megarl.errors import EngineLost, UserError

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.outcome import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.wire import ROUTE, WITHIN, BadMessage, Sample, answer_body, read_request
 from megarl.errors import EngineLost
 from megarl.schema import LONGEST_WAIT_S

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.checks.folder_checks import check_writable
-from megarl.checks.verifier_start import check_verifier
+from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.addresses import Token, read_token
 from megarl.environments.config import RewardServerConfig
 from megarl.environments.verifiers import named

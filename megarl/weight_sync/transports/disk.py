@@ -31,9 +31,10 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import Direct, Watch
-from megarl.weight_sync.transports.messages import (
+from megarl.weight_sync.transports.base import (
+    Direct,
     Message,
+    Watch,
     incoming,
     length,
     longest,

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megarl.weight_sync.transports.base import Watch
-from megarl.weight_sync.transports.nccl_group import nccl_group
 from megarl.weight_sync.transports.rendezvous import (
     CONNECT_TIMEOUT_S,
     Rendezvous,
@@ -33,6 +32,45 @@ from megarl.weight_sync.transports.rendezvous import (
     short,
 )
 from megarl.weight_sync.transports.secret_store import SecretStore
+
+WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""What a group's constructor reads. It must not hold for the trainer's own groups, whose watchdog
+ends a rank that waits for a dead one."""
+
+ENVIRONMENT = threading.Lock()
+"""Held while the environment is changed: several threads of a process make groups at once."""
+
+
+def nccl_group(
+    store: Store, rank: int, size: int, device: torch.device, *, timeout_s: float
+) -> Any:
+    """Make the group of `size` ranks and its communicator; blocks until all ranks take part.
+
+    `timeout_s`: of a message. Call it in a thread that nobody waits for without a deadline.
+    """
+    torch.cuda.set_device(device)  # the current device is per thread
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with ENVIRONMENT, environment(WATCHDOG_OFF):
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables until the end of the block."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
 
 NO_TIMEOUT_S, CANCEL_TIMEOUT_S = 86400.0, 0.2
 """Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread."""

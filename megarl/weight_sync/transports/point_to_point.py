@@ -26,9 +26,11 @@ from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route, RouteSpec
 from megarl.weight_sync.transports import relay
-from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
-from megarl.weight_sync.transports.messages import (
+from megarl.weight_sync.transports.base import (
+    GIVEN_UP,
+    Aborted,
     Message,
+    Watch,
     incoming,
     length,
     longest,

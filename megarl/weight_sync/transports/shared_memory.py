@@ -13,18 +13,19 @@ as read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megarl.console import say
 from megarl.parallel.collectives import barrier, broadcast_object
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports.base import Direct, Watch
-from megarl.weight_sync.transports.pinned import Pinned
 from megarl.weight_sync.transports.shared_counters import SharedCounters
 
 SLOTS = 2
@@ -175,3 +176,55 @@ class Receiver:
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
         """The memory through which this engine rank receives its buckets, uint8 [memory_bytes]."""
         return self._counters.memory().split(memory_bytes(self._route))[self._destination]
+
+
+class Pinned:
+    """The registration of a tensor's memory with CUDA, and the wait for copies. In a process that
+    does not use a GPU nothing is registered, and there is nothing to wait for.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Register `memory`, uint8 on the host. If the driver refuses, one warning is written, and
+        the memory stays pageable: all that works, and is slower.
+        """
+        self._memory, self.is_registered = memory, False
+        # Asking for the device of a process that has no use for it would cost memory there.
+        uses_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else None
+        if self._device is None or not memory.numel():
+            return
+        cuda: Any = torch.cuda.cudart()
+        problem = cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        self.is_registered = problem == cuda.cudaError.success
+        if not self.is_registered:
+            self._forget_refusal()
+            why = cuda.cudaGetErrorString(problem)  # torch names no error but success
+            say(
+                "megarl: warning: weight_sync.transport shared_memory: the driver does not pin the"
+                f" {memory.numel() / 2**20:.0f} MiB of weights on their way ({why}), so that"
+                " copies between them and the GPU are slower; raise the job's limit of locked"
+                " memory (ulimit -l)"
+            )
+
+    def wait(self) -> None:
+        """Return once the GPU has done what this thread has asked it for on the current stream."""
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def release(self) -> None:
+        """Wait, and undo the registration; a second call does nothing. Raises what the GPU's last
+        work has failed with, after the registration is undone.
+        """
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        try:
+            self.wait()
+        finally:
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self._memory.data_ptr())
+
+    def _forget_refusal(self) -> None:
+        """Clear the error that CUDA keeps of a refused call: the next kernel would be blamed."""
+        with contextlib.suppress(RuntimeError):  # torch reads the error, and CUDA forgets it
+            torch.ones(1, device=self._device)
