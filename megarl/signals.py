@@ -171,6 +171,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def become(parent: int, command: list[str], number: int = signal.SIGKILL) -> None:
+    """Become `command`, which gets the signal `number` when the process `parent` ends."""
+    die_with_parent(parent, number)
+    os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
+
+
 AGENT = "MEGARL_AGENT"
 """Name of an environment variable of ranks: the process id of megarl's torchrun."""
 

@@ -15,7 +15,6 @@ from megarl.environments import user_code
 from megarl.environments.channel import WorkerChannel
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.die_with_parent import die_with_parent
 from megarl.environments.isolation import enter_own_domain
 from megarl.environments.plain_calls import ending_forks
 from megarl.environments.session_worker import SessionHost
@@ -30,6 +29,7 @@ from megarl.environments.verifiers import (
 )
 from megarl.environments.worker import Host, MemoryLimit, VerifierHost
 from megarl.lookup import of_app
+from megarl.signals import die_with_parent
 
 BUILT_IN_MEMORY_MIB = 512
 """Memory limit of a process that runs a built-in verifier, if the recipe sets none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.tune.held_out import chunks
+from megarl.apps.tune.supervised import chunks
 from megarl.config import RunConfig, SftConfig, from_tree, made_with, with_steps
 
 BASE: dict[str, Any] = {

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
 # The server ends with this process, even one that is killed.
 PROGRAM = """import sys
 sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
-from megarl.environments.die_with_parent import run
+from megarl.signals import become
 run(int(sys.argv[2]), sys.argv[3:])"""
 WORDS = 600
 """Most characters of a server's own words in a message."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megarl.apps.tune.held_out import chunks
+from megarl.apps.tune.supervised import chunks
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.parallel.mesh import Axis, ProcessMesh

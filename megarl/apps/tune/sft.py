@@ -12,14 +12,14 @@ import time
 import numpy as np
 import torch
 
-from megarl.apps.tune.held_out import chunks, held_out_loss, num_rows, share_of
-from megarl.apps.tune.supervised import run_supervised
+from megarl.apps.tune.supervised import chunks, run_supervised
 from megarl.config import SftConfig
 from megarl.data.demonstrations import DemonstrationList
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.context import DataRows, RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
+from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
 from megarl.types import Demonstration, MicroBatch, Samples, StepReport
@@ -133,3 +133,39 @@ def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepRepo
         "time/step_s": seconds,
     }
     return StepReport(step, found | scale_metrics(role))
+
+
+def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], int]:
+    """(samples of this data rank, indices of each of its micro-batches, number of trained tokens
+    over all ranks). `samples` are the same on every rank.
+    """
+    mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix, role.windows)
+    budget = role.training.micro_batch_tokens * mesh.sequence.size
+    dealt = balance.split(mesh.data.size, budget)
+    packed = balance.rows_in_step(dealt, budget)
+    # Nothing predicts the first token of a sample.
+    num_tokens = int(samples.mask.sum() - samples.mask[samples.offsets[:-1]].sum())
+    return samples.select(dealt[mesh.data.rank]), packed[mesh.data.rank], num_tokens
+
+
+@torch.no_grad()
+def held_out_loss(role: Role, batches: list[Samples]) -> dict[str, float]:
+    """{"eval/loss": mean of -log-prob over the response tokens of all `batches`, "eval/tokens":
+    their number}; {} without batches. All ranks call it together with the same batches.
+    """
+    if not batches:
+        return {}
+    metrics, num_tokens = StepMetrics(role.device, ("loss",)), 0
+    for samples in batches:
+        mine, packed, tokens = share_of(samples, role)
+        num_tokens += tokens
+        for micro in role.pack(mine, packed):
+            logprobs, _ = role.engine(micro, 1.0)
+            metrics.add(loss=-logprobs.sum().double())
+    total = metrics.reduce(role.mesh.gradient)["loss"]
+    return {"eval/loss": total / max(1, num_tokens), "eval/tokens": float(num_tokens)}
+
+
+def num_rows(demonstrations: DemonstrationList | None) -> int:
+    """Number of demonstrations; 0 for None."""
+    return 0 if demonstrations is None else len(demonstrations)

@@ -7,6 +7,7 @@ A task says what is trained and on what: `megarl.apps.tune.sft`, `.preference` a
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,3 +141,12 @@ def train(context: RunContext, make: MakeTask) -> None:
             if due(step + 1, every, config.steps):
                 evaluate(step + 1)
         checkpoints.finish()
+
+
+def chunks(num_rows: int, at_least: int) -> list[tuple[int, int]]:
+    """(first row, number of rows) of chunks of about equal size, each of `at_least` rows or more;
+    of all rows if there are fewer, and none without rows.
+    """
+    count = max(1, num_rows // at_least) if num_rows else 0
+    bounds = [num_rows * number // max(1, count) for number in range(count + 1)]
+    return [(first, last - first) for first, last in itertools.pairwise(bounds)]
