@@ -129,7 +129,7 @@ class Segment:
     """In an environment segment, the reward of the model segment before it; finite."""
     receipts: list[str] = field(default_factory=list)
     """For each item of `versions`, the receipt of the weights that the engine computed with
-    (`megarl.weight_sync.receipts`); "" where it has none."""
+    (`megarl.weight_sync.weight_receipts`); "" where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

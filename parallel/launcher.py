@@ -1,4 +1,5 @@
-"""What the launcher of a run's ranks (torchrun, srun) says in environment variables."""
+"""What the launcher of a run's ranks (torchrun, srun) says in environment variables, and a free
+port for a server that another process will start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The process groups of a layout, named by their use, and starting and ending torch.distributed."""
+"""The process groups of a layout, named by their use, and starting and ending torch.distributed;
+the same groups in the form that DeepSpeed expects (`DeepSpeedView`)."""
 
 from __future__ import annotations
 

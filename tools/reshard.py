@@ -57,7 +57,7 @@ from reshard_plan import (
     show_plan,
 )
 
-from megarl.checkpoints import files, store
+from megarl.checkpoints import checkpoint_files, store
 from megarl.checkpoints.manifest import DIGESTS, damage, seal
 from megarl.checkpoints.progress import fingerprint, read_progress
 from megarl.parallel.layout import Layout
@@ -102,34 +102,42 @@ def refuse_damaged(folder: Path) -> None:
 
 def open_sharded(folder: Path) -> Source:
     """A sharded checkpoint, all of it read once to check its digests."""
-    described = files.read_description(folder)
+    described = checkpoint_files.read_description(folder)
     refuse_damaged(folder)
-    model = as_model(described.config, folder / files.LAYOUT)
+    model = as_model(described.config, folder / checkpoint_files.LAYOUT)
     if fingerprint(model.shapes) != described.fingerprint:
         raise ValueError(
             f"{folder}: the names and shapes it was written for are not those that its config"
             " gives; write it again"
         )
     degrees = Degrees(described.degrees, described.zero_stage)
-    owned, stores = files.open_ranks(folder, model.owned(degrees), described.files)
+    owned, stores = checkpoint_files.open_ranks(folder, model.owned(degrees), described.files)
     return Source(model, folder, owned, stores, [])
 
 
 def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
     """Into an empty folder; returns bytes."""
-    owned, names, rank_names = files.rank_files(source.model.owned(degrees))
-    outputs = [files.Output(folder / name, one, {}) for one, name in zip(owned, names, strict=True)]
+    owned, names, rank_names = checkpoint_files.rank_files(source.model.owned(degrees))
+    outputs = [
+        checkpoint_files.Output(folder / name, one, {})
+        for one, name in zip(owned, names, strict=True)
+    ]
     shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
     about = (source.model.config, fingerprint(source.model.shapes))
-    files.Description(files.FORMAT, shape, degrees.zero_stage, *about, rank_names).write(folder)
-    return files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
+    checkpoint_files.Description(
+        checkpoint_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
+    ).write(folder)
+    return checkpoint_files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
 
 
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
     """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
     started = time.perf_counter()
-    with files.written_aside(out, finish=seal) as aside:
-        written, copied = fill(aside), files.copy_along(source.folder, aside, leave=(DIGESTS,))
+    with checkpoint_files.written_aside(out, finish=seal) as aside:
+        written, copied = (
+            fill(aside),
+            checkpoint_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
+        )
     return {
         "out": str(out),
         "parameters": source.model.parameters,
@@ -151,7 +159,7 @@ def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]
     refuse_damaged(folder)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
         from megarl.checkpoints.deepspeed_files import reshard_checkpoint
-    with files.written_aside(out, finish=seal) as aside:
+    with checkpoint_files.written_aside(out, finish=seal) as aside:
         stage: Any = degrees.zero_stage  # one of 0 to 3, as `parse_degrees` has checked
         reshard_checkpoint(folder, aside, model.table, degrees.layout, stage)
         size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
@@ -183,7 +191,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return move(
             source,
             args.out,
-            lambda folder: files.write_whole(source.owned, source.stores, folder, *given, limit),
+            lambda folder: checkpoint_files.write_whole(
+                source.owned, source.stores, folder, *given, limit
+            ),
         )
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
 

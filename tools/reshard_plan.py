@@ -17,7 +17,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from megarl.checkpoints import files
+from megarl.checkpoints import checkpoint_files
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
@@ -188,7 +188,10 @@ def naive(sources: list[Owned], destinations: int, whole: int) -> int:
 
 def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
     """Of the destination rank with most."""
-    made = [make_buckets(owned, itemsize, limit_bytes) for owned in files.distinct(destinations)[0]]
+    made = [
+        make_buckets(owned, itemsize, limit_bytes)
+        for owned in checkpoint_files.distinct(destinations)[0]
+    ]
     most = max(made, key=len)
     return {
         "rank_buckets": len(most),

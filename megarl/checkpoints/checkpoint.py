@@ -34,8 +34,14 @@ from transformers import PreTrainedTokenizerBase
 from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import write_adapter
 from megarl.checkpoints.background import Digests, Writing, reports_of
+from megarl.checkpoints.checkpoint_files import (
+    ASIDE,
+    identity,
+    put_in_place,
+    remove_unfinished,
+    set_aside,
+)
 from megarl.checkpoints.export import WeightExport, write_description
-from megarl.checkpoints.files import ASIDE, identity, put_in_place, remove_unfinished, set_aside
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import sync, write_manifest

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megarl.checkpoints.files import Output, safetensors_header, split_outputs
+from megarl.checkpoints.checkpoint_files import Output, safetensors_header, split_outputs
 from megarl.checkpoints.rank_files import RankFile, RankFiles
 from megarl.checkpoints.store import INDEX
 from megarl.parallel.collectives import receive, send

@@ -41,7 +41,7 @@ from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
-from megarl.rollout.dispatch.registry import refusal
+from megarl.rollout.dispatch.policy_table import refusal
 from megarl.schema import require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head

@@ -15,9 +15,9 @@ import numpy as np
 from megarl import console
 from megarl.chat_template import Variables
 from megarl.data.source import PromptList
-from megarl.environments.answers import without_opening
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import without_opening
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import own_files, setting_of
 from megarl.lookup import of_app

@@ -148,7 +148,7 @@ COMMANDS = {
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",
         config="RunConfig",
-        check="megarl.checks.evaluation:check_eval",
+        check="megarl.checks.evaluation_checks:check_eval",
         run="megarl.loops.evaluate:main",
         example="recipe.yaml --model.path runs/mine/checkpoints/step_000100/model",
     ),

@@ -1,4 +1,5 @@
-"""What a reward function may return, and how several of them add up.
+"""What a reward function may return, how several of them add up, and what a worker process
+replies (`Outcome`).
 
 number | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
 """

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from megarl.environments.addresses import Token, read_token
-from megarl.environments.answers import TAGS, with_tags, without_opening
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
+from megarl.environments.response_text import TAGS, with_tags, without_opening
 from megarl.environments.scores import Outcome
 from megarl.environments.session_pool import SessionPool
 from megarl.environments.user_code import Sources

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from megarl import lookup
 from megarl.environments.addresses import is_remote
-from megarl.environments.answers import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
 from megarl.environments.user_code import Sources, check_function, load, split

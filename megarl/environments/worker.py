@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.answers import Counted
 from megarl.environments.channel import WorkerChannel
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.plain_calls import LimitExceeded, ending_forks, within
+from megarl.environments.response_text import Counted
 from megarl.environments.scores import BadScore, read_score
 
 ROOM_LEFT = 0.25

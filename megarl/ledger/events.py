@@ -129,7 +129,7 @@ class Published:
 
     version: int
     receipts: list[str]
-    """Digests of the weights; see `megarl.weight_sync.receipts`."""
+    """Digests of the weights; see `megarl.weight_sync.weight_receipts`."""
 
 
 @dataclass(frozen=True, slots=True)

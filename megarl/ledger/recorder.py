@@ -131,7 +131,7 @@ class Recorder:
 
     def publish(self, version: int, receipts: Sequence[str]) -> None:
         """Record the receipts of the weights `version`, which are on the engines
-        (`megarl.weight_sync.receipts`).
+        (`megarl.weight_sync.weight_receipts`).
         """
         self._put(Published(version, list(receipts)))
 

@@ -16,14 +16,14 @@ from typing import IO, Any
 
 from megarl import console
 from megarl.chat_template import tags_of
-from megarl.checks.evaluation import EvalCase, EvalInputs
+from megarl.checks.evaluation_checks import EvalCase, EvalInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, silence_s
-from megarl.environments.answers import answer_part, with_tags
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import answer_part, with_tags
 from megarl.errors import UserError
 from megarl.lookup import of_app
 from megarl.observe.sinks import finite

@@ -1,4 +1,4 @@
-"""What the loop on rollouts works with: roles, engines, rollouts, publisher."""
+"""What the loop on rollouts works with: roles, engines, rollouts, publisher, time limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the rewards of every token to one advantage per token.
+"""From the rewards of every token, or of every turn, to one advantage per token.
 
 `megarl.objectives.advantages` has the functions that give a whole sample one advantage. Here are
 those that give each token its own. To add one: write a function of (`TokenRewards`, config), add a

@@ -20,7 +20,7 @@ ENGINE_STARTS = 3
 MOST_STOPS = 16
 """Largest number of texts in `rollout.stop`."""
 DispatchName = Literal["ordered", "windowed"]
-"""Names of the dispatch policies, which are in `megarl.rollout.dispatch.registry`."""
+"""Names of the dispatch policies, which are in `megarl.rollout.dispatch.policy_table`."""
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
 """Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 

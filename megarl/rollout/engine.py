@@ -25,7 +25,7 @@ from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
 from megarl.rollout.engine_core import fork_core, import_core_ahead, spawn_core
 from megarl.rollout.pauses import Pauses
 from megarl.types import Segment, TokenArrays
-from megarl.weight_sync.receipts import receipt_of_adapter, receipt_of_weights
+from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
 
 BACKEND = "megarl"
 """Name under which megarl's weight transfer is registered in vLLM."""

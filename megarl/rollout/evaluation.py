@@ -1,4 +1,5 @@
-"""One scored answer to each held-out problem, at the weights that are on the engines."""
+"""One scored answer to each held-out problem, at the weights that are on the engines, and what
+several answers to each amount to: avg@n, pass@k, maj@n."""
 
 from __future__ import annotations
 

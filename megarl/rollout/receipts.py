@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.types import Group, Segment
-from megarl.weight_sync.receipts import Span, refuse_unknown
+from megarl.weight_sync.weight_receipts import Span, refuse_unknown
 
 
 @dataclass

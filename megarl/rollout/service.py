@@ -23,7 +23,7 @@ from megarl.ledger.recorder import Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.dispatch.registry import POLICIES, limits_of
+from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records

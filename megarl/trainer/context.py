@@ -28,7 +28,7 @@ from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.files import remove_unfinished
+from megarl.checkpoints.checkpoint_files import remove_unfinished
 from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps

@@ -21,8 +21,8 @@ from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights
 from megarl.weight_sync.probe import Effect, Probe
 from megarl.weight_sync.publication import FurtherCheck, Publication
-from megarl.weight_sync.receipts import receipt_of_adapter
 from megarl.weight_sync.transports.base import Aborted
+from megarl.weight_sync.weight_receipts import receipt_of_adapter
 
 
 class SendsAdapters(SendsWeights, Protocol):

@@ -21,7 +21,7 @@ class InitInfo:
     """What an engine needs to know once, before its first weight update."""
 
     transport: str
-    """Name in `megarl.weight_sync.transports.registry`."""
+    """Name in `megarl.weight_sync.transports.transport_table`."""
     spec: dict[str, Any]
     """The fields of a `RouteSpec`."""
     engine: int

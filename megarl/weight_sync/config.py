@@ -12,7 +12,7 @@ class WeightSyncConfig:
     """How the trainer sends its weights to the inference engines."""
 
     transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
-    """A name in `megarl.weight_sync.transports.registry`: host memory shared on one host, messages
+    """A name in `transports.transport_table`: host memory shared on one host, messages
     between hosts, memory of shared GPUs (CUDA IPC), or files in a shared folder."""
     folder: OutputText = ""
     """Transport `disk` only: folder for the weights, under the same path for trainer and

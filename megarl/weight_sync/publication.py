@@ -42,7 +42,7 @@ class Publication(ABC):
         self.members: list[int] = []
         """Numbers of the engines that take part in the present publication, on every rank."""
         self.receipts: list[str] = []
-        """Receipts of the newest version, on every rank; see `megarl.weight_sync.receipts`. More
+        """Receipts of the newest version, on every rank; see `weight_sync.weight_receipts`. More
         than one where engines receive the same weights in other pieces."""
 
     def publish(self, version: int) -> dict[str, float]:

@@ -25,10 +25,10 @@ from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publication import Publication
-from megarl.weight_sync.receipts import receipt_of_weights
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
-from megarl.weight_sync.transports.registry import SENDERS
+from megarl.weight_sync.transports.transport_table import SENDERS
+from megarl.weight_sync.weight_receipts import receipt_of_weights
 
 POLL_S = 0.05
 """Seconds between two checks that the engines are still alive."""

@@ -32,7 +32,7 @@ from megarl.weight_sync.checksums import Digest, signed
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.route import Route, RouteSpec
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
-from megarl.weight_sync.transports.registry import RECEIVERS
+from megarl.weight_sync.transports.transport_table import RECEIVERS
 
 NAME = "megarl"
 """Name of the vLLM weight-transfer backend that this file registers."""

@@ -120,7 +120,7 @@ def through(
     """What one transport did: the attempts by name, and what was planned."""
     from megarl.parallel.collectives import barrier
     from megarl.weight_sync.route import Route, whole_plan
-    from megarl.weight_sync.transports.registry import SENDERS
+    from megarl.weight_sync.transports.transport_table import SENDERS
 
     route = Route.of_source(spec_of(case, transport), table(), axis.rank)
     sender = SENDERS[transport](route, axis, folder)
@@ -312,7 +312,7 @@ def alone(transport: str, folder: str) -> Any:
     """The only trainer rank's sender."""
     from megarl.parallel.mesh import Axis
     from megarl.weight_sync.route import Route
-    from megarl.weight_sync.transports.registry import SENDERS
+    from megarl.weight_sync.transports.transport_table import SENDERS
 
     return SENDERS[transport](
         Route.of_source(spec_of(ALONE, transport), table(), 0),
@@ -363,7 +363,7 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
 
 
 def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
-    from megarl.weight_sync.transports.registry import RECEIVERS
+    from megarl.weight_sync.transports.transport_table import RECEIVERS
 
     sender = alone("disk", str(tmp_path))
     sender.close()
@@ -374,7 +374,7 @@ def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
 def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from megarl.weight_sync.transports.registry import RECEIVERS
+    from megarl.weight_sync.transports.transport_table import RECEIVERS
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs GPUs"):

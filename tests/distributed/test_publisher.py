@@ -32,7 +32,7 @@ class Engine:
     def connect(self, info: dict[str, Any]) -> None:
         from megarl.weight_sync.bucket_receiver import BucketReceiver
         from megarl.weight_sync.route import Route, RouteSpec
-        from megarl.weight_sync.transports.registry import RECEIVERS
+        from megarl.weight_sync.transports.transport_table import RECEIVERS
 
         spec = RouteSpec(**info["spec"])
         self.route = Route.of_destination(spec, table(), spec.destination(info["engine"], 0))

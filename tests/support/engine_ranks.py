@@ -79,7 +79,7 @@ def weights(version: int) -> dict[str, Any]:
 def spec_of(case: Case, transport: str) -> Any:
     from megarl.weight_sync.parameters import training_shards
     from megarl.weight_sync.route import RouteSpec, table_fingerprint
-    from megarl.weight_sync.transports.registry import SENDERS
+    from megarl.weight_sync.transports.transport_table import SENDERS
 
     shards = {
         name: [shard.dim, *shard.edges]
@@ -116,7 +116,7 @@ def engine(pipe: Connection) -> None:
 
     from megarl.weight_sync.bucket_receiver import BucketReceiver
     from megarl.weight_sync.route import Route, RouteSpec
-    from megarl.weight_sync.transports.registry import RECEIVERS
+    from megarl.weight_sync.transports.transport_table import RECEIVERS
 
     intake: BucketReceiver | None = None
     if torch.cuda.is_available():

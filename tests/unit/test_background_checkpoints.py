@@ -21,7 +21,7 @@ from megarl import host_memory
 from megarl.checkpoints import direct_file, rank_files
 from megarl.checkpoints.background import Writing, reports_of
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.files import remove_unfinished
+from megarl.checkpoints.checkpoint_files import remove_unfinished
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import digest
 from megarl.checkpoints.rank_files import RankFiles

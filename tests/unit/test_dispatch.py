@@ -25,7 +25,7 @@ from megarl.ledger.recorder import Recorder
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.config import DispatchName, DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
-from megarl.rollout.dispatch.registry import POLICIES, limits_of, refusal
+from megarl.rollout.dispatch.policy_table import POLICIES, limits_of, refusal
 from megarl.rollout.service import RolloutService, by_version
 from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 

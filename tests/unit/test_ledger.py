@@ -56,7 +56,7 @@ from megarl.ledger.journal import (
 )
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
-from megarl.rollout.dispatch.registry import POLICIES
+from megarl.rollout.dispatch.policy_table import POLICIES
 from megarl.rollout.service import RolloutService
 from megarl.types import START, Cursor, Prompt, Segment, TokenArrays, Verdict
 

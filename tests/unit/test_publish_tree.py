@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.weight_sync.transports.relay import FANOUT, children, parent
+from megarl.weight_sync.transports.forwarding import FANOUT, children, parent
 
 
 def test_the_tree_reaches_every_engine_once_in_few_hops() -> None:

@@ -17,7 +17,7 @@ from megarl.rollout.receipts import Receipts, spans_of
 from megarl.rollout.service import RolloutService
 from megarl.trainer.config import LoraConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
-from megarl.weight_sync.receipts import receipt_of_adapter, receipt_of_weights
+from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
 
 PUBLISHED = {version: receipt_of_weights([[version, -version], [7, 8]]) for version in range(4)}
 """{version: receipt} of a run whose engines have two ranks."""

@@ -27,7 +27,7 @@ from megarl import (
 from megarl.apps.serve.reward_server_checks import check_serve_reward
 from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
-from megarl.checks.evaluation import check_eval
+from megarl.checks.evaluation_checks import check_eval
 from megarl.checks.preflight import check_run, check_train
 from megarl.serve_config import ServeRewardConfig
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 from support.tiny import write_model
 
-from megarl.checkpoints import files
+from megarl.checkpoints import checkpoint_files
 from megarl.checkpoints.manifest import seal
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import scatter
@@ -181,7 +181,7 @@ def test_ranks_hold_what_the_layout_says(
     source = model_of(tmp_path / "model")
     run(capsys, "split", source, tmp_path / "out", "--layout", layout)
     degrees, whole = reshard.parse_degrees(layout), tensors(source)
-    described = files.read_description(tmp_path / "out")
+    described = checkpoint_files.read_description(tmp_path / "out")
     assert described.degrees == degrees.layout and described.zero_stage == degrees.zero_stage
     assert len(set(described.files)) == (
         degrees.layout.size if degrees.zero_stage == 3 else degrees.layout.tensor
@@ -665,23 +665,23 @@ def test_a_full_disk_is_told(
         said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
     assert "are needed" in said and "0.000 GB free" in said and "another disk" in said
 
-    real = files.write_safetensors
+    real = checkpoint_files.write_safetensors
 
-    def fills_up(output: files.Output, *rest: Any) -> int:
+    def fills_up(output: checkpoint_files.Output, *rest: Any) -> int:
         if output.path.name == "rank_00001.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output.path))
         return real(output, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_safetensors", fills_up)
+        patch.setattr(checkpoint_files, "write_safetensors", fills_up)
         said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
     assert "No space left" in said and "free some space" in said
 
-    def refused_by_the_disk(output: files.Output, *rest: Any) -> int:
+    def refused_by_the_disk(output: checkpoint_files.Output, *rest: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(output.path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_safetensors", refused_by_the_disk)
+        patch.setattr(checkpoint_files, "write_safetensors", refused_by_the_disk)
         said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
     assert "Read-only file system" in said and "free some space" not in said
     assert "correct that, or name a folder on another disk" in said
@@ -707,7 +707,7 @@ def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return real(size, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.torch, "empty", counted)
+        patch.setattr(checkpoint_files.torch, "empty", counted)
         reshard.write_sharded(
             source, reshard.Degrees(Layout(data=2, tensor=2), 3), tmp_path / "out"
         )

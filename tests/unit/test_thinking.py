@@ -12,9 +12,9 @@ from support.tiny import write_tokenizer
 
 from megarl.chat_template import TAGS, tags_of
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.answers import Counted, answer_part
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import Counted, answer_part
 from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import (
     FormatConfig,
@@ -103,7 +103,7 @@ def test_formats_see_the_thinking_if_it_is_among_their_tags() -> None:
 
 def test_a_function_of_a_user_receives_the_whole_response(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from megarl.environments.answers import answer_part\n"
+        "from megarl.environments.response_text import answer_part\n"
         "def whole(prompt, response):\n    return float(response.startswith('<think>'))\n"
         "def part(prompt, response):\n    return float(answer_part(response, ()) == '7')\n"
     )

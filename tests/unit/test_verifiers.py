@@ -20,10 +20,10 @@ from support.tiny import write_tokenizer
 
 from megarl.apps.verifiers.numeric import numbers
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.answers import Counted
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.judging import Judge
+from megarl.environments.response_text import Counted
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import (

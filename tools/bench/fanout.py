@@ -39,7 +39,7 @@ from megarl.weight_sync.bucket_receiver import BucketReceiver, deadline_watch
 from megarl.weight_sync.checksums import carry
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
-from megarl.weight_sync.transports import p2p_group, relay
+from megarl.weight_sync.transports import forwarding, p2p_group
 from megarl.weight_sync.transports.point_to_point import Receiver, Sender
 
 MODEL = {  # 15 million parameters
@@ -80,7 +80,7 @@ def slow_links(bytes_per_s: float) -> list[int]:
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One process of a case: the trainer rank, or an engine of one rank."""
     initialise(timeout_s=task["deadline"])
-    relay.FANOUT = STAR if task["way"] == "star" else relay.FANOUT
+    forwarding.FANOUT = STAR if task["way"] == "star" else forwarding.FANOUT
     counts, table, rank = (
         slow_links(task["link_mb_s"] * 1e6),
         parameter_table(MODEL),
@@ -151,9 +151,9 @@ def hops(engines: int) -> int:
     """How many times a bucket is sent, one after the other, until the last of `engines` engines has
     it.
     """
-    found, above = 1, relay.parent(engines - 1)
+    found, above = 1, forwarding.parent(engines - 1)
     while above is not None:
-        above, found = relay.parent(above), found + 1
+        above, found = forwarding.parent(above), found + 1
     return found
 
 
@@ -188,7 +188,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 task = vars(args) | {"engines": engines, "way": way}
                 ranks = launch(__file__, task, num_ranks=1 + engines, deadline_s=args.deadline)
                 found = ranks[0] | {"engines": engines, "way": way}
-                copies = min(relay.FANOUT, engines - 1) if way == "tree" else engines - 1
+                copies = min(forwarding.FANOUT, engines - 1) if way == "tree" else engines - 1
                 bucket = min(found["bytes"], args.bucket_mib * 2**20)
                 extra = (found["hops"] - 1) * max(1, copies) * bucket
                 found["bound_s"] = (found["bytes"] * max(1, copies) + extra) / (

@@ -75,7 +75,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from megarl.checkpoints.files import INDEX, split_outputs, write_safetensors
+    from megarl.checkpoints.checkpoint_files import INDEX, split_outputs, write_safetensors
     from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.config import ModelConfig
     from megarl.trainer.loading import empty_model

@@ -26,7 +26,7 @@ from megarl.rollout.engine import Engine
 from megarl.weight_sync import bucket_receiver as receive
 from megarl.weight_sync.checksums import signed
 from megarl.weight_sync.route import Route, RouteSpec
-from megarl.weight_sync.transports.registry import RECEIVERS
+from megarl.weight_sync.transports.transport_table import RECEIVERS
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

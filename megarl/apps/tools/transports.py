@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
 PROGRAM = """import sys
 sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
 from megarl.signals import become
-run(int(sys.argv[2]), sys.argv[3:])"""
+become(int(sys.argv[2]), sys.argv[3:])"""
 WORDS = 600
 """Most characters of a server's own words in a message."""
 PASSED_ON = 2**18

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
-from megarl.environments.answers import row_value
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import row_value
 from megarl.schema import require, shortened
 from megarl.types import Prompt
 

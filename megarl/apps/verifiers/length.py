@@ -6,8 +6,8 @@ import inspect
 import math
 from typing import Any
 
-from megarl.environments.answers import Counted, row_value
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import Counted, row_value
 from megarl.environments.scores import read_score
 from megarl.environments.verifier_config import LengthConfig
 from megarl.environments.verifiers import VERIFIERS, Verifier, built_in

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import regex as patterns
 
-from megarl.environments.answers import after_last, without_thousands
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import after_last, without_thousands
 from megarl.schema import require, shortened
 from megarl.types import Prompt
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from fractions import Fraction
 
-from megarl.environments.answers import after_last
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.response_text import after_last
 from megarl.schema import require
 from megarl.types import Prompt
 

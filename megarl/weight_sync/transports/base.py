@@ -3,7 +3,7 @@
 A bucket is one block of memory on each engine rank, into which trainer ranks copy regions of
 tensors (`megarl.parallel.reshard.buckets`). A transport is one file with a `Sender` (trainer ranks)
 and a `Receiver` (engine ranks). To add one, list both classes in
-`megarl.weight_sync.transports.registry` and the name in `WeightSyncConfig.transport`. Plans,
+`megarl.weight_sync.transports.transport_table` and the name in `WeightSyncConfig.transport`. Plans,
 digests and the engine's own parameters are not a transport's concern.
 
 One weight version, in calls:

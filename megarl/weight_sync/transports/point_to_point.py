@@ -1,7 +1,7 @@
 """Transport `point_to_point`: messages between hosts, gloo on CPU or NCCL on GPUs.
 
     trainer rank: its regions -> one message for each (bucket, rank of engine 0) -> engine 0
-    engine: whole buckets -> two other engines (`megarl.weight_sync.transports.relay`)
+    engine: whole buckets -> two other engines (`megarl.weight_sync.transports.forwarding`)
 
 Trainer ranks and the ranks of engine 0 form one process group, each relay and its receiver another
 (`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
@@ -25,7 +25,7 @@ from megarl.parallel.reshard.boxes import Piece
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route, RouteSpec
-from megarl.weight_sync.transports import relay
+from megarl.weight_sync.transports import forwarding
 from megarl.weight_sync.transports.base import (
     GIVEN_UP,
     Aborted,
@@ -38,13 +38,13 @@ from megarl.weight_sync.transports.base import (
     parts,
     unpack,
 )
+from megarl.weight_sync.transports.forwarding import Relay, slowest
 from megarl.weight_sync.transports.p2p_group import (
     InFlight,
     P2PGroup,
     PeerGone,
     local_device,
 )
-from megarl.weight_sync.transports.relay import Relay, slowest
 from megarl.weight_sync.transports.rendezvous import Rendezvous, network_place, own_address
 
 SLOTS = 2
@@ -173,7 +173,7 @@ class Sender:
 
     def relay(self, engine: int) -> int | None:
         """The engine that passes weights on to `engine`, or None."""
-        return relay.parent(engine)
+        return forwarding.parent(engine)
 
     def close(self) -> None:
         """Leave the process group and the store."""
@@ -267,7 +267,10 @@ class Receiver:
         self._meeting = Rendezvous(
             init_info["host"], init_info["port"], init_info["secret"], members
         )
-        self._parent, self._children = relay.parent(engine), relay.children(engine, spec.engines)
+        self._parent, self._children = (
+            forwarding.parent(engine),
+            forwarding.children(engine, spec.engines),
+        )
         if self._parent is None:
             self._from = _first_group(self._meeting, spec, spec.layout.size + rank, device)
         else:

@@ -1,4 +1,5 @@
-"""What verifiers share: where an answer begins, and which texts are the same answer."""
+"""What verifiers share: where thinking ends and an answer begins, and which texts are the same
+answer."""
 
 from __future__ import annotations
 
