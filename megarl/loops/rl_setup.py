@@ -25,9 +25,9 @@ from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.model_rewards import RewardModels
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.policy import PolicyGradient
-from megarl.trainer.role import Role, Scorer
+from megarl.trainer.role import Role
 from megarl.trainer.teacher import Teacher
-from megarl.trainer.transfer import BatchTransfer
+from megarl.trainer.transfer import BatchTransfer, Scorer
 from megarl.weight_sync.adapter_publisher import AdapterPublisher
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.probe import Probe

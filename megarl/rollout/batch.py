@@ -129,7 +129,7 @@ def shares(
 ) -> StepGroups:
     """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
     ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
-    lengths are read.
+    lengths and rewards are read.
 
     A group's greedy response is a sample of the step without trained tokens. `with_greedy`: also
     send its tokens to the ranks, whose reward models are to score it.
@@ -159,22 +159,13 @@ def shares(
         skips_equal and len({rollout.reward for rollout in group.rollouts}) == 1
         for group in accepted
     ]
-    dealt: list[list[list[SamplePlan]]] = [[] for _ in range(num_data_ranks)]
-    packed: list[list[list[list[int]]]] = [[] for _ in range(num_data_ranks)]
-    for part in range(num_parts):
-        members = [
-            number
-            for number in np.flatnonzero(mini_batch_of == part).tolist()
-            if with_greedy or samples[number].is_trained
-        ]
-        members = [number for number in members if not is_equal[group_of[number]]] or members[:1]
-        even = FamilyBalance([sizes[n] for n in members], prefix_saves, windows=windows)
-        split = even.split(num_data_ranks, micro_batch_tokens)
-        of_rank = [[members[position] for position in positions] for positions in split]
-        rows = even.rows_in_step(split, micro_batch_tokens)
-        for rank, numbers in enumerate(of_rank):
-            dealt[rank].append([samples[number] for number in numbers])
-            packed[rank].append(rows[rank])
+    parts = [
+        _sent(np.flatnonzero(mini_batch_of == part), samples, group_of, is_equal, with_greedy)
+        for part in range(num_parts)
+    ]
+    dealt, packed = _deal(
+        parts, sizes, num_data_ranks, micro_batch_tokens, saves=prefix_saves, windows=windows
+    )
     whole = StepBatch(
         step=step,
         samples=[],
@@ -182,10 +173,7 @@ def shares(
         rewards=np.array([rollout.reward for rollout in rollouts], dtype=np.float64),
         groups=group_of,
         response_tokens=np.array(
-            [
-                rollout.num_tokens if sample.is_trained else 0
-                for rollout, sample in zip(rollouts, samples, strict=True)
-            ],
+            [one.num_tokens * plan.is_trained for one, plan in zip(rollouts, samples, strict=True)],
             dtype=np.int64,
         ),
         mini_batch_of=mini_batch_of,
@@ -195,10 +183,49 @@ def shares(
         warning=warning,
     )
     plans = [
-        SharePlan(replace(whole, micro_batches=rows), parts)
-        for rows, parts in zip(packed, dealt, strict=True)
+        SharePlan(replace(whole, micro_batches=rows), [[samples[n] for n in part] for part in mine])
+        for rows, mine in zip(packed, dealt, strict=True)
     ]
     return StepGroups(step, plans, drawn[:transcripts])
+
+
+def _sent(
+    numbers: np.ndarray,
+    samples: Sequence[SamplePlan],
+    group_of: np.ndarray,
+    is_equal: Sequence[bool],
+    with_greedy: bool,
+) -> list[int]:
+    """Which of a mini-batch's samples are sent to the ranks: not greedy responses, unless
+    `with_greedy`, and not those of groups of equal rewards (`is_equal`), but at least one sample.
+    """
+    members = [n for n in numbers.tolist() if with_greedy or samples[n].is_trained]
+    return [n for n in members if not is_equal[group_of[n]]] or members[:1]
+
+
+def _deal(
+    parts: Sequence[Sequence[int]],
+    sizes: Sequence[Size],
+    ranks: int,
+    budget: int,
+    *,
+    saves: float,
+    windows: Sequence[int | None],
+) -> tuple[list[list[list[int]]], list[list[list[list[int]]]]]:
+    """Divide each mini-batch of `parts`, the numbers of its samples, over ranks. Returns by rank
+    and mini-batch (the numbers of the rank's samples, its packed sequences of at most `budget`
+    tokens as positions among these).
+    """
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    packed: list[list[list[list[int]]]] = [[] for _ in range(ranks)]
+    for part in parts:
+        even = FamilyBalance([sizes[n] for n in part], saves, windows=windows)
+        split = even.split(ranks, budget)
+        rows = even.rows_in_step(split, budget)
+        for rank, positions in enumerate(split):
+            dealt[rank].append([part[position] for position in positions])
+            packed[rank].append(rows[rank])
+    return dealt, packed
 
 
 def _members(group: Group) -> list[Rollout]:

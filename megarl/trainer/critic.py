@@ -16,9 +16,9 @@ from megarl.errors import UserError
 from megarl.objectives.value import MOMENTS, explained_variance, moments, value_loss
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.trainer.finite import StepGuard
-from megarl.trainer.role import Column, Role, Scorer
+from megarl.trainer.role import Column, Role
 from megarl.trainer.step import StepMetrics, optimizer_step, scale_metrics
-from megarl.trainer.transfer import BatchTransfer, RoleBatch
+from megarl.trainer.transfer import BatchTransfer, RoleBatch, Scorer
 from megarl.types import MicroBatch, StepBatch
 
 

@@ -16,7 +16,8 @@ import torch
 from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import Axis
-from megarl.trainer.role import Column, Scorer
+from megarl.trainer.role import Column
+from megarl.trainer.transfer import Scorer
 from megarl.types import MicroBatch, Samples, StepBatch
 
 

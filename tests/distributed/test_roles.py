@@ -65,8 +65,7 @@ def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.role import Scorer
-    from megarl.trainer.transfer import BatchTransfer
+    from megarl.trainer.transfer import BatchTransfer, Scorer
 
     torch.set_num_threads(1)
     device = mesh_module.initialise(timeout_s=120)
