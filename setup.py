@@ -14,6 +14,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.apps.runs": ["*.j2"]},
     install_requires=[
         "torch>=2.13",
         "aiohttp",
@@ -24,6 +25,7 @@ setup(
         "numpy",
         "datasets",
         "httpx2",
+        "jinja2",
         "jsonschema",
         "math-verify",
         "mcp",

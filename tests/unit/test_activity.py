@@ -23,6 +23,7 @@ from megarl.activity.process import descendants, machine, start_of, state_of
 from megarl.activity.recording import Recording
 from megarl.activity.spans import KINDS, activity, step_begins
 from megarl.activity.state import chain
+from megarl.apps.runs import report
 from megarl.apps.runs.lanes import COLOURS, idle, last_steps
 from megarl.apps.runs.lanes import cells as cells_of
 from megarl.apps.runs.status import main as status
@@ -665,10 +666,9 @@ def test_the_report_has_a_row_for_each_process(opened: Path) -> None:
 
 
 def test_every_kind_has_a_colour() -> None:
-    from megarl.apps.runs.page import STYLE
-
+    page = Path(report.__file__).with_name("report.html.j2").read_text()
     assert set(COLOURS) == set(KINDS) and len(set(COLOURS.values())) == len(KINDS)
-    assert all(STYLE.count(f"--c{number}:") == 2 for number in COLOURS.values())
+    assert all(page.count(f"--c{number}:") == 2 for number in COLOURS.values())
 
 
 def test_a_new_run_forgets_the_record_of_the_one_before(tmp_path: Path) -> None:

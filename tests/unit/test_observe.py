@@ -4,6 +4,7 @@ the model wrote.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.apps.runs import number_format, series
+from megarl.apps.runs import report
 from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
 from megarl.errors import UserError
@@ -92,6 +93,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.seen: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.charts: dict[str, Any] = {}
+        """{title: what the page's script draws}"""
         self.feed(text)
         self.close()
         assert self.open == []
@@ -108,6 +111,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"] and self.seen[-1][1].get("type") == "application/json":
+            chart = json.loads(data, parse_constant=lambda name: pytest.fail(name))
+            self.charts[chart["title"]] = chart
         if self.open[-1:] not in (["script"], ["style"]):
             self.text += data
 
@@ -270,70 +276,52 @@ def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> 
 # Charts and report
 
 
-def test_thin_keeps_ends_and_spikes() -> None:
-    values = np.zeros(10_000)
-    values[7777], values[1234], values[50:90] = 9.0, -9.0, np.nan
-    steps, _ = series.thin(np.arange(10_000.0), values)
-    assert len(steps) <= series.DRAWN_POINTS + 2
-    assert {0.0, 1234.0, 7777.0, 9999.0} <= set(steps)
-    assert (np.diff(steps) > 0).all()
+def test_charts_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    accuracy = page_of(tmp_path).charts["Accuracy"]
+    assert (accuracy["span"], accuracy["percent"], accuracy["wide"]) == ([0, 1], True, True)
+    found = {one["label"]: (one["steps"], one["values"]) for one in accuracy["series"]}
+    assert found == {
+        "rollouts": ([1, 2, 3], [0.0, 0.5, 1.0]),
+        "held out, sampled": ([0], [0.2]),
+        "held out, greedy": ([0, 3], [0.174, 0.994]),
+    }
+    phases = {
+        one["label"]: one["values"][0]
+        for one in page_of(tmp_path).charts["Time of a step"]["series"]
+    }
+    assert phases.pop("other") == pytest.approx(1.0 - 0.5 - 0.4 - 0.02)
+    assert list(phases.values()) == [0.5, 0.4, 0.02, 0.8]
 
 
-def test_gather_means_and_largest() -> None:
-    one = series.Series("x", np.arange(5.0), np.array([1, np.nan, 3, 5, np.nan]), 1)
-    mean, largest = series.gather(one, 3), series.gather(one, 3, largest=True)
-    assert mean.steps.tolist() == [0.5, 2.5, 4.5]
-    np.testing.assert_equal(mean.values, [1, 4, np.nan])
-    np.testing.assert_equal(largest.values, [1, 5, np.nan])
+def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=1007) as observer:
+        for step in range(1007):
+            norm = {500: 9.0, 700: math.nan}.get(step, 1.0)
+            gap = 0.5 if step == 300 else 1e-5
+            metrics = {"grad_norm": norm, "mismatch/max_abs": gap, "entropy": float(step % 2)}
+            observer.step(StepReport(step, metrics))
+    charts = page_of(tmp_path).charts
+    raw, mean = charts["Gradient norm"]["series"]
+    assert len(raw["values"]) == len(mean["values"]) == len(raw["steps"]) <= report.DRAWN
+    assert max(raw["values"]) == 9.0 and None not in raw["values"]
+    assert max(charts["Do trainer and engine agree?"]["series"][0]["values"]) == 0.5
+    assert charts["Entropy"]["series"][1]["values"][50] == pytest.approx(0.5, abs=0.02)
+    assert (raw["steps"][0], raw["each"]) == (3.5, 6) and raw["steps"][-1] <= 1007
+
+
+def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    with Observer(QUIET, tmp_path, total_steps=3) as observer:
+        for step, norm in enumerate((1.0, math.nan, 3.0)):
+            observer.step(StepReport(step, {"grad_norm": norm}))
+    assert page_of(tmp_path).charts["Gradient norm"]["series"][0]["values"] == [1.0, None, 3.0]
 
 
 def test_smooth_is_the_mean_of_the_neighbours() -> None:
     np.testing.assert_allclose(
-        series.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
+        report.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
     )
-    np.testing.assert_allclose(series.smooth(np.array([2.0]), 1), [2.0])
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(0, 1), (-1, 1), (0, 0), (3, 3), (-7.3, 1234), (1e-9, 2e-9), (0, 1e-9), (1e6, 1e6 + 1)],
-)
-@pytest.mark.parametrize("whole", [False, True])
-def test_ticks_enclose(low: float, high: float, whole: bool) -> None:
-    at = number_format.ticks(low, high, 5, whole=whole)
-    assert 2 <= len(at) <= 9
-    assert at[0] <= low + 1e-9 * max(1, abs(low))
-    assert at[-1] >= high - 1e-9 * max(1, abs(high))
-    assert not whole or all(tick == round(tick) for tick in at)
-
-
-def test_numbers_in_words() -> None:
-    assert [number_format.percent(x) for x in (0, 0.174, 0.994, 1, 0.0005)] == [
-        "0%",
-        "17.4%",
-        "99.4%",
-        "100%",
-        "0.05%",
-    ]
-    assert [number_format.compact(x) for x in (0, 31.5, -0.5, 20345, 999.9, 1e7)] == [
-        "0",
-        "31.5",
-        "−0.5",
-        "20.3k",
-        "1k",
-        "10M",
-    ]  # noqa: RUF001
-    assert [number_format.compact(x) for x in (3.1e-5, 1e-4, -2e-6)] == [
-        "3.1×10⁻⁵",
-        "10⁻⁴",
-        "−2×10⁻⁶",
-    ]  # noqa: RUF001
-    assert [number_format.duration(x) for x in (0.987, 45.2, 84, 7500)] == [
-        "0.987 s",
-        "45 s",
-        "1 min 24 s",
-        "2 h 5 min",
-    ]
+    np.testing.assert_allclose(report.smooth(np.array([2.0]), 1), [2.0])
 
 
 def test_report_has_everything(tmp_path: Path) -> None:
@@ -344,7 +332,7 @@ def test_report_has_everything(tmp_path: Path) -> None:
         "17.4% → 99.4%",
         "18.0 → 31.5",
         "1 min 0 s",
-        "25k",
+        "25,000 tokens/s",
         "seed: 5",
         "Sums <with> carries",
         "before training",

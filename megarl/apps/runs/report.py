@@ -1,31 +1,42 @@
 """`report.html`: a run on one page that opens from disk and loads nothing.
 
-To add a chart, add a line to `_learning`, `_systems` or `_optimisation`. A chart is left out if the
-run lacks its metrics.
+    run folder --read--> charts, examples, numbers --report.html.j2--> page
+
+The page's own script draws the charts from JSON beside them. To add a chart, add a line to
+`learning`, `systems` or `optimisation`. A chart is left out if the run lacks its metrics.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import os
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jinja2
 import numpy as np
 
-from megarl.apps.runs.charts import chart
-from megarl.apps.runs.examples import examples
 from megarl.apps.runs.lanes import last_steps
-from megarl.apps.runs.number_format import compact, duration, percent
-from megarl.apps.runs.page import page, safe_html
-from megarl.apps.runs.series import DRAWN_BARS, Series, gather, smooth
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.observe.summary import Run, read_run, summarise
+from megarl.observe.summary import Evaluation, Run, read_run, summarise
 
 FILE = "report.html"
 """Name of the page in the run folder."""
-_NONE = "\N{EN DASH}"
+EXAMPLES = 10
+"""Number of problems whose responses before and after training are shown."""
+DRAWN = 200
+"""A series is reduced to at most this many values."""
+
+Chart = dict[str, Any]
+"""A chart as the page's script draws it; see `chart`."""
+Series = dict[str, Any]
+"""A line, row of bars or set of points of a chart; see `series`."""
 
 
 def write_report(folder: Path, *, title: str, target: Path | None = None) -> Path:
@@ -40,24 +51,29 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         ValueError: the folder is not one of a run, or a file is damaged before its last line.
     """
     folder = Path(folder)
-    run = read_run(folder)
-    recipe = folder / "recipe.yaml"
-    sections = [
-        _header(run, title),
-        _section("Learning", "", _charts(_learning(run))),
-        _section("Examples", *_examples(run)),
-        _section("Time and agreement", "", _charts(_systems(run))),
-        _section("Processes", "", last_steps(folder)),
-        _section("Optimisation", "", _charts(_optimisation(run))),
-        _recipe(recipe.read_text(encoding="utf-8", errors="replace")) if recipe.exists() else "",
-        "<footer>Written by megarl. One file; it loads nothing and sends nothing.</footer>",
-    ]
+    run, recipe = read_run(folder), folder / "recipe.yaml"
+    steps = [record["step"] for record in run.metrics] + [one.step for one in run.evaluations]
+    shown = functools.partial(
+        template().render,
+        title=title,
+        steps=[min(steps, default=0), max(steps, default=0)],
+        numbers=summarise(run),
+        failures=run.failures,
+        learning=learning(run),
+        systems=systems(run),
+        processes=last_steps(folder),
+        optimisation=optimisation(run),
+        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.exists() else None,
+    )
+    try:
+        text = shown(examples=examples(run))
+    except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
+        # Transcripts of another program.
+        text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
     target = target or folder / FILE
     being_written = target.with_name(f".report.{os.getpid()}.html")
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
-    being_written.write_text(
-        page(title, f"<main>{''.join(sections)}</main>"), encoding="utf-8", errors="replace"
-    )
+    being_written.write_text(text, encoding="utf-8", errors="replace")
     being_written.replace(target)
     return target
 
@@ -77,264 +93,277 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _examples(run: Run) -> tuple[str, str]:
-    """As `examples`; transcripts that another program has changed end no run."""
-    try:
-        return examples(run)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return "", f"<p>The transcripts cannot be shown: {safe_html(repr(error))}</p>"
-
-
-def _section(title: str, note: str, body: str) -> str:
-    """HTML of a section with heading and note; empty if `body` is."""
-    if not body:
-        return ""
-    return (
-        f"<section><h2>{title}</h2>"
-        + (f'<p class="soft">{note}</p>' if note else "")
-        + body
-        + "</section>"
-    )
-
-
-def _charts(drawn: list[str]) -> str:
-    """HTML of charts in two columns; a last one without neighbour takes the whole width."""
-    drawn = [one for one in drawn if one]
-    if not drawn:
-        return ""
-    halves = [i for i, one in enumerate(drawn) if one.startswith('<figure class="chart">')]
-    if len(halves) % 2:  # the one without a neighbour takes the row
-        drawn[halves[-1]] = drawn[halves[-1]].replace('"chart"', '"chart last"', 1)
-    return f'<div class="charts">{"".join(drawn)}</div>'
-
-
-def _header(run: Run, title: str) -> str:
-    """HTML of the title and the tiles with the main numbers."""
-    found = summarise(run)
-    greedy = found["measured_on"] == "evaluation"
-    kind = "held-out problems, greedy" if greedy else "rollouts of the first and last steps"
-    tiles = []
-    if found["accuracy_before"] is not None or found["accuracy_after"] is not None:
-        change = _change(found["accuracy_before"], found["accuracy_after"], "{:.1%}".format)
-        tiles.append(_tile("Accuracy", change, kind, main=True))
-    if found["length_before"] is not None or found["length_after"] is not None:
-        change = _change(found["length_before"], found["length_after"], "{:,.1f}".format)
-        tiles.append(_tile("Response length", f"{change} <small>tokens</small>", kind, main=True))
-    if failed := sum(run.failures.values()):
-        named = ", ".join(f"{count:,} {name}" for name, count in run.failures.items() if count)
-        tiles.append(_tile("Verifier failures", f"{failed:,}", f"in rollouts: {named}"))
-    tiles.append(_tile("Steps", f"{found['steps']:,}"))
-    if found["seconds"] is not None:
-        tiles.append(_tile("Time of the steps", duration(found["seconds"])))
-    for name, label in (
-        ("generated_tokens_per_s", "Generation"),
-        ("trained_tokens_per_s", "Training"),
-    ):
-        if found[name] is not None:
-            tiles.append(_tile(label, f"{compact(found[name])} <small>tokens/s</small>"))
-    return f'<header><h1>{safe_html(title)}</h1></header><dl class="tiles">{"".join(tiles)}</dl>'
-
-
-def _tile(label: str, value: str, note: str = "", *, main: bool = False) -> str:
-    """HTML of a tile: label, value and a note below."""
-    small = f'<dd class="note">{note}</dd>' if note else ""
-    return (
-        f'<div class="tile{" main" if main else ""}"><dt>{label}</dt><dd>{value}</dd>{small}</div>'
-    )
-
-
-def _change(before: float | None, after: float | None, as_text: Any) -> str:
-    """HTML of a value before and after training."""
-    first = _NONE if before is None else as_text(before)
-    last = _NONE if after is None else as_text(after)
-    return f'<span class="from">{first} \N{RIGHTWARDS ARROW}</span> {last}'
-
-
-def _window(count: int) -> int:
-    """Number of steps in the moving average of a chart's smoothed line, for a run of `count` steps:
-    odd, about `count` / 20, and 1 below 40 steps.
+@functools.cache
+def template() -> jinja2.Template:
+    """The page. Everything that it is given is escaped, with control characters, which HTML
+    forbids, as visible symbols.
     """
-    return (count // 20) | 1
+    controls = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+    def visible(value: Any) -> Any:
+        is_plain = type(value) is str  # and not HTML of the template
+        return (
+            value.replace("\r\n", "\n").translate(controls | {127: 0x2421}) if is_plain else value
+        )
+
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["count"] = "{:,}".format
+    pages.filters["sha256"] = lambda text: base64.b64encode(
+        hashlib.sha256(text.encode()).digest()
+    ).decode()
+    return pages.get_template("report.html.j2")
 
 
-def _smoothed(run: Run, name: str, label: str, colour: int) -> list[Series]:
-    """A metric of the steps as series: moving mean over raw values; for short runs raw values."""
+# --------------------------------------------------------------------------------------- examples
+
+
+def examples(run: Run) -> tuple[str, Counter[tuple[bool, bool]] | None, list[tuple]]:
+    """(what is shown, {(right before, right after): problems}, the problems) of the page's examples.
+    A problem is (its transcript, (when, transcript) of each response): those at the first and the
+    last evaluation; without evaluations, the rollouts of the first and the last step.
+    """
+    written = [one for one in run.evaluations if one.transcripts]
+    if not written:
+        about = "Rollouts trained on at the first and the last step, at most four of each group."
+        problems = [
+            (group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]])
+            for group in run.groups
+        ]
+        return about if problems else "", None, problems
+    ends = (written[0], written[-1])[: len(written)]
+    pairs, moves = [(one,) for one in ends[0].transcripts], None
+    about = f"The first {min(EXAMPLES, len(pairs))} held-out problems, in their order."
+    if len(ends) == 2:
+        pairs = same_problems(ends[0].transcripts, ends[1].transcripts)
+        about = (
+            "Held-out problems at the first and the last evaluation: the first"
+            f" {min(EXAMPLES, len(pairs))}, in their order; none was picked."
+        )
+        moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
+    problems = [(pair[0], list(zip(map(when, ends), pair, strict=True))) for pair in pairs]
+    return about if problems else "", moves, problems[:EXAMPLES]
+
+
+def when(one: Evaluation) -> str:
+    """When an evaluation took place, as text."""
+    plural = "" if one.step == 1 else "s"
+    return f"after {one.step:,} step{plural}" if one.step else "before training"
+
+
+def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[tuple]:
+    """Transcripts of the same prompt in two evaluations; repeated prompts are matched in order."""
+    waiting: dict[str, list[dict[str, Any]]] = {}
+    for one in last:
+        waiting.setdefault(one["prompt"], []).append(one)
+    return [(one, waiting[one["prompt"]].pop(0)) for one in first if waiting.get(one["prompt"])]
+
+
+# ----------------------------------------------------------------------------------------- charts
+
+
+def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart | None:
+    """A chart over the steps, or None where no series has a finite value.
+
+    Args:
+        title: what is shown.
+        note: unit of the vertical axis, and how to read it.
+        drawn: the series; bars are stacked in this order.
+        how: `wide` for the whole width of the page; `percent` for shares; `zero` where the vertical
+            axis begins at 0; `span` for its (lowest, highest) value; `whole` for counts; `log` for
+            a logarithmic axis, on which values of 0 are not drawn.
+    """
+    drawn = [one for one in drawn if any(value is not None for value in one["values"])]
+    if not drawn:
+        return None
+    if how.get("log") and not any(value for one in drawn for value in one["values"]):
+        note += "; every one of these is exactly 0"
+    return {"title": title, "note": note, "series": drawn, "wide": False} | how
+
+
+def series(
+    label: str,
+    steps: np.ndarray,
+    values: np.ndarray,
+    colour: int,
+    kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line",
+    pick: Callable[..., np.ndarray] = np.ma.mean,
+) -> Series:
+    """A series of a chart: [n] values at [n] ascending steps, NaN where unknown. Of more than
+    `DRAWN` values, each of consecutive steps becomes one, by `pick`.
+
+    `colour`: 1 to 10, of the page's palette. `kind`: "faint" for raw values under a smoothed line;
+    "points" and "rings" for separate measurements, joined by a thin line; "bars" are stacked.
+    """
+    each = max(1, -(-len(steps) // DRAWN))
+
+    def rows(one: np.ndarray) -> np.ma.MaskedArray:
+        padded = np.pad(one, (0, -len(one) % each), constant_values=np.nan)
+        return np.ma.masked_invalid(padded.reshape(-1, each))
+
+    picked = np.ma.filled(pick(rows(values), axis=1), np.nan)
+    return {
+        "label": label,
+        "colour": colour,
+        "kind": kind,
+        "each": each,
+        "steps": [float(f"{step:.8g}") for step in rows(steps).mean(axis=1)],
+        "values": [float(f"{value:.5g}") if np.isfinite(value) else None for value in picked],
+    }
+
+
+def farthest(rows: np.ma.MaskedArray, *, axis: int) -> np.ndarray:
+    """Of each of the [n, each] rows the value farthest from its mean, so that spikes stay."""
+    gaps = abs(rows - rows.mean(axis=axis, keepdims=True))
+    return rows[np.arange(len(rows)), gaps.argmax(axis=axis)]
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """[n] mean over the `window` (odd) values around each, over fewer at the ends; NaN are left
+    out.
+    """
+    known = np.isfinite(values)
+    sums, counts = (
+        np.convolve(one, np.ones(window), "same") for one in (np.where(known, values, 0), known)
+    )
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def smoothed(run: Run, name: str, label: str) -> list[Series]:
+    """A metric of the steps: moving mean over raw values; for runs of fewer than 40 steps raw
+    values.
+    """
     steps, values = run.series(name)
-    window = _window(len(steps))
+    window = (len(steps) // 20) | 1
     if window == 1:
-        return [Series(label, steps, values, colour)]
+        return [series(label, steps, values, 1)]
     return [
-        Series(f"{label}, each step", steps, values, colour, "faint"),
-        Series(f"{label}, mean of {window} steps", steps, smooth(values, window), colour),
+        series(f"{label}, each step", steps, values, 1, "faint", farthest),
+        series(f"{label}, mean of {window} steps", steps, smooth(values, window), 1),
     ]
 
 
-def _evaluated(run: Run, name: str) -> list[Series]:
-    """A metric of the evaluations as series, sampled and greedy."""
-    return [
-        Series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
-        Series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
-    ]
-
-
-def _learning(run: Run) -> list[str]:
+def learning(run: Run) -> list[Chart | None]:
     """Charts of what the model learns: accuracy, reward, length."""
-    steps = [record["step"] for record in run.metrics] + [one.step for one in run.evaluations]
-    span = (float(min(steps)), float(max(steps))) if steps else None
 
-    def learnt(title: str, note: str, name: str, **how: Any) -> str:
-        series = _smoothed(run, name, "rollouts", 1) + _evaluated(run, name)
-        return chart(title, note, series, x_span=span, **how)
+    def learnt(title: str, note: str, name: str, **how: Any) -> Chart | None:
+        evaluated = [
+            series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
+            series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
+        ]
+        return chart(title, note, smoothed(run, name, "rollouts") + evaluated, **how)
 
-    supervised = not len(run.series("reward/mean")[0])
-    return [
-        learnt(
-            "Accuracy",
-            "share of responses judged right",
-            "accuracy",
-            as_text=percent,
-            span=(0.0, 1.0),
-            wide=True,
-        ),
-        learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
-        _failures(run),
-        learnt("Response length", "mean tokens", "length/mean", zero=True),
-        (
-            chart("Loss", "", _smoothed(run, "loss", "loss", 1), x_span=span, wide=True)
-            if supervised
-            else ""
-        ),
-    ]
-
-
-def _failures(run: Run) -> str:
-    """Chart of the rollouts of a step that the verifier could not judge; empty without any."""
-    if not any(run.failures.values()):
-        return ""
-    rows = [
-        Series(name, *run.series(f"verifier/{name}"), colour)
+    failed = [
+        series(name, *run.series(f"verifier/{name}"), colour, "line", np.ma.max)
         for colour, name in enumerate(run.failures, start=1)
+        if any(run.failures.values())
     ]
-    note = "rollouts without a verdict; they got the reward of a wrong answer"
-    return chart("Verifier failures", note, rows, zero=True, whole=True)
+    accuracy = {"percent": True, "span": (0, 1), "wide": True}
+    without_verdict = "rollouts without a verdict; they got the reward of a wrong answer"
+    return [
+        learnt("Accuracy", "share of responses judged right", "accuracy", **accuracy),
+        learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
+        chart("Verifier failures", without_verdict, failed, zero=True, whole=True),
+        learnt("Response length", "mean tokens", "length/mean", zero=True),
+        None if is_rl(run) else chart("Loss", "", smoothed(run, "loss", "loss"), wide=True),
+    ]
 
 
-def _systems(run: Run) -> list[str]:
+def is_rl(run: Run) -> bool:
+    """Whether a run learns by reward; the loss of another one says how well it learns."""
+    return len(run.series("reward/mean")[0]) > 0
+
+
+def systems(run: Run) -> list[Chart | None]:
     """Charts of the system: time, throughput, agreement of trainer and engine."""
 
-    def line(name: str, label: str, colour: int, kind: Any = "line", **how: Any) -> Series:
-        return gather(Series(label, *run.series(name), colour, kind), 2 * DRAWN_BARS, **how)
+    def line(name: str, label: str, colour: int, *how: Any) -> Series:
+        return series(label, *run.series(name), colour, *how)
 
     rates = [
         line("tokens/trained_per_s", "training", 2),
         line("tokens/generated_per_s", "generation", 1),
     ]
     gaps = [
-        line("mismatch/max_abs", "largest", 2, largest=True),
+        line("mismatch/max_abs", "largest", 2, "line", np.ma.max),
         line("mismatch/mean_abs", "mean", 1),
-        line("probe/max_abs", "largest on the probe, same weights", 3, "dashed", largest=True),
+        line("probe/max_abs", "largest on the probe, same weights", 3, "dashed", np.ma.max),
     ]
     ages = [
-        line("staleness/max", "oldest", 1, largest=True),
+        line("staleness/max", "oldest", 1, "line", np.ma.max),
         line("staleness/token_mean", "mean of the trained tokens", 2),
     ]
     about_gaps = (
         "difference of their log-probs of the sampled tokens, logarithmic; exact zeros are not"
         " drawn"
     )
+    about_ages = "steps behind when a rollout was trained on"
     return [
-        _time(run),
+        chart("Time of a step", "seconds, by phase", times(run), zero=True),
         chart("Throughput", "tokens a second", rates, zero=True),
         chart("Do trainer and engine agree?", about_gaps, gaps, log=True),
-        chart(
-            "Age of the weights",
-            "steps behind when a rollout was trained on",
-            ages,
-            zero=True,
-            whole=True,
-        ),
+        chart("Age of the weights", about_ages, ages, zero=True, whole=True),
     ]
 
 
-def _time(run: Run) -> str:
-    """Chart of a step's seconds by phase of the trainer; rollouts run in parallel, as a line."""
+def times(run: Run) -> list[Series]:
+    """A step's seconds by phase of the trainer; rollouts run in parallel, as a line."""
     steps = np.array([record["step"] for record in run.metrics], dtype=float)
 
     def seconds(name: str) -> np.ndarray:
-        return np.array(
-            [np.nan if record.get(name) is None else record[name] for record in run.metrics],
-            dtype=float,
-        )
+        return np.array([record.get(f"time/{name}_s") for record in run.metrics], dtype=float)
 
     phases = {
-        "waiting for rollouts": seconds("time/wait_s"),
-        "training": seconds("time/train_s"),
-        "publishing weights": seconds("time/publish_s"),
+        "waiting for rollouts": seconds("wait"),
+        "training": seconds("train"),
+        "publishing weights": seconds("publish"),
     }
-    rest = np.maximum(
-        seconds("time/step_s") - np.sum([np.nan_to_num(one) for one in phases.values()], axis=0),
-        0.0,
-    )
-    named = any(np.isfinite(one).any() for one in phases.values())
-    layers = [
-        Series(label, steps, values, colour, "bars")
-        for (label, values), colour in zip(
-            [*phases.items(), ("other" if named else "whole step", rest)], (1, 2, 3, 5), strict=True
-        )
+    known = np.nan_to_num(list(phases.values()))
+    rest = np.maximum(seconds("step") - known.sum(axis=0), 0)
+    phases["other" if known.any() else "whole step"] = rest
+    bars = [
+        series(label, steps, values, colour, "bars")
+        for (label, values), colour in zip(phases.items(), (1, 2, 3, 5), strict=True)
     ]
-    rollouts = Series("rollouts, beside the trainer", steps, seconds("time/rollout_s"), 4, "line")
-    return chart("Time of a step", "seconds, by phase", [*layers, rollouts], zero=True)
+    return [*bars, series("rollouts, beside the trainer", steps, seconds("rollout"), 4)]
 
 
-def _optimisation(run: Run) -> list[str]:
+OPTIMISATION: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
+    ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
+    ("entropy", "Entropy", "nats a token", {"zero": True}),
+    ("grad_norm", "Gradient norm", "before clipping", {"zero": True}),
+    ("clip_share", "Clipped", "share of tokens outside the clip range", {"percent": True}),
+    (
+        "length/truncated_share",
+        "Cut off",
+        "share of responses at the token limit",
+        {"percent": True},
+    ),
+    ("groups/rejected", "Groups rejected", "by dynamic sampling", {"whole": True}),
+    ("kl", "KL to the reference", "nats a token", {}),
+    ("critic/loss", "Critic's loss", "half a squared error, in rewards squared", {"zero": True}),
+    ("critic/explained_variance", "Explained variance", "of the returns, by the critic", {}),
+    ("learning_rate", "Learning rate", "", {"zero": True}),
+)
+"""(metric, title, note, how it is drawn; see `chart`)"""
+
+
+def optimisation(run: Run) -> list[Chart | None]:
     """Charts of the optimizer: loss, entropy, gradient norm and so on."""
-    known: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-        ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
-        ("entropy", "Entropy", "nats a token", {"zero": True}),
-        ("grad_norm", "Gradient norm", "before clipping", {"zero": True}),
-        (
-            "clip_share",
-            "Clipped",
-            "share of tokens outside the clip range",
-            {"zero": True, "as_text": percent},
-        ),
-        (
-            "length/truncated_share",
-            "Cut off",
-            "share of responses at the token limit",
-            {"zero": True, "as_text": percent},
-        ),
-        (
-            "groups/rejected",
-            "Groups rejected",
-            "by dynamic sampling",
-            {"zero": True, "whole": True},
-        ),
-        ("kl", "KL to the reference", "nats a token", {}),
-        (
-            "critic/loss",
-            "Critic's loss",
-            "half a squared error, in rewards squared",
-            {"zero": True},
-        ),
-        ("critic/explained_variance", "Explained variance", "of the returns, by the critic", {}),
-        ("learning_rate", "Learning rate", "", {"zero": True}),
-    )
-    supervised = not len(run.series("reward/mean")[0])
 
-    def drawn(name: str, label: str) -> list[Series]:
+    def drawn(name: str, title: str, note: str, how: dict[str, bool]) -> Chart | None:
+        if name == "loss" and not is_rl(run):
+            return None  # it is a chart of `learning`
+        shown = smoothed(run, name, title.lower())
         if name == "learning_rate":  # noise-free
-            return [Series(label, *run.series(name), 1)]
-        return _smoothed(run, name, label, 1)
+            shown = [series(title.lower(), *run.series(name), 1)]
+        zero = "percent" in how or "whole" in how
+        return chart(title, note, shown, **({"zero": zero} | how))
 
-    return [
-        chart(title, note, drawn(name, title.lower()), **how)
-        for name, title, note, how in known
-        if not (name == "loss" and supervised)
-    ]
-
-
-def _recipe(text: str) -> str:
-    """HTML of the recipe's text."""
-    body = f"<details><summary>recipe.yaml</summary><pre>{safe_html(text)}</pre></details>"
-    return _section("Recipe", "Every setting of the run, defaults included.", body)
+    return [drawn(*one) for one in OPTIMISATION]
