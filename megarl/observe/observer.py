@@ -10,10 +10,10 @@ is of the weights after n steps; one at step 0 is before training.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -32,7 +32,7 @@ LINE_INTERVAL_S = 5.0
 is always printed."""
 
 
-class Observer:
+class Observer(contextlib.AbstractContextManager):
     """Writes a run's metrics and transcripts and shows its progress.
 
     Args:
@@ -42,9 +42,6 @@ class Observer:
         first_step: steps already done. Records of later steps, from a process that went beyond its
             last checkpoint, are dropped. With 0 the files start empty.
         resolved: the recipe as plain data, for viewers that show it.
-
-    Raises:
-        ValueError: the package of a viewer that `config` asks for is not installed.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Observer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._folder = config, folder
-        # Sinks first: where a package is missing, no file has been changed.
+        # Sinks first: where one cannot be opened, no file has been changed.
         self._sinks = open_sinks(config, folder, first_step, resolved or {})
         self._metrics = MetricsFile(folder / METRICS, keep_until_step=first_step)
         self._transcripts = RotatedFile(
@@ -92,8 +89,7 @@ class Observer:
         Raises:
             ValueError: a metric's name does not begin with `eval`.
         """
-        wrong = [name for name in metrics if not name.startswith("eval")]
-        if wrong:
+        if wrong := [name for name in metrics if not name.startswith("eval")]:
             raise ValueError(
                 "metrics of an evaluation are named eval/... or eval_<kind>/..., but these are"
                 f" not: {wrong}"
@@ -107,22 +103,21 @@ class Observer:
         """The metrics `name`/... of an evaluation of the weights after `step` steps that an earlier
         process has written; None where none has.
         """
-        found = None
-        for record in read_records(self._folder / EVALUATIONS):
-            if record["step"] == step:
-                metrics = {key: one for key, one in record.items() if key.startswith(f"{name}/")}
-                found = metrics or found
-        return found
+        found = [
+            {key: one for key, one in record.items() if key.startswith(f"{name}/")}
+            for record in read_records(self._folder / EVALUATIONS)
+            if record["step"] == step
+        ]
+        return next(filter(None, reversed(found)), None)
 
     def trained(self, step: int) -> dict[str, float]:
         """The metrics of step number `step` (from 1) that an earlier process has written, without
         those that are not finite; empty where it has written none.
         """
-        found: dict[str, float] = {}
-        for record in read_records(self._folder / METRICS):
-            if record.pop("step") == step:
-                found = {name: value for name, value in record.items() if value is not None}
-        return found
+        found = [one for one in read_records(self._folder / METRICS) if one.pop("step") == step]
+        return {
+            name: value for one in found[-1:] for name, value in one.items() if value is not None
+        }
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Write the groups that a training step has drawn to the transcripts file, at most
@@ -142,15 +137,7 @@ class Observer:
             sink.close()
         self._sinks = []
 
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -166,17 +153,12 @@ class Progress:
     """Progress of a run: a bar on a terminal, else an occasional line."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
-        self._total = total_steps
-        self._last_line = float("-inf")
-        self._bar, self._terminal = None, console.terminal()
-        if self._terminal is not None:
-            self._bar = tqdm(
-                total=total_steps,
-                initial=first_step,
-                file=self._terminal,
-                unit="step",
-                dynamic_ncols=True,
-            )
+        self._total, self._last_line = total_steps, float("-inf")
+        terminal = console.terminal()
+        self._bar = None
+        if terminal is not None:
+            how = {"file": terminal, "unit": "step", "dynamic_ncols": True}
+            self._bar = tqdm(total=total_steps, initial=first_step, **how)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show step number `step` (from 1)."""
@@ -188,7 +170,7 @@ class Progress:
         if now - self._last_line >= LINE_INTERVAL_S or step >= self._total:
             self._last_line = now
             since = f"[{console.elapsed_s():.0f} s]"
-            self._line(f"step {step}/{self._total}  {shown(metrics)}  {since}")
+            console.say(f"step {step}/{self._total}  {shown(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation's metrics on a line."""
@@ -197,20 +179,17 @@ class Progress:
             for name, value in metrics.items()
             if value or (value is not None and not name.endswith("verifier/failures"))
         )
-        self._line(f"evaluation after {step} steps  {numbers}")
+        # Without disturbing the bar.
+        if self._bar is not None:
+            self._bar.clear()
+        console.say(f"evaluation after {step} steps  {numbers}")
+        if self._bar is not None:
+            self._bar.refresh()
 
     def close(self) -> None:
         """Close the bar, which stays visible."""
         if self._bar is not None:
             self._bar.close()
-
-    def _line(self, text: str) -> None:
-        """Print a line without disturbing the bar."""
-        if self._bar is not None:
-            self._bar.clear()
-        console.say(text)
-        if self._bar is not None:
-            self._bar.refresh()
 
 
 _SHOWN = (
@@ -226,11 +205,9 @@ _SHOWN = (
 
 def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
     """The main metrics of a step as text; a run shows those that it has."""
-    hidden = set()
-    if "reward/mean" in metrics:
-        hidden.add("loss")  # a policy gradient's loss says nothing about progress
-    if "tokens/generated_per_s" in metrics:
-        hidden.add("tokens/trained_per_s")
+    # A policy gradient's loss says nothing about progress.
+    hidden = {"loss"} if "reward/mean" in metrics else set()
+    hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()
     return separator.join(
         template.format(metrics[name])
         for name, template in _SHOWN

@@ -1,34 +1,36 @@
 """Where metrics are written. `metrics.jsonl` is always written; viewers get copies.
 
-To add a viewer, write a class with `write(step, metrics)` and `close()` and add a line to `SINKS`.
+To add a viewer, write a function like `tensorboard` and name it in `open_sinks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.console import say
 from megarl.files import parse_json
 from megarl.observe.config import ObserveConfig
 
 
-class Sink(Protocol):
-    """A destination of metrics, for example TensorBoard."""
+@dataclass(frozen=True)
+class Sink:
+    """A viewer that gets copies of the metrics, for example TensorBoard."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of step `step`."""
-        ...
+    write: Callable[[int, Mapping[str, float]], None]
+    """Records the metrics of a step; steps do not decrease."""
+    close: Callable[[], None]
+    """Finishes writing."""
 
-    def close(self) -> None:
-        """Finish writing."""
-        ...
+
+Recipe = Mapping[str, Any]
+"""The resolved recipe as plain data."""
 
 
 def finite(value: Any) -> Any:
@@ -132,128 +134,46 @@ def _keep(path: Path, until_step: int | None) -> None:
     kept.replace(path)
 
 
-class TensorBoardSink:
-    """Writes metrics for TensorBoard.
-
-    Args:
-        folder: log folder.
-        first_step: steps done; TensorBoard hides what an earlier process logged of later ones.
-
-    Raises:
-        ValueError: the package tensorboard is not installed.
+def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
+    """Metrics as TensorBoard's scalars, in `folder`/tensorboard. What an earlier process logged of
+    steps after `first_step` is hidden.
     """
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                f"observe.tensorboard is true, but TensorBoard cannot be imported ({error}); "
-                "`pip install tensorboard`, or set observe.tensorboard to false"
-            ) from error
-        self._writer = SummaryWriter(
-            str(folder), purge_step=first_step + 1 if first_step else 0, flush_secs=10
-        )
+    hidden = first_step + 1 if first_step else 0
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=hidden, flush_secs=10)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write each metric as a TensorBoard scalar of its name, at step `step`. A metric whose
-        value is None is left out.
-        """
+    def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(name, float(value), step)
+            writer.add_scalar(name, float(value), step)
 
-    def close(self) -> None:
-        """Write what is still buffered to the log folder and close its file."""
-        self._writer.close()
+    return Sink(write, writer.close)
 
 
 WANDB_ID = "wandb_id.txt"
-"""File in the run folder with the id of the W&B run."""
+"""File in the run folder with the id of the W&B run, in which a resumed run goes on."""
 
 
-class WandbSink:
-    """Sends metrics to Weights & Biases; the API key comes from the environment.
-
-    Args:
-        project: name of the project.
-        config: the resolved recipe, shown beside the run.
-        name: display name of the run; empty for a generated one.
-        id_file: where the id of the W&B run is kept, so that a resumed run goes on in the same one;
-            None for a run of its own.
-        first_step: steps done. With 0 a new W&B run begins.
+def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
+    """Metrics in Weights & Biases, beside the recipe; the API key comes from the environment.
 
     W&B drops what is logged at a step that it has already: after a resume the steps that a killed
     run had logged beyond its checkpoint stay as they were.
-
-    Raises:
-        ValueError: the package wandb is not installed.
     """
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(
-        self,
-        project: str,
-        config: Mapping[str, Any],
-        *,
-        name: str = "",
-        id_file: Path | None = None,
-        first_step: int = 0,
-    ) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ValueError(
-                f"observe.wandb_project is {project!r}, but the package wandb cannot be imported"
-                f' ({error}); `pip install wandb`, or set observe.wandb_project to ""'
-            ) from error
-        known = {}
-        if id_file is not None and first_step and id_file.is_file():
-            known = {"id": id_file.read_text().strip(), "resume": "allow"}
-        self._run = wandb.init(project=project, config=dict(config), name=name or None, **known)
-        if id_file is not None:
-            id_file.write_text(f"{self._run.id}\n")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log `metrics` at `step`; steps must not decrease."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Upload what is left and finish the run."""
-        self._run.finish()
+    id_file, known = folder / WANDB_ID, {}
+    if first_step and id_file.is_file():
+        known = {"id": id_file.read_text().strip(), "resume": "allow"}
+    about = {"project": config.wandb_project, "name": folder.name or None, "config": dict(recipe)}
+    run = wandb.init(**about, **known)
+    id_file.write_text(f"{run.id}\n")
+    return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-SINKS: dict[str, Callable[[ObserveConfig, Path, int, Mapping[str, Any]], Sink | None]] = {
-    "tensorboard": lambda config, folder, first_step, recipe: (
-        TensorBoardSink(folder / "tensorboard", first_step=first_step)
-        if config.tensorboard
-        else None
-    ),
-    "wandb": lambda config, folder, first_step, recipe: (
-        WandbSink(
-            config.wandb_project,
-            recipe,
-            name=folder.name,
-            id_file=folder / WANDB_ID,
-            first_step=first_step,
-        )
-        if config.wandb_project
-        else None
-    ),
-}
-"""{name: function of (config, run folder, first step, resolved recipe)} that makes a viewer's sink,
-or None where the config does not ask for it."""
-
-
-def open_sinks(
-    config: ObserveConfig, folder: Path, first_step: int, recipe: Mapping[str, Any]
-) -> list[Sink]:
-    """Every sink that `config` asks for; if one fails, those already open are closed."""
-    with contextlib.ExitStack() as opened:
-        sinks: list[Sink] = []
-        for make in SINKS.values():
-            sink = make(config, folder, first_step, recipe)
-            if sink is not None:
-                opened.callback(sink.close)
-                sinks.append(sink)
-        opened.pop_all()
-        return sinks
+def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
+    """Every viewer that `config` asks for, of a run in `folder` that has done `first_step` steps.
+    `megarl.checks.folder_checks` has refused those that are not installed.
+    """
+    asked = {wandb: bool(config.wandb_project), tensorboard: config.tensorboard}
+    return [make(config, folder, first_step, recipe) for make, is_on in asked.items() if is_on]

@@ -86,8 +86,8 @@ class Audit:
         """Groups of no trained step, by ordinal."""
         self.ended: Ended | None = None
         """The last event, if the run ended and was not killed."""
-        self._max_staleness = self._groups_per_step = self._max_draws = self._max_open = 0
-        self._dispatch_policy = ORDERED
+        self._limits = Started(0, 0, max_staleness=0, groups_per_step=0, max_draws=0)
+        """The present start, with the run's limits."""
         self._is_started = False
         self._next = self._decided = 0
         """Ordinals of the next group to dispatch and, in order, of the next one to accept or
@@ -127,10 +127,8 @@ class Audit:
     @property
     def rejected(self) -> Counter[str]:
         """{why: rejected groups}, those drawn for a step that is not trained yet included."""
-        total = Counter(life.why for life in self.open.values() if life.why)
-        for step in self.steps:
-            total += step.rejected
-        return total
+        untrained = Counter(life.why for life in self.open.values() if life.why)
+        return sum((step.rejected for step in self.steps), untrained)
 
     @property
     def in_flight(self) -> list[int]:
@@ -142,20 +140,17 @@ class Audit:
         """{age in versions: rollouts that are trained on}. A rollout's age is that of its oldest
         token.
         """
-        total: Counter[int] = Counter()
-        for step in self.steps:
-            total += step.ages
-        return total
+        return sum((step.ages for step in self.steps), Counter())
 
     # --------------------------------------------------------------------------------------- events
 
     def take(self, event: Event) -> None:
         """Add the next event."""
         self._event += 1
-        if self.ended is not None and not isinstance(event, Started):
-            self._wrong(f"{type(event).__name__.lower()} after the run has ended")
-        if not self._is_started and not isinstance(event, Started):
-            self._wrong("the run has not started")
+        if not isinstance(event, Started):
+            what = f"{type(event).__name__.lower()} after the run has ended"
+            self._check(self.ended is None, what)
+            self._check(self._is_started, "the run has not started")
         match event:
             case Started():
                 self._start(event)
@@ -169,126 +164,113 @@ class Audit:
                 self._decide(event)
             case Trained():
                 self._train(event)
-            case Published():
-                self._publish(event)
-            case Ended():
-                if event.step != self.done:
-                    self._wrong(f"the run ended after {event.step} steps, {self.done} are trained")
+            case Published(version, receipts):
+                what = f"version {version} is published"
+                self._check(version == self.done, f"{what}, but {self.done} steps are trained")
+                is_first = self.receipts.setdefault(version, receipts) is receipts
+                self._check(is_first, f"{what} twice")
+            case Ended(step):
+                what = f"the run ended after {step} steps, {self.done} are trained"
+                self._check(step == self.done, what)
                 self.ended = event
 
     def finish(self) -> None:
         """Compare the totals, after the last event."""
         parts = self.trained + sum(self.rejected.values()) + len(self.in_flight) + self.void
-        if parts != self.dispatched:
-            self._wrong(
-                f"{self.dispatched} groups were dispatched, but {parts} are trained, rejected, in"
-                " flight or void"
-            )
+        self._check(
+            parts == self.dispatched,
+            f"{self.dispatched} groups were dispatched, but {parts} are trained, rejected, in"
+            " flight or void",
+        )
 
     def _start(self, event: Started) -> None:
-        cursor = Cursor(event.cursor, tuple(event.used))
-        if not self._is_started:
+        cursor, is_restored = Cursor(event.cursor, tuple(event.used)), isinstance(event, Restored)
+        # An older checkpoint than the one that the ledger begins with becomes its beginning.
+        if not self._is_started or event.step < self.first_step:
             self.first_step, self.first_cursor = event.step, cursor
-        elif not isinstance(event, Restored):
-            self._wrong("a new run starts in the ledger of another")
-        if isinstance(event, Restored):
-            self.restores += 1
+        what = "a new run starts in the ledger of another"
+        self._check(is_restored or not self._is_started, what)
+        self._limits, self._is_started, self.ended = event, True, None
+        self.restores += is_restored
         self.cut_bytes += event.cut_bytes
-        self._is_started, self.ended = True, None
-        self._max_staleness = event.max_staleness
-        self._groups_per_step, self._max_draws = event.groups_per_step, event.max_draws
-        self._dispatch_policy, self._max_open = event.dispatch, event.max_open
-        self.void += len(self.open)
         self._drawn = self._drawn if event.step else array("q")  # only checkpoints fix data, seed
-        if event.step > self.done:
-            self._wrong(f"the run goes on after step {event.step}, but {self.done} are trained")
-        elif event.step < self.first_step:
-            # An older checkpoint than the one that the ledger begins with.
-            self.first_step, self.first_cursor = event.step, cursor
-            self.void += self._drop(0)
-        else:
-            self.void += self._drop(event.step - self.first_step)
-        if cursor != self.cursor:
-            self._wrong(
-                f"the run goes on at {_told(cursor)}, but {self.done} steps have used the groups"
-                f" before {_told(self.cursor)}"
-            )
-        self.open = {}
+        what = f"the run goes on after step {event.step}, but {self.done} are trained"
+        self._check(event.step <= self.done, what)
+        keep = event.step - self.first_step
+        dropped, self.steps = self.steps[keep:], self.steps[:keep]
+        lost = sum(step.trained + step.rejected.total() for step in dropped)
+        self.void += len(self.open) + lost
+        self._check(
+            cursor == self.cursor,
+            f"the run goes on at {_told(cursor)}, but {self.done} steps have used the groups"
+            f" before {_told(self.cursor)}",
+        )
+        self.open, self.receipts = {}, {}
         self._next = self._decided = event.cursor
         self._used = set(event.used)
         self._decided_step, self._told_step = event.step + 1, 0
-        self._has_dispatched, self.receipts = False, {}
-
-    def _drop(self, keep: int) -> int:
-        """Forget the trained steps but the first `keep`; returns the number of their groups."""
-        dropped, self.steps = self.steps[keep:], self.steps[:keep]
-        return sum(step.trained + step.rejected.total() for step in dropped)
+        self._has_dispatched = False
 
     def _carry(self, event: Carried) -> None:
-        self.dispatched += 1
-        what = f"group {event.ordinal} is taken from a checkpoint, but"
-        if not self.restores or self._has_dispatched:
-            self._wrong(f"{what} not at the start of a resumed run")
-        if event.ordinal < self.cursor.first or event.ordinal in self._used:
-            self._wrong(f"{what} is used already, or taken twice")
-        if event.version > self.done:
-            self._wrong(f"{what} is of version {event.version}, and {self.done} steps are trained")
-        self._used.add(event.ordinal)
+        ordinal, what = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
+        is_at_start = self.restores > 0 and not self._has_dispatched
+        self._check(is_at_start, f"{what} not at the start of a resumed run")
+        is_new = ordinal >= self.cursor.first and ordinal not in self._used
+        self._check(is_new, f"{what} is used already, or taken twice")
+        told = f"{what} is of version {event.version}, and {self.done} steps are trained"
+        self._check(event.version <= self.done, told)
+        self._used.add(ordinal)
         self._draw(event)
 
     def _draw(self, event: Dispatched) -> None:
+        self.dispatched += 1
         self.open[event.ordinal] = Life(event.version)
         self._drawn.extend([0] * (event.ordinal + 1 - len(self._drawn)))
         before, drawn = self._drawn[event.ordinal], hash((event.prompt, event.seed)) or 1
-        if before not in (0, drawn):
-            self._wrong(f"group {event.ordinal} has another prompt or seed than before a resume")
+        what = f"group {event.ordinal} has another prompt or seed than before a resume"
+        self._check(before in (0, drawn), what)
         self._drawn[event.ordinal] = drawn
 
     def _dispatch(self, event: Dispatched) -> None:
-        self.dispatched += 1
-        self._has_dispatched = True
+        what = f"group {event.ordinal} is dispatched"
         while self._next in self._used:
             self._next += 1
-        if event.ordinal != self._next:
-            self._wrong(f"group {event.ordinal} is dispatched where {self._next} is next")
-        if event.version != self.done:
-            self._wrong(
-                f"group {event.ordinal} is dispatched at version {event.version}, but {self.done}"
-                " steps are trained"
-            )
-        self._next = max(self._next, event.ordinal + 1)
+        self._check(event.ordinal == self._next, f"{what} where {self._next} is next")
+        told = f"{what} at version {event.version}, but {self.done} steps are trained"
+        self._check(event.version == self.done, told)
+        self._next, self._has_dispatched = max(self._next, event.ordinal + 1), True
         self._draw(event)
-        # Groups that are finished and will be rejected are told only when their batch is complete.
-        most = self._max_open + self._max_draws - 1
-        if self._max_open and len(self.in_flight) > most:
-            self._wrong(
-                f"{len(self.in_flight)} groups are neither trained nor rejected, but {most} may be"
-            )
+        if self._limits.max_open:
+            # Groups that are finished and will be rejected are told only when their batch is
+            # complete.
+            most, flying = self._limits.max_open + self._limits.max_draws - 1, len(self.in_flight)
+            told = f"{flying} groups are neither trained nor rejected, but {most} may be"
+            self._check(flying <= most, told)
 
     def _finish(self, event: Finished) -> None:
-        life = self.open.get(event.ordinal)
+        life, what = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
         if life is None or life.finished is not None:
-            what = "twice" if life else "but is not in flight"
-            self._wrong(f"group {event.ordinal} is finished, {what}")
+            self._wrong(f"{what} {'twice' if life else 'but is not in flight'}")
             return
         life.finished = event
         for one in event.rollouts:
             versions = [version for version, _ in one.versions]
-            if not versions or min(versions) < life.version:
-                self._wrong(
-                    f"group {event.ordinal}, dispatched at version {life.version}, has a rollout of"
-                    f" versions {versions}"
-                )
+            self._check(
+                min(versions, default=-1) >= life.version,
+                f"group {event.ordinal}, dispatched at version {life.version}, has a rollout of"
+                f" versions {versions}",
+            )
 
     def _decide(self, event: Accepted | Rejected) -> None:
-        verb = type(event).__name__.lower()
-        if self._dispatch_policy == ORDERED and event.ordinal != self._decided:
-            self._wrong(
-                f"group {event.ordinal} is {verb}, but the next one to decide on is {self._decided}"
-            )
-        if event.step not in (self._decided_step, self._decided_step + 1):
-            self._wrong(f"group {event.ordinal} is {verb} for step {event.step} out of order")
-        if self._dispatch_policy == WINDOWED and event.step != self._told_step:
+        what, policy = (
+            f"group {event.ordinal} is {type(event).__name__.lower()}",
+            self._limits.dispatch,
+        )
+        is_next = policy != ORDERED or event.ordinal == self._decided
+        self._check(is_next, f"{what}, but the next one to decide on is {self._decided}")
+        is_in_order = event.step in (self._decided_step, self._decided_step + 1)
+        self._check(is_in_order, f"{what} for step {event.step} out of order")
+        if policy == WINDOWED and event.step != self._told_step:
             for other in self.open.values():
                 other.due = event.step if other.finished is not None else None
         self._told_step = event.step
@@ -296,61 +278,47 @@ class Audit:
         self._decided_step = max(self._decided_step, event.step)
         life = self.open.get(event.ordinal)
         if life is None or life.step is not None:
-            what = "decided on already" if life else "not in flight"
-            self._wrong(f"group {event.ordinal} is {verb}, but is {what}")
+            self._wrong(f"{what}, but is {'decided on already' if life else 'not in flight'}")
             return
-        if isinstance(event, Rejected) and event.why == STALE:
-            self._sweep(event, life)
-        elif life.finished is None:
-            self._wrong(f"group {event.ordinal} is {verb}, but is not finished")
-        life.step, life.is_accepted = event.step, isinstance(event, Accepted)
         life.why = event.why if isinstance(event, Rejected) else ""
+        if life.why == STALE:
+            self._sweep(event, life)
+        else:
+            self._check(life.finished is not None, f"{what}, but is not finished")
+        life.step, life.is_accepted = event.step, isinstance(event, Accepted)
 
-    def _sweep(self, event: Rejected, life: Life) -> None:
+    def _sweep(self, event: Accepted | Rejected, life: Life) -> None:
         """Look at a group that is rejected for its age, before it has finished."""
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
         age = event.step - life.version
         why = "it is finished" if life.finished is not None else ""
-        if age <= self._max_staleness:
+        if age <= self._limits.max_staleness:
             why = f"step {event.step + 1} would find it {age} versions old"
-        if self._dispatch_policy == ORDERED:
+        if self._limits.dispatch == ORDERED:
             why = "groups are used in order"
-        if why:
-            self._wrong(f"group {event.ordinal} is rejected as stale, but {why}")
+        self._check(not why, f"group {event.ordinal} is rejected as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
-        if event.step != self.done + 1 or event.version != event.step:
-            self._wrong(
-                f"step {event.step} is trained to version {event.version}, but the next one is"
-                f" step {self.done + 1}"
-            )
+        self._check(
+            event.step == event.version == self.done + 1,
+            f"step {event.step} is trained to version {event.version}, but the next one is"
+            f" step {self.done + 1}",
+        )
         drawn = sorted(o for o, life in self.open.items() if life.step == event.step)
         made = Step(cursor=self._cursor_after(drawn))
         for ordinal in drawn:
             life = self.open.pop(ordinal)
-            if not life.is_accepted:
+            if life.is_accepted:
+                made.trained += 1
+                made.ages.update(self._ages(ordinal, life, event.step))
+            else:
                 made.rejected[life.why] += 1
-                continue
-            made.trained += 1
-            rollouts = life.finished.rollouts if life.finished is not None else []
-            oldest = [min((v for v, _ in one.versions), default=0) for one in rollouts]
-            made.ages.update(event.step - 1 - version for version in oldest)
-            used = {version for one in rollouts for version, _ in one.versions}
-            first = min(self.receipts, default=event.step)
-            if unknown := sorted(v for v in used if v >= first and v not in self.receipts):
-                self._wrong(f"group {ordinal} has tokens of version {unknown[0]}, not published")
-            age = event.step - 1 - min([life.version, *oldest])
-            if age > self._max_staleness:
-                self._wrong(
-                    f"group {ordinal} is trained at an age of {age} versions, but"
-                    f" {self._max_staleness} are allowed"
-                )
         num_drawn = len(drawn) - made.rejected[STALE]
-        if made.trained != self._groups_per_step and num_drawn != self._max_draws:
-            self._wrong(
-                f"step {event.step} is trained on {made.trained} groups of {num_drawn} drawn, but"
-                f" a batch has {self._groups_per_step}, or fewer of {self._max_draws} drawn"
-            )
+        self._check(
+            made.trained == self._limits.groups_per_step or num_drawn == self._limits.max_draws,
+            f"step {event.step} is trained on {made.trained} groups of {num_drawn} drawn, but a"
+            f" batch has {self._limits.groups_per_step}, or fewer of {self._limits.max_draws} drawn",
+        )
         self.steps.append(made)
         for ordinal, life in self.open.items():
             if life.step is None and life.due is not None and life.due <= event.step:
@@ -358,17 +326,27 @@ class Audit:
                     f"group {ordinal} was finished before step {life.due}'s batch was complete, but"
                     " is not part of it"
                 )
-            elif life.step is None and event.step - life.version > self._max_staleness:
+            elif life.step is None and event.step - life.version > self._limits.max_staleness:
                 self._wrong(
                     f"group {ordinal} of version {life.version} is too old for step"
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
 
-    def _publish(self, event: Published) -> None:
-        if event.version != self.done:
-            self._wrong(f"version {event.version} is published, but {self.done} steps are trained")
-        if self.receipts.setdefault(event.version, event.receipts) is not event.receipts:
-            self._wrong(f"version {event.version} is published twice")
+    def _ages(self, ordinal: int, life: Life, step: int) -> list[int]:
+        """The age in versions of each rollout of a group that `step` is trained on."""
+        rollouts = life.finished.rollouts if life.finished is not None else []
+        used = {version for one in rollouts for version, _ in one.versions}
+        first = min(self.receipts, default=step)
+        unknown = min((v for v in used if v >= first and v not in self.receipts), default=None)
+        what = f"group {ordinal} has tokens of version {unknown}, not published"
+        self._check(unknown is None, what)
+        ages = [step - 1 - min((v for v, _ in one.versions), default=0) for one in rollouts]
+        age, most = max([step - 1 - life.version, *ages]), self._limits.max_staleness
+        self._check(
+            age <= most,
+            f"group {ordinal} is trained at an age of {age} versions, but {most} are allowed",
+        )
+        return ages
 
     def _cursor_after(self, drawn: list[int]) -> Cursor:
         """The groups that are used once a step has used `drawn` too."""
@@ -377,6 +355,10 @@ class Audit:
             used.remove(first)
             first += 1
         return Cursor(first, tuple(sorted(used)))
+
+    def _check(self, holds: bool, what: str) -> None:
+        if not holds:
+            self._wrong(what)
 
     def _wrong(self, what: str) -> None:
         self.num_contradictions += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.apps.runs.audit import Audit
+from megarl.apps.runs.audit import Audit, audit
 from megarl.console import result, say
 from megarl.errors import UserError
-from megarl.ledger.events import from_record
+from megarl.ledger.events import Event, from_record
 from megarl.ledger.journal import FILE, Reader
 
 SHOWN_IN_FLIGHT = 10
@@ -20,8 +21,8 @@ def main(arguments: list[str]) -> int:
     """Print the table, or with `--json` one object; returns 1 if the ledger contradicts itself.
     Raises `UserError` for a folder without a readable ledger.
     """
-    folders = [word for word in arguments if not word.startswith("-")]
-    if len(folders) != 1 or set(arguments) - {*folders, "--json"}:
+    folders = [word for word in arguments if word != "--json"]
+    if len(folders) != 1 or folders[0].startswith("-"):
         raise UserError("megarl ledger needs one run folder: megarl ledger RUN [--json]")
     path = Path(folders[0]) / FILE
     if not path.is_file():
@@ -30,15 +31,13 @@ def main(arguments: list[str]) -> int:
         reader = Reader(path)
         if reader.is_torn_at_start:
             raise ValueError(f"{path} holds no whole line; the run was killed as it started")
-        found = audited(reader)
+        found = audit(events(reader))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     if reader.torn_bytes:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
-    if "--json" in arguments:
-        result(json.dumps(summary(reader, found)))
-    else:
-        result("\n".join(table(found)))
+    told = summary(reader, found)
+    result(json.dumps(told) if "--json" in arguments else table(told, found.first_step))
     for what in found.contradictions:
         say(f"megarl: {path}: {what}")
     if (more := found.num_contradictions - len(found.contradictions)) > 0:
@@ -46,20 +45,17 @@ def main(arguments: list[str]) -> int:
     return 1 if found.num_contradictions else 0
 
 
-def audited(reader: Reader) -> Audit:
-    """The audit of a ledger. Raises `ValueError` for a damaged one."""
-    found = Audit()
+def events(reader: Reader) -> Iterator[Event]:
+    """The events of a ledger. Raises `ValueError` for a damaged one."""
     for record in reader:
         try:
-            found.take(from_record(record))
+            yield from_record(record)
         except ValueError as error:
             # The line fits its checksum, so it is as it was written.
             raise ValueError(
                 f"{reader.path}, line {reader.num_lines}: {error}; another version of megarl wrote"
                 " it: use that one, or a newer one"
             ) from None
-    found.finish()
-    return found
 
 
 def summary(reader: Reader, found: Audit) -> dict[str, Any]:
@@ -86,25 +82,23 @@ def summary(reader: Reader, found: Audit) -> dict[str, Any]:
     }
 
 
-def table(found: Audit) -> list[str]:
-    """The lines of the table."""
-    ages, flying = found.ages, found.in_flight
+def table(told: dict[str, Any], first_step: int) -> str:
+    """The lines of the table, from the `summary` of a ledger that begins after `first_step` steps."""
+    flying = told["in_flight"]
     shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))
     shown += ", ..." if len(flying) > SHOWN_IN_FLIGHT else ""
-    mean = sum(age * count for age, count in ages.items()) / max(1, ages.total())
-    begins = f", from step {found.first_step} on" if found.first_step else ""
-    end = "ended" if found.ended is not None else "running, or killed"
-    if found.ended is not None and found.ended.failure:
-        end = f"failed: {found.ended.failure}"
-    rows = [
-        ("steps trained", f"{found.done}{begins} ({end})"),
-        ("groups dispatched", f"{found.dispatched}"),
-        ("  trained", f"{found.trained}"),
-        *((f"  rejected: {why}", f"{count}") for why, count in sorted(found.rejected.items())),
-        (f"  void after {found.restores} restores", f"{found.void}"),
-        ("  in flight", f"{len(flying)}" + (f" ({shown})" if flying else "")),
-        ("age in versions", f"mean {mean:.3g}, max {max(ages, default=0)}"),
-        ("contradictions", f"{found.num_contradictions}"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:{width}}  {value}" for name, value in rows]
+    begins = f", from step {first_step} on" if first_step else ""
+    end = "ended" if told["ended"] else "running, or killed"
+    end = f"failed: {told['failure']}" if told["failure"] else end
+    rows = {
+        "steps trained": f"{told['steps']}{begins} ({end})",
+        "groups dispatched": told["dispatched"],
+        "  trained": told["trained"],
+        **{f"  rejected: {why}": count for why, count in sorted(told["rejected"].items())},
+        f"  void after {told['restores']} restores": told["void"],
+        "  in flight": f"{len(flying)}" + (f" ({shown})" if flying else ""),
+        "age in versions": f"mean {told['age_mean']:.3g}, max {told['age_max']}",
+        "contradictions": told["num_contradictions"],
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
