@@ -163,7 +163,7 @@ COMMANDS = {
     "rollout": Command(
         summary="print a few rollouts of a recipe, turn by turn",
         config="RunConfig",
-        check="megarl.apps.runs.rollout_checks:check_rollout",
+        check="megarl.apps.runs.command_checks:check_rollout",
         run="megarl.apps.runs.show_rollouts:main",
         flags=(("--num", "--sample.shown"),),
         options={"--num N": "how many rollouts"},
@@ -173,9 +173,9 @@ COMMANDS = {
     "replay": Command(
         summary="train again on the batches that a run has recorded, and compare",
         config="RunConfig",
-        arguments="megarl.apps.runs.replay_checks:arguments",
+        arguments="megarl.apps.runs.command_checks:arguments",
         first="RUN",
-        check="megarl.apps.runs.replay_checks:check_replay",
+        check="megarl.apps.runs.command_checks:check_replay",
         run="megarl.apps.runs.replay:main",
         end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,

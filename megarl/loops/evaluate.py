@@ -7,6 +7,7 @@ FOLDER/eval/NUMBER/generations.jsonl, the results to results.json beside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -29,6 +30,8 @@ from megarl.lookup import of_app
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh
 from megarl.rollout.evaluation import repeated_metrics, summarise
+from megarl.trainer.context import RunInputs
+from megarl.types import Prompt
 
 PROBLEMS_PER_CALL = 256
 """Problems asked of the rollout service at once; this bounds the size of an answer."""
@@ -67,23 +70,8 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
     Every generation is written to the file `to`, one JSON object a line.
     """
     tags = tags_of(case.inputs.tokenizer.chat_template)
-    config, on_cpu = case.config, mesh.local_device().type == "cpu"
-    evaluation = config.evaluation
-    with Cluster(
-        namespace=f"megarl-{os.getpid()}",
-        token=own_cluster_token(),
-        hidden=config.environment.remote.token_variable,
-    ) as cluster:
-        with console.phase(f"engines of {config.model.path}"):
-            stops = case.inputs.stop_token_ids
-            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, case.inputs, first_step=0)
-            engines.wait()
-            cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-        probe = 2 * next(iter(case.sets.values()))[0].token_ids[:24]
-        scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
-        refuse_broken(scores, config.model.path)
-        cluster.supervise(engines, config.rollout, loads=True)
+    config, evaluation = case.config, case.config.evaluation
+    with answering(config, case.inputs, next(iter(case.sets.values()))[0]):
         for source, prompts in case.sets.items():
             count = max(evaluation.samples, int(evaluation.sampled_too))
             client = RolloutClient(0, silence_s=silence_s(config))
@@ -103,6 +91,30 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
                 }
             console.say(f"{config.model.path} on {source}: {shown(found, evaluation.temperature)}")
             yield found
+
+
+@contextlib.contextmanager
+def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[None]:
+    """Engines of `model.path`, behind a rollout service, until the end of the block. Raises
+    `UserError` if they give log-probs of `prompt` that are not finite.
+    """
+    on_cpu = mesh.local_device().type == "cpu"
+    with Cluster(
+        namespace=f"megarl-{os.getpid()}",
+        token=own_cluster_token(),
+        hidden=config.environment.remote.token_variable,
+    ) as cluster:
+        with console.phase(f"engines of {config.model.path}"):
+            stops = inputs.stop_token_ids
+            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
+            start_service(config, cluster, engines, inputs, first_step=0)
+            engines.wait()
+            cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+        probe = 2 * prompt.token_ids[:24]
+        scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
+        refuse_broken(scores, config.model.path)
+        cluster.supervise(engines, config.rollout, loads=True)
+        yield
 
 
 def shown(found: Mapping[str, Any], temperature: float) -> str:

@@ -159,7 +159,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     settings = [f"--replay.run={run}", f"--folder={task['folder']}", "--resume=false"]
     config = load(RunConfig, str(run / "recipe.yaml"), settings)
     prepare_environment(config.training.num_threads)
-    from megarl.apps.runs.replay_checks import check_replay
+    from megarl.apps.runs.command_checks import check_replay
     from megarl.rollout.batch_files import batch_of
     from megarl.trainer.context import open_run
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megarl.apps.runs.rollout_checks import check_rollout
+from megarl.apps.runs.command_checks import check_rollout
 from megarl.cluster.process_env import engine_environment, prepare_environment
 from megarl.cluster.remote import EngineActor, GenerateRequest
 from megarl.config import RunConfig, load, longest_request
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     prepare_environment(1)
     if args.kind == "exact":
         config = load(RunConfig, args.recipe, [])
-        inputs = check_rollout(config).run
+        inputs = check_rollout(config)
         found = asyncio.run(exact(config, inputs, args.rollouts))
     else:
         with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl import console
 from megarl.activity.spans import activity, step_begins
-from megarl.apps.runs.replay_checks import steps_to_replay
+from megarl.apps.runs.command_checks import steps_to_replay
 from megarl.checkpoints.manifest import DIGESTS
 from megarl.checkpoints.progress import newest_first
 from megarl.config import DistillConfig, RunConfig

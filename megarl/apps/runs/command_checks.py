@@ -1,4 +1,6 @@
-"""Checks of `megarl replay`, and its command line: a run folder in the place of a recipe."""
+"""Checks of `megarl rollout` and `megarl replay` before anything heavy starts, and the command line
+of the latter: a run folder in the place of a recipe.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,18 @@ from megarl.schema import require
 
 if TYPE_CHECKING:
     from megarl.trainer.context import RunInputs
+
+
+def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl rollout`, which runs as one rank. Returns what the checks have
+    loaded. Raises `ValueError` if a check fails.
+    """
+    from megarl.checks.preflight import check_run, ranks_to_check
+    from megarl.parallel.mesh import local_device
+
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl rollout runs as one process, but was started as {size} ranks")
+    return check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
 
 
 def arguments(words: list[str]) -> tuple[str, list[str]]:
