@@ -23,15 +23,11 @@ import megarl
 from megarl import console
 from megarl.apps.tune.sampling_checks import SampleInputs
 from megarl.apps.tune.text_scores import Text, score_texts
-from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.rollout_client import RolloutClient
-from megarl.cluster.rollouts import start_engines, start_service
 from megarl.config import RunConfig, as_plain, silence_s
-from megarl.loops.evaluate import generate, make_folder, refuse_broken
+from megarl.loops.evaluate import answering, generate, make_folder
 from megarl.loops.evaluate import write as write_records
 from megarl.observe.sinks import finite
-from megarl.parallel import mesh
 
 Record = dict[str, Any]
 """One scored response: prompt, response, reward, correct, and more; see `rollout.evaluation`."""
@@ -74,24 +70,10 @@ def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Re
     """
     run, count = inputs.run, config.sample.samples
     assert run.prompts is not None
-    prompts, on_cpu = list(run.prompts), mesh.local_device().type == "cpu"
+    prompts = list(run.prompts)
     names = [f"sample/{number}" for number in range(count)]
     groups: list[list[Record]] = []
-    with Cluster(
-        namespace=f"megarl-{os.getpid()}",
-        token=own_cluster_token(),
-        hidden=config.environment.remote.token_variable,
-    ) as cluster:
-        with console.phase(f"engines of {config.model.path}"):
-            stops = run.stop_token_ids
-            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, run, first_step=0)
-            engines.wait()
-            cluster.wait_for_service(config.rollout.engine.start_timeout_s)
-        probe = 2 * prompts[0].token_ids[:24]
-        scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
-        refuse_broken(scores, config.model.path)
-        cluster.supervise(engines, config.rollout, loads=True)
+    with answering(config, run, prompts[0]):
         for first in range(0, len(prompts), AT_ONCE):
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))
