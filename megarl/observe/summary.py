@@ -60,8 +60,8 @@ class Run:
 
 def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarray]:
     """([n] steps, [n] values) as arrays, None as NaN."""
-    steps = np.array([step for step, _ in pairs], dtype=float)
-    return steps, np.array([np.nan if value is None else value for _, value in pairs], dtype=float)
+    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return steps, values
 
 
 def read_run(folder: Path) -> Run:
@@ -160,20 +160,20 @@ def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
     the other one is None, and both are None without evaluation.
     """
     steps, values = run.evaluated("eval/" + name)
-    if len(values) == 0:
-        return None, None
-    if len(values) == 1:
-        return (_number(values[0]), None) if steps[0] == 0 else (None, _number(values[0]))
+    if len(values) < 2:
+        values = [*values, np.nan] if 0 in steps else [np.nan, *values]
     return _number(values[0]), _number(values[-1])
 
 
 def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """A metric's means over the first and the last steps; these do not overlap."""
+    """A metric's means over the first and the last steps; these do not overlap. Of a single step
+    there is the first one only.
+    """
     _, values = run.series(name)
     values = values[np.isfinite(values)]
-    count = min(ENDS, len(values) // 2)
-    if count == 0:
-        return (_number(values[0]), None) if len(values) else (None, None)
+    if len(values) < 2:
+        values = np.append(values, np.nan)
+    count = max(1, min(ENDS, len(values) // 2))
     return _number(values[:count].mean()), _number(values[-count:].mean())
 
 
@@ -183,12 +183,9 @@ def _rate(run: Run, name: str, weight: str) -> float | None:
     if not records:
         return None
     rates = np.array([record[name] for record in records], dtype=float)
-    weights = np.array(
-        [record.get(weight) or record.get("time/step_s") or 0.0 for record in records], dtype=float
-    )
-    return round(
-        float(np.average(rates, weights=weights) if weights.sum() > 0 else rates.mean()), 1
-    )
+    seconds = [record.get(weight) or record.get("time/step_s") or 0.0 for record in records]
+    mean = np.average(rates, weights=seconds) if sum(seconds) > 0 else rates.mean()
+    return round(float(mean), 1)
 
 
 def _number(value: float) -> float | None:
