@@ -10,11 +10,11 @@ import re
 import shutil
 import subprocess
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.report_page import Page
 
 from megarl.apps.runs.report import write_report
 from megarl.observe.config import ObserveConfig
@@ -159,46 +159,6 @@ def browse(folder: Path, profile: Path, width: int) -> dict[str, Any]:
     return json.loads(unescape(found[1]))
 
 
-class Outline(HTMLParser):
-    """What can be checked of the page without a browser; every element must be closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.titles: list[str] = []
-        self.tiles: list[str] = []
-        self.marks: list[str] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        name = dict(attrs).get("class") or ""
-        if tag == "meta":
-            return
-        self.open.append(tag)
-        if tag == "h3":
-            self.titles.append("")
-        if tag == "script":
-            self.scripts.append("")
-        if name.startswith("tile") and tag == "div":
-            self.tiles.append("")
-        if name.startswith("mark"):
-            self.marks.append(name)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "h3" in self.open:
-            self.titles[-1] += data
-        elif "script" in self.open:
-            self.scripts[-1] += data
-        elif "dl" in self.open and self.tiles:
-            self.tiles[-1] += data + " "
-
-
 def check(titles: list[str], tiles: list[str], marks: list[str]) -> None:
     """What both ways of reading the page must find."""
     assert set(TITLES) <= set(titles)
@@ -216,17 +176,12 @@ def check(titles: list[str], tiles: list[str], marks: list[str]) -> None:
 
 
 def test_structure(run: Path) -> None:
-    outline = Outline((run / "report.html").read_text(encoding="utf-8"))
-    check(outline.titles, outline.tiles, outline.marks)
-    *data, script = outline.scripts
-    assert [json.loads(one)["title"] for one in data] == outline.titles
-    for one in data:
-        for row in json.loads(one)["series"]:
-            assert len(row["steps"]) == len(row["values"]) > 0
-            assert row["steps"] == sorted(row["steps"]) and all(
-                0 <= at <= 60 for at in row["steps"]
-            )
-    assert "figure.chart" in script
+    page = Page((run / "report.html").read_text(encoding="utf-8"))
+    classes = [attributes.get("class") or "" for _, attributes in page.seen]
+    check(list(page.charts), [page.text], [one for one in classes if one.startswith("mark")])
+    for row in (row for chart in page.charts.values() for row in chart["series"]):
+        assert len(row["steps"]) == len(row["values"]) > 0
+        assert row["steps"] == sorted(row["steps"]) and all(0 <= at <= 60 for at in row["steps"])
 
 
 @pytest.mark.parametrize("width", [390, 820, 1280])

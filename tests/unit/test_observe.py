@@ -4,15 +4,14 @@ the model wrote.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.report_page import Page
 
 from megarl.apps.runs import report
 from megarl.apps.runs.report import main as report_command
@@ -83,45 +82,6 @@ def write_run(folder: Path, steps: int, *, evaluated: bool = True) -> None:
                 {"eval/accuracy": 0.994, "eval/length/mean": 31.5},
                 [answer(True, response="7+9+0=16#936")],
             )
-
-
-class Page(HTMLParser):
-    """Parses strictly: every element that must be closed is closed, in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.charts: dict[str, Any] = {}
-        """{title: what the page's script draws}"""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "br", "img", "link", "input"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["script"] and self.seen[-1][1].get("type") == "application/json":
-            chart = json.loads(data, parse_constant=lambda name: pytest.fail(name))
-            self.charts[chart["title"]] = chart
-        if self.open[-1:] not in (["script"], ["style"]):
-            self.text += data
-
-    def count(self, tag: str, name: str = "") -> int:
-        return sum(
-            t == tag and (not name or name in (attrs.get("class") or "").split())
-            for t, attrs in self.seen
-        )
 
 
 def page_of(folder: Path, title: str = "A run") -> Page:
@@ -360,7 +320,7 @@ def test_report_loads_nothing(tmp_path: Path) -> None:
     assert "default-src 'none'" in (policies[0] or "")
 
 
-def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
+def test_text_of_the_model_is_only_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Observer(QUIET, tmp_path, total_steps=1) as observer:
         observer.step(StepReport(0, {WEIRD: 1.0, "accuracy": 0.5}))
         for step in (0, 1):
@@ -368,7 +328,9 @@ def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
                 step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}]
             )
     (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
+    monkeypatch.setattr(report, "OPTIMISATION", ((WEIRD, WEIRD, WEIRD, {}),))
     page = page_of(tmp_path, WEIRD)
+    assert page.charts[WEIRD]["series"][0]["label"] == WEIRD.lower()
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script>alert" not in text
     assert "<img" not in text

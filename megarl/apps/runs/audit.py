@@ -241,8 +241,7 @@ class Audit:
         self._next, self._has_dispatched = max(self._next, event.ordinal + 1), True
         self._draw(event)
         if self._limits.max_open:
-            # Groups that are finished and will be rejected are told only when their batch is
-            # complete.
+            # Finished groups that will be rejected are told only when their batch is complete.
             most, flying = self._limits.max_open + self._limits.max_draws - 1, len(self.in_flight)
             told = f"{flying} groups are neither trained nor rejected, but {most} may be"
             self._check(flying <= most, told)
@@ -262,10 +261,8 @@ class Audit:
             )
 
     def _decide(self, event: Accepted | Rejected) -> None:
-        what, policy = (
-            f"group {event.ordinal} is {type(event).__name__.lower()}",
-            self._limits.dispatch,
-        )
+        policy, verb = self._limits.dispatch, type(event).__name__.lower()
+        what = f"group {event.ordinal} is {verb}"
         is_next = policy != ORDERED or event.ordinal == self._decided
         self._check(is_next, f"{what}, but the next one to decide on is {self._decided}")
         is_in_order = event.step in (self._decided_step, self._decided_step + 1)

@@ -135,13 +135,10 @@ def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
             compared = not name.startswith("time/") and name not in NOT_COMPARED
             if compared and name in other and other[name] != value:
                 first.setdefault(record["step"], f"{name}: {value} and {other[name]}")
-    compared, differing = [], []
-    for folder in sorted((replayed / "checkpoints").glob("step_*")):
-        original = run / "checkpoints" / folder.name
-        if original.is_dir():
-            compared.append(folder.name)
-            if _weights(original) != _weights(folder):
-                differing.append(folder.name)
+    originals, own_ones = run / "checkpoints", replayed / "checkpoints"
+    saved = sorted(one.name for one in own_ones.glob("step_*"))
+    compared = [one for one in saved if (originals / one).is_dir()]
+    differing = [one for one in compared if _weights(originals / one) != _weights(own_ones / one)]
     return {
         "run": str(run),
         "steps": len(own),
