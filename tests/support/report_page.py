@@ -19,6 +19,7 @@ class Page(HTMLParser):
         self.text = ""
         self.charts: dict[str, Any] = {}
         """{title: what the page's script draws}"""
+        self.script = ""
         self.feed(text)
         self.close()
         assert self.open == []
@@ -38,6 +39,8 @@ class Page(HTMLParser):
         if self.open[-1:] == ["script"] and self.seen[-1][1].get("type") == "application/json":
             chart = json.loads(data, parse_constant=lambda name: pytest.fail(name))
             self.charts[chart["title"]] = chart
+        if self.open[-1:] == ["script"]:
+            self.script = data  # the last one
         if self.open[-1:] not in (["script"], ["style"]):
             self.text += data
 

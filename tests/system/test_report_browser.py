@@ -83,6 +83,31 @@ frame.onload = () => {
 };
 </script>"""
 
+NODE = shutil.which("node")
+# The page's script with the least of a document: told are what it adds to each chart.
+DRAW = """
+const {script, steps, charts} = JSON.parse(require("fs").readFileSync(0));
+class Element {
+  constructor(tag) { Object.assign(this, {tag, children: [], dataset: {}}); this.style = {setProperty() {}}; }
+  append(...added) { this.children.push(...added); }
+  appendChild(added) { this.append(added); return added; }
+  setAttribute(name, value) { this[name] = value; }
+  addEventListener() {}
+}
+const figures = charts.map(chart => {
+  const figure = new Element("figure");
+  figure.querySelector = () => ({textContent: JSON.stringify(chart)});
+  return figure;
+});
+const main = {dataset: {steps: JSON.stringify(steps)}};
+const document = {documentElement: new Element("html"), querySelector: () => main, querySelectorAll: () => figures,
+  createElement: tag => new Element(tag), createElementNS: (_, tag) => new Element(tag)};
+new Function("document", script)(document);
+const all = (from, tag) => (from.children || []).flatMap(one => one.tag === tag ? [one] : all(one, tag));
+console.log(JSON.stringify(figures.map(one => ({lines: all(one, "path").map(path => [path.class, path.d]),
+  labels: all(one, "span").map(span => span.textContent), legend: all(one, "li").map(li => li.children[1])}))));
+"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -182,6 +207,32 @@ def test_structure(run: Path) -> None:
     for row in (row for chart in page.charts.values() for row in chart["series"]):
         assert len(row["steps"]) == len(row["values"]) > 0
         assert row["steps"] == sorted(row["steps"]) and all(0 <= at <= 60 for at in row["steps"])
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here")
+def test_the_script_draws_what_it_is_given(run: Path) -> None:
+    page = Page((run / "report.html").read_text(encoding="utf-8"))
+    given = {"script": page.script, "steps": [0, 60], "charts": list(page.charts.values())}
+    done = subprocess.run(
+        [str(NODE), "-e", DRAW], input=json.dumps(given), capture_output=True, text=True, check=True
+    )
+    drawn = dict(zip(page.charts, json.loads(done.stdout), strict=True))
+    for title, one in drawn.items():
+        assert one["legend"] == [row["label"] for row in page.charts[title]["series"]]
+        assert len(one["lines"]) > len(one["legend"]), "a grid, and a line for each"
+        for name, path in one["lines"]:
+            assert re.fullmatch(r"([MLHVhz][-\d. ]*)+", path), (title, name, path[:80])
+            spots = [float(at) for at in re.findall(r"[ML][\d.]+ (-?[\d.]+)", path)]
+            assert spots and all(-1e-6 <= at <= 1000 + 1e-6 for at in spots), (title, name)
+    steps = [str(step) for step in range(0, 61, 10)]
+    assert drawn["Accuracy"]["labels"] == ["0%", "20%", "40%", "60%", "80%", "100%", *steps]
+    assert drawn["Throughput"]["labels"][-8] == "25k"
+    gaps = drawn["Do trainer and engine agree?"]["labels"]
+    assert gaps[:3] == ["1×10⁻⁶", "1×10⁻⁵", "1×10⁻⁴"]
+    last = re.findall(r"[ML]([\d.]+) ([\d.]+)", drawn["Accuracy"]["lines"][2][1])[-1]
+    accuracy = page.charts["Accuracy"]["series"][1]["values"][-1]
+    assert float(last[0]) == pytest.approx(1000 * 60.5 / 61, abs=0.1)
+    assert float(last[1]) == pytest.approx(1000 * (1 - accuracy), abs=0.1)
 
 
 @pytest.mark.parametrize("width", [390, 820, 1280])
