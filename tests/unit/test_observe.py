@@ -320,17 +320,16 @@ def test_report_loads_nothing(tmp_path: Path) -> None:
     assert "default-src 'none'" in (policies[0] or "")
 
 
-def test_text_of_the_model_is_only_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=1) as observer:
-        observer.step(StepReport(0, {WEIRD: 1.0, "accuracy": 0.5}))
+        observer.step(StepReport(0, {f"environment/{WEIRD}": 1.0, "accuracy": 0.5}))
         for step in (0, 1):
             observer.evaluation(
                 step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}]
             )
     (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
-    monkeypatch.setattr(report, "OPTIMISATION", ((WEIRD, WEIRD, WEIRD, {}),))
     page = page_of(tmp_path, WEIRD)
-    assert page.charts[WEIRD]["series"][0]["label"] == WEIRD.lower()
+    assert page.charts[WEIRD]["series"][0]["values"] == [1.0]
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script>alert" not in text
     assert "<img" not in text
@@ -365,7 +364,9 @@ def test_report_of_supervised_training(tmp_path: Path) -> None:
                 "grad_norm": math.nan,
             }
             observer.step(StepReport(step, values))
+        observer.evaluation(30, {"eval/loss": 0.25}, [])
     page = page_of(tmp_path)
+    assert page.charts["Loss"]["series"][-1]["values"] == [0.25]
     assert page.count("figure", "wide") == 1
     assert (
         page.count("figure", "chart") == 3

@@ -264,6 +264,11 @@ def learning(run: Run) -> list[Chart | None]:
         for colour, name in enumerate(run.failures, start=1)
         if any(run.failures.values())
     ]
+    loss = smoothed(run, "loss", "loss")
+    loss.append(series("held out", *run.evaluated("eval/loss"), 2, "points"))
+    own = sorted(
+        {one for record in run.metrics for one in record if one.startswith("environment/")}
+    )
     accuracy = {"percent": True, "span": (0, 1), "wide": True}
     without_verdict = "rollouts without a verdict; they got the reward of a wrong answer"
     return [
@@ -271,7 +276,8 @@ def learning(run: Run) -> list[Chart | None]:
         learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
         chart("Verifier failures", without_verdict, failed, zero=True, whole=True),
         learnt("Response length", "mean tokens", "length/mean", zero=True),
-        None if is_rl(run) else chart("Loss", "", smoothed(run, "loss", "loss"), wide=True),
+        *(learnt(one.partition("/")[2], "mean, of the environment", one) for one in own),
+        None if is_rl(run) else chart("Loss", "", loss, wide=True),
     ]
 
 
