@@ -19,7 +19,7 @@ LOOKED_AT = ("", "activity", "activity/stacks", "batches", "reference")
 FOLDERS = {"activity", "batches", "checkpoints", "eval", "logs", "reference", "replay", "rollout"}
 FOLDERS |= {"stacks", "tensorboard"}
 """Names that a run gives to folders."""
-FILES = {".html", ".json", ".jsonl", ".log", ".npy", ".safetensors", ".signal", ".txt", ".yaml"}
+FILES = {".html", ".json", ".jsonl", ".log", ".npy", ".safetensors", ".txt", ".yaml"}
 """Ends of the names that a run gives to files."""
 
 

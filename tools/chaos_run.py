@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -14,11 +13,11 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from megarl.activity.files import FOLDER, SpanRecord, read
+from megarl.activity.files import FOLDER, content_of, events, read
+from megarl.activity.spans import Event
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGARL_CHAOS"
@@ -99,13 +98,13 @@ class Run:
         """(process id of rank 0, step that it is in, from 1); zeros before the first step of this
         start.
         """
-        for record in reversed(tail(self.folder / FOLDER / "rank0.jsonl")):
-            if "process" in record:
+        for event in reversed(tail(self.folder / FOLDER / "rank0.json")):
+            if event["ph"] == "M":
                 break
-            if "step" in record:
-                pid = int(record["p"])
+            if "step" in event["args"]:
+                pid = int(event["pid"])
                 here = any(one.pid == pid for one in self.below())
-                return (pid, int(record["step"])) if here else (0, 0)
+                return (pid, int(event["args"]["step"])) if here else (0, 0)
         return 0, 0
 
     def below(self) -> list[psutil.Process]:
@@ -188,44 +187,43 @@ class Run:
         """Whether the newest lines of the files say so: quick, and right almost always."""
         folder = self.folder / FOLDER
         if phase in ("generate", "score"):
-            paths = [folder / "environment.jsonl"]
+            paths = [folder / "environment.json"]
             if phase == "generate":
-                paths = [path for path in folder.glob("engine*.jsonl") if "-" not in path.stem]
-            return any(one["kind"] == phase for path in paths for one in open_of(tail(path)))
-        found = open_of(tail(folder / "rank0.jsonl"))
-        return phase in {phase_of_rank(one["kind"], one["what"]) for one in found}
+                paths = [path for path in folder.glob("engine*.json") if "-" not in path.stem]
+            return any(one["cat"] == phase for path in paths for one in open_of(tail(path)))
+        found = open_of(tail(folder / "rank0.json"))
+        return phase in {phase_of_rank(one["cat"], one["name"]) for one in found}
 
     def phase_at(self, wall: float) -> str:
         """The phase in which the run was at a time, in seconds since the epoch, from what its
         processes have recorded.
         """
-        now: dict[str, list[SpanRecord]] = {}
-        stepped = False
+        now: dict[str, list[Event]] = {}
+        stepped, micros = False, 1e6 * wall
         for life in read(self.folder / FOLDER):
             if life.begin > wall or (life.last < wall and life.is_alive is False):
                 continue
             name = life.process.rstrip("0123456789")
             spans = life.spans.values()
             now.setdefault(name, []).extend(
-                one for one in spans if one.begin <= wall and (one.end is None or one.end > wall)
+                one for one in spans if one["ts"] <= micros < one.get("end", micros + 1)
             )
-            stepped |= life.process == "rank0" and any(at <= wall for at, *_ in life.steps)
-        phases = {phase_of_rank(one.kind, one.what) for one in now.get("rank", [])} - {""}
+            stepped |= life.process == "rank0" and any(one["ts"] <= micros for one in life.steps)
+        phases = {phase_of_rank(one["cat"], one["name"]) for one in now.get("rank", [])} - {""}
         for phase in ("evaluate", "checkpoint", "probe", "publish", "train", "start"):
             if phase in phases:
                 return phase
-        if any(one.kind == "generate" for one in now.get("engine", [])):
+        if any(one["cat"] == "generate" for one in now.get("engine", [])):
             return "generate"
-        if any(one.kind == "score" for one in now.get("environment", [])):
+        if any(one["cat"] == "score" for one in now.get("environment", [])):
             return "score"
         return "take" if "take" in phases else "between" if stepped else "start"
 
     def name_of(self, pid: int) -> str:
         """Name of the process in the run's records, such as "engine 0"; "" for one without any."""
-        for path in (self.folder / FOLDER).glob("*.jsonl"):
-            for record in heads(path):
-                if record.get("pid") == pid:
-                    return re.sub(r"(\d+)$", r" \1", path.stem.partition("-")[0])
+        for path in (self.folder / FOLDER).glob("*.json"):
+            if any(event["pid"] == pid for event in events(content_of(path))):
+                return re.sub(r"(\d+)$", r" \1", path.stem.partition("-")[0])
         return ""
 
 
@@ -241,43 +239,25 @@ def phase_of_rank(kind: str, what: str) -> str:
     return {"load": "start", "checkpoint": "checkpoint", "evaluate": "evaluate"}.get(kind, "")
 
 
-def tail(path: Path) -> list[dict[str, Any]]:
-    """The last records of a file of `megarl.activity`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict)]
+def tail(path: Path) -> list[Event]:
+    """The last events in a file of `megarl.activity`."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+        return list(events(file.read()))
+    return []
 
 
-def open_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The spans among `records` that have not ended."""
-    found: dict[int, dict[str, Any]] = {}
-    for record in records:
-        if "process" in record or "closed" in record:
-            found.clear()
-        elif "begin" in record:
-            found[record["begin"]] = record
-        elif "end" in record:
-            found.pop(record["end"], None)
-    return list(found.values())
-
-
-def heads(path: Path) -> Iterator[dict[str, Any]]:
-    """The records in the activity file `path` with which processes begin: one for each process that
-    has written to the file, such as an engine and the engine that replaced it.
-    """
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().split(b"\n"):
-            if line.startswith(b'{"process"'):
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+def open_of(found: list[Event]) -> list[Event]:
+    """The spans among the events `found` that have not ended."""
+    spans: dict[int, Event] = {}
+    for event in found:
+        if event["ph"] == "M" or event.get("name") == "closed":
+            spans.clear()
+        elif event["ph"] == "B":
+            spans[event["span"]] = event
+        elif event["ph"] == "E":
+            spans.pop(event["span"], None)
+    return list(spans.values())
 
 
 def outside() -> set[str]:

@@ -1,45 +1,29 @@
-"""Reads what the processes of a run have recorded; see `megarl.activity.spans` for the lines."""
+"""Reads what the processes of a run have recorded, and says in words who waits on whom. See
+`megarl.activity.spans` for the events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megarl.activity.process import machine, start_of, state_of
+from megarl.activity.process import condition, machine
+from megarl.activity.spans import Event, micros
 from megarl.files import parse_json
 
 FOLDER = "activity"
 """Name of the folder in the run folder."""
-
-
-@dataclass
-class SpanRecord:
-    """A span of a process. Times are seconds since the epoch."""
-
-    number: int
-    parent: int
-    """Number of the span around it; 0 for none."""
-    kind: str
-    what: str
-    of: tuple[str, ...]
-    """On whom the process waits, as names of processes."""
-    deadline_s: float
-    """0 for none."""
-    begin: float
-    end: float | None = None
-    """None for a span that has not ended as far as the file tells."""
-    open: int = 0
-    """Open requests, of a span that stands for many."""
-    done: int = 0
-    """Requests answered, of a span that stands for many."""
+LONGEST_CHAIN = 6
+"""Processes that a chain of waits names."""
 
 
 @dataclass
 class Life:
     """What one process of a run has recorded from its start on. A process that is started again
-    under the same name has another life.
+    under the same name has another life. Times are seconds since the epoch.
     """
 
     process: str
@@ -51,68 +35,98 @@ class Life:
     run: str
     signal: int
     begin: float
-    """Seconds since the epoch."""
     last: float
-    """Time of the last line, in seconds since the epoch."""
+    """Time of the last event."""
     closed: bool = False
     """Whether the process has ended in order."""
-    spans: dict[int, SpanRecord] = field(default_factory=dict)
-    steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """(seconds since the epoch, step from 1, weights version) of each step's beginning."""
+    spans: dict[int, Event] = field(default_factory=dict)
+    """The events of spans' begins by number. One that has ended has its time as `end`, in
+    microseconds; `args` of one that stands for many requests tell of them (`open`, `done`)."""
+    steps: list[Event] = field(default_factory=list)
+    """The events of steps' beginnings."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether the process, if it lives, can be seen from this process."""
-        return bool(self.machine) and self.machine == machine()
+    def condition(self) -> str:
+        """Whether the process lives: "alive", "stopped by a signal", "ended", "gone" (without an
+        end in order) or "on HOST".
+        """
+        if self.closed:
+            return "ended"
+        is_here = self.machine and self.machine == machine()
+        return condition(self.pid, self.started) if is_here else f"on {self.host}"
 
     @property
     def is_alive(self) -> bool | None:
         """Whether the process lives; None if it is of another machine."""
-        if self.closed:
-            return False
-        return start_of(self.pid) == self.started if self.is_here else None
+        found = self.condition
+        return None if found.startswith("on ") else found not in ("ended", "gone")
 
     @property
-    def state(self) -> str:
-        """What the kernel says of a living process of this machine, otherwise ""."""
-        return state_of(self.pid) if self.is_alive else ""
+    def is_out(self) -> bool:
+        """Whether the process is known to have ended or to be stopped."""
+        return self.is_alive is False or self.condition.startswith("stopped")
 
-    def ended_at(self, span: SpanRecord) -> float:
-        """When a span ended: the last sign of the process for one that it did not end itself."""
-        return self.last if span.end is None else span.end
+    def ended_at(self, span: Event) -> int:
+        """When a span ended, in microseconds: the last sign of the process for one that did not."""
+        return span.get("end", micros(self.last))
 
     @property
-    def open(self) -> list[SpanRecord]:
+    def open(self) -> list[Event]:
         """What the process does now, or did when it ended: the open spans without an open span
         inside of them, those that wait for somebody last.
         """
-        found = [span for span in self.spans.values() if span.end is None]
-        outer = {span.parent for span in found}
-        return sorted(
-            (span for span in found if span.number not in outer),
-            key=lambda span: (bool(span.of), span.begin),
-        )
+        found = [span for span in self.spans.values() if "end" not in span]
+        outer = {span["in"] for span in found}
+        inner = (span for span in found if span["span"] not in outer)
+        return sorted(inner, key=lambda span: (bool(waits_on(span)), span["ts"]))
 
-    def around(self, span: SpanRecord) -> list[SpanRecord]:
+    def around(self, span: Event) -> list[Event]:
         """The spans around `span`, from the innermost."""
         found = []
-        while (parent := self.spans.get(span.parent)) is not None and parent.number < span.number:
+        while (parent := self.spans.get(span["in"])) is not None and parent["span"] < span["span"]:
             found.append(parent)
             span = parent
         return found
 
+    def doing(self, span: Event, at: float) -> str:
+        """What the process does in `span`, or did last, since when, and on whom it waits. `at`:
+        the time now.
+        """
+        args, until = span["args"], self.last if self.is_alive is False else at
+        words = ", in ".join(one["name"] for one in [span, *self.around(span)])
+        words += f", for {seconds(until - span['ts'] / 1e6)}"
+        if "deadline_s" in args:
+            words += f" of {seconds(args['deadline_s'])}"
+        if "done" in args:
+            words += f" ({args['open']} open, {args['done']} answered)"
+        if waits_on(span):
+            words += f", {'waits on' if span['cat'] == 'wait' else 'with'} "
+        return words + ", ".join(waits_on(span))
 
-def read(folder: Path, *, only_last: bool = False, tail_bytes: int = 2**62) -> list[Life]:
+
+def read(folder: Path, *, only_last: bool = False) -> list[Life]:
     """The lives of all processes of a run, in the order of the names, numbers as numbers. `folder`:
-    RUN/activity. `only_last`: the newest life of each process, read from the last `tail_bytes`.
+    RUN/activity. `only_last`: the newest life of each process, as its newest file tells.
     """
     found = []
-    for path in sorted(folder.glob("*.jsonl"), key=_order):
-        if path.name.endswith(".1.jsonl"):
-            continue
-        older = [] if only_last else [path.with_suffix(".1.jsonl")]
-        lives = _lives([*older, path], only_last, tail_bytes)
-        found.extend(lives[-1:] if only_last else lives)
+    for path in sorted(folder.glob("*.json"), key=_order):
+        lives: dict[tuple[int, str], Life] = {}
+        writers: dict[int, Life] = {}
+        told = content_of(path)
+        if only_last:
+            told = told[max(0, told.rfind(b'{"name":"process_name"')) :]
+        else:
+            told = content_of(path.with_suffix(".1.json")) + told
+        for event in () if path.stem.endswith(".1") else events(told):
+            try:
+                if event["ph"] == "M":
+                    life = _life(event)
+                    writers[life.pid] = lives.setdefault((life.pid, life.started), life)
+                else:
+                    _take(writers[event["pid"]], event)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                continue  # an event that is none of ours
+        found += lives.values()
     return found
 
 
@@ -122,78 +136,107 @@ def of_run(lives: list[Life]) -> list[Life]:
     return [one for one in lives if newest is not None and one.run == newest.run]
 
 
-def _order(path: Path) -> tuple[bool, str, int]:
+def content_of(file: Path) -> bytes:
+    """What is in a file; nothing where it cannot be read."""
+    with suppress(OSError):
+        return file.read_bytes()
+    return b""
+
+
+def events(content: bytes) -> Iterator[Event]:
+    """The trace events in a file, or in a part of it."""
+    for line in content.split(b"\n"):
+        try:
+            event = parse_json(line.removesuffix(b","))
+        except ValueError:
+            continue  # the bracket, the torn line of a killed process, or one being written
+        if isinstance(event, dict):
+            yield {"args": {}, **event}
+
+
+def _order(path: Path) -> tuple[bool, list[str | int]]:
     """Sorts ranks first, and engine 10 behind engine 9."""
-    name = path.name.removesuffix(".jsonl")
-    letters = name.rstrip("0123456789")
-    return letters != "rank", letters, int(name[len(letters) :] or 0)
+    parts = re.split(r"(\d+)", path.stem)
+    is_rank = path.stem.startswith("rank")
+    return not is_rank, [int(one) if one.isdecimal() else one for one in parts]
 
 
-def _lives(paths: list[Path], only_last: bool, tail_bytes: int) -> list[Life]:
-    lives: dict[tuple[int, str], Life] = {}
-    writers: dict[int, tuple[Life, float]] = {}
-    for record in _records(paths, only_last, tail_bytes):
-        try:
-            if "process" in record:
-                life = lives.setdefault((record["pid"], record["started"]), _life(record))
-                writers[record["pid"]] = life, record["wall"] - record["t"]
-            elif record["p"] in writers:
-                life, offset = writers[record["p"]]
-                _take(life, record, offset)
-        except (KeyError, TypeError, ValueError):
-            continue  # a line that is none of ours
-    return list(lives.values())
+def _life(event: Event) -> Life:
+    args, at = dict(event["args"]), event["ts"] / 1e6
+    return Life(process=args.pop("name"), pid=event["pid"], begin=at, last=at, **args)
 
 
-def _records(paths: list[Path], only_last: bool, tail_bytes: int) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        try:
-            content = path.read_bytes()
-        except OSError:
-            continue
-        head = max(0, content.rfind(b'{"process"')) if only_last else 0
-        lines = content[head:].split(b"\n")
-        kept = max(1, len(lines) - tail_bytes // 100)
-        for line in [lines[0], *lines[kept:]]:
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue  # the torn line of a killed process, or the one being written
-            if isinstance(record, dict):
-                yield record
+def _take(life: Life, event: Event) -> None:
+    """Add an event to a life."""
+    life.last, args = max(life.last, event["ts"] / 1e6), event["args"]
+    match event["ph"]:
+        case "B" if event["span"] not in life.spans:
+            life.spans[event["span"]] = {"name": "", "cat": "", "in": 0, "tid": 0, **event}
+        case "E":
+            life.spans[event["span"]]["end"] = event["ts"]
+            life.spans[event["span"]]["args"] |= args
+        case "C":
+            life.spans[event["span"]]["args"] |= args
+        case "i" if "step" in args and event not in life.steps[-1:]:
+            life.steps.append(event)
+        case "i" if event["name"] == "closed":
+            life.closed = True
 
 
-def _life(head: dict[str, Any]) -> Life:
-    wall = float(head["wall"])
-    names = ("process", "host", "pid", "started", "machine", "run", "signal")
-    return Life(**{name: head[name] for name in names}, begin=wall, last=wall)
+def waits_on(span: Event) -> list[str]:
+    """On whom a span waits, as names of processes."""
+    return span["args"].get("waits on", [])
 
 
-def _take(life: Life, record: dict[str, Any], offset: float) -> None:
-    """Add a line to a life. `offset`: wall clock minus monotonic clock of the process."""
-    at = life.last = max(life.last, record["t"] + offset)
-    if "begin" in record:
-        life.spans.setdefault(
-            record["begin"],
-            SpanRecord(
-                number=record["begin"],
-                parent=record.get("in", 0),
-                kind=record["kind"],
-                what=record["what"],
-                of=tuple(record.get("of", ())),
-                deadline_s=record.get("deadline_s", 0.0),
-                begin=record["t"] + offset,
-            ),
-        )
-    elif "end" in record and record["end"] in life.spans:
-        span = life.spans[record["end"]]
-        span.end, span.open, span.done = record["t"] + offset, 0, record.get("done", 0)
-    elif "busy" in record and record["busy"] in life.spans:
-        span = life.spans[record["busy"]]
-        span.open, span.done = record["open"], record["done"]
-    elif "step" in record:
-        step = (at, record["step"], record["version"])
-        if step not in life.steps:
-            life.steps.append(step)
-    elif "closed" in record:
-        life.closed = True
+def named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
+    """The processes that the names of a span mean: "engines" is every engine, "3 ranks" every
+    rank.
+    """
+    found = []
+    for name in waits_on(span):
+        kind = "engine" if name == "engines" else "rank" if name.endswith(" ranks") else ""
+        found += [
+            one for key, one in lives.items() if key == name or (kind and key.startswith(kind))
+        ]
+    return found
+
+
+def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None:
+    """Of the processes that the span of process `waiting` waits on, the one that most likely keeps
+    it: one that is gone or stopped, else one that is not in the same wait; None if it is unknown.
+    """
+    found = [one for one in named(span, lives) if one.process != waiting]
+    dead = [one for one in found if one.is_out]
+    other = [one for one in found if span["name"] not in [open["name"] for open in one.open]]
+    return next(iter([*dead, *other, *found]), None)
+
+
+def chain(waiting: str, span: Event, lives: Mapping[str, Life], at: float) -> list[str]:
+    """One text for each process of the chain of waits that begins with `span`: who keeps whom."""
+    found, seen = [], {waiting}
+    if waits_on(span) and not named(span, lives):
+        return [f"{', '.join(waits_on(span))}, of which nothing is recorded"]
+    while len(found) < LONGEST_CHAIN and (keeps := culprit(span, waiting, lives)) is not None:
+        waiting, state, inner = keeps.process, keeps.condition, keeps.open
+        if waiting in seen:
+            return [*found, f"{waiting} again: a circle"]
+        seen.add(waiting)
+        said = f"{waiting} is {state}" if state != "alive" else waiting
+        if not inner:
+            return [*found, f"{said}: idle"]
+        span = next(filter(waits_on, inner), inner[-1])
+        found.append(f"{said}: {keeps.doing(span, at)}")
+        # What a process computes may be in a part of it, such as "engine0-core".
+        parts = [one for key, one in lives.items() if key.startswith(f"{waiting}-") and one.is_out]
+        if parts or state != "alive":
+            return found + [f"{one.process} is {one.condition}" for one in parts]
+    return found
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    if value < 60:
+        return f"{max(0.0, value):.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -1,16 +1,33 @@
-"""Opens and closes the record of this process; see `megarl.activity.spans`."""
+"""Where this process records what it does, and the thread that watches its spans."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.activity import spans, stacks
 from megarl.activity.files import FOLDER
-from megarl.activity.watcher import Watcher
+from megarl.activity.process import machine, start_of
+from megarl.activity.report import SIGNAL, STACKS, Stacks, last_report, report
+from megarl.activity.spans import RECORDERS, Event, Span, micros, now
 from megarl.console import say
+
+if TYPE_CHECKING:
+    from megarl.activity.busy import Busy
+
+MAX_BYTES = 8 * 2**20
+"""Size at which a file is renamed to `<process>.1.json`, in the place of the one before. A process
+therefore keeps at most twice as many bytes."""
+POLL_S = 0.25
+"""Seconds between two looks at the spans."""
+QUIET_S = 1.0
+"""Seconds after which a quiet span is written."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,7 @@ class Recording:
         """(where this process records, name of its child process `part`), for the child to open;
         None where this process does not record.
         """
-        own = spans.recorder()
-        return (cls(str(own.folder), own.run), f"{own.process}-{part}") if own else None
+        return next(((one.recording, f"{one.process}-{part}") for one in RECORDERS), None)
 
     def make(self, *, keep: bool) -> None:
         """Create the folders; rank 0 does it before another process opens its file. What an earlier
@@ -42,7 +58,7 @@ class Recording:
         try:
             if not keep:
                 shutil.rmtree(self.folder, ignore_errors=True)
-            (Path(self.folder) / stacks.FOLDER).mkdir(parents=True, exist_ok=True)
+            (Path(self.folder) / STACKS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             say(f"megarl: what the processes do is not recorded: {error}")
 
@@ -50,23 +66,150 @@ class Recording:
         """From now on, record what this process does under the name `process`, until the function
         that is returned is called. A process that cannot write there says so and goes on.
         """
-        folder = Path(self.folder)
         try:
-            signal = stacks.answer_signal(folder / stacks.FOLDER, process)
-            recorder = spans.Recorder(folder, process, self.run, signal=signal)
+            RECORDERS[:] = [Recorder(self, process)]
         except OSError as error:
             say(f"megarl: what {process} does is not recorded: {error}")
-            return lambda: None
-        watcher = Watcher(recorder)
-        recorder.stop = watcher.stop
-        spans.use(recorder)
-        watcher.start()
         return close_recording
 
 
 def close_recording() -> None:
     """End the record of this process in order; nothing if there is none."""
-    if (recorder := spans.recorder()) is not None:
-        recorder.stop()
-        spans.use(None)
-        recorder.close()
+    while RECORDERS:
+        RECORDERS.pop().close()
+
+
+class Recorder:
+    """Writes the spans of this process to its file. A thread, which ends with the process, writes
+    what lasts long, answers requests for stacks, and reports waits that have passed their deadline.
+    """
+
+    def __init__(self, recording: Recording, process: str) -> None:
+        """Raises `OSError` if the file cannot be written."""
+        self.recording, self.process = recording, process
+        self.folder = Path(recording.folder)
+        self.path = self.folder / f"{process}.json"
+        self.open: dict[int, Span] = {}
+        """Open spans by number, in the order in which they began."""
+        self.busy: list[Busy] = []
+        """The `Busy` objects of this process that have served a request."""
+        self._numbers, self._lock, self._pid = itertools.count(1), threading.RLock(), os.getpid()
+        self._marked: Event = {}
+        self._stacks = Stacks(self.folder / STACKS, process)
+        self._open_file()
+        self._said, self._ended = last_report(self.folder), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="megarl activity", daemon=True)
+        self._thread.start()
+
+    def _open_file(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
+        # Without the half line of a killed process.
+        self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+        if not self._file.seek(0, os.SEEK_END):
+            self._file.write(b"[\n")
+        args = {"name": self.process, "host": os.uname().nodename, "started": start_of(self._pid)}
+        args |= {"machine": machine(), "run": self.recording.run, "signal": SIGNAL}
+        self._put({"name": "process_name", "ph": "M", "ts": micros(now()), "args": args})
+        begun = [one.event(self.process) for one in self.open.values() if one.is_written]
+        for event in filter(None, [self._marked, *begun]):
+            self._put(event)
+
+    def _put(self, event: Event) -> None:
+        told = {key: one for key, one in event.items() if one or key not in ("in", "args")}
+        line = json.dumps({**told, "pid": self._pid}, separators=(",", ":"))
+        self._file.write(line.encode() + b",\n")
+
+    def write(self, event: Event) -> None:
+        """Append a trace event to the file. Does nothing in a process forked from this one, and
+        after an event could not be written, which is said once.
+        """
+        with self._lock:
+            if self._file.closed or os.getpid() != self._pid:
+                return
+            try:
+                self._put(event)
+                if self._file.tell() > MAX_BYTES:
+                    self._file.close()
+                    self.path.replace(self.path.with_suffix(".1.json"))
+                    self._open_file()
+            except OSError as error:
+                self._file.close()
+                say(f"megarl: what {self.process} does is recorded no more: {error}")
+
+    def mark(self, name: str, args: Event) -> None:
+        """Write that something has happened now, such as the beginning of a step."""
+        scope = "g" if self.process == "rank0" else "p"
+        with self._lock:
+            self._marked = {"name": name, "ph": "i", "s": scope, "ts": micros(now()), "tid": 0}
+            self._marked["args"] = args
+            self.write(self._marked)
+
+    def start(self, span: Span) -> None:
+        """Let `span` begin now: give it a number and a lane, and write it unless it is quiet."""
+        with self._lock:
+            span.number, span.begin = next(self._numbers), now()
+            span.moved_at = span.begin
+            last = {one.lane: one.number for one in self.open.values()}
+            around = [self.open[span.parent].lane] if span.parent in self.open else []
+            lanes = itertools.chain(around, itertools.count())
+            span.lane = next(one for one in lanes if last.get(one, span.parent) == span.parent)
+            self.open[span.number] = span
+            if not span.is_quiet:
+                self.begin(span)
+
+    def begin(self, span: Span) -> None:
+        """Write that `span` has begun, unless that is written already or the span is over."""
+        with self._lock:
+            if span.number in self.open and not span.is_written:
+                span.is_written = True
+                self.write(span.event(self.process))
+
+    def finish(self, span: Span, at: float, **counts: int) -> None:
+        """Write that `span` is over since `at`, if its begin was written. `counts`: such as how
+        many requests were answered.
+        """
+        with self._lock:
+            self.open.pop(span.number, None)
+            if span.is_written:
+                about = {"ph": "E", "span": span.number, "ts": micros(at), "tid": span.lane}
+                self.write({**about, "args": counts})
+
+    def close(self) -> None:
+        """Write that this process ends as planned, end the thread and close the file. What is
+        recorded later is not written. The signal for stacks stays: another process may be about to
+        send it.
+        """
+        self._ended.set()
+        self._thread.join(5.0)
+        with self._lock:
+            self.mark("closed", {})
+            self._file.close()
+
+    def report(self, late: Sequence[Span]) -> None:
+        """Write a report about spans that have passed their deadline, unless there is one."""
+        for span in late:
+            self.begin(span)
+        try:
+            report(self.folder, self.process, late, self._stacks.answer)
+        except OSError as error:  # such as a full disk; the run goes on
+            say(f"megarl: a wait of {self.process} cannot be reported: {error}")
+        for span in late:
+            span.is_reported = True
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self._look(now())
+
+    def _look(self, at: float) -> None:
+        self._stacks.answer()
+        spans = list(self.open.values())
+        for span in spans:
+            if span.is_quiet and at - span.begin >= QUIET_S:
+                self.begin(span)
+        spans += filter(None, [busy.look(at) for busy in list(self.busy)])
+        if late := [span for span in spans if span.is_late(at)]:
+            self.report(late)
+        said = last_report(self.folder)
+        if self.process == "rank0" and said.at and said != self._said:
+            self._said = said
+            say(said.line)

@@ -14,6 +14,8 @@ from typing import Any
 from support.commands import command, finish, megarl, start, tiny_run, write_recipe
 from support.tiny import write_model
 
+from megarl.activity.files import read
+
 STEPS = 60
 
 
@@ -83,11 +85,8 @@ def status(run: Path, *flags: str) -> dict[str, Any]:
 
 def step_of(run: Path) -> int:
     """The newest step that rank 0 has begun."""
-    path = run / "activity" / "rank0.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max(
-        (json.loads(line)["step"] for line in lines if line.startswith('{"step"')), default=0
-    )
+    lives = [one for one in read(run / "activity") if one.process == "rank0"]
+    return max((one["args"]["step"] for life in lives for one in life.steps), default=0)
 
 
 def wait_for(condition: Callable[[], object], within_s: float) -> None:

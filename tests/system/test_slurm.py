@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,8 @@ import yaml
 from support.commands import megarl, records, tiny_run, write_recipe
 from support.slurm import Cluster, missing
 from support.tiny import write_model
+
+from megarl.activity.files import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6
@@ -191,10 +194,8 @@ def test_the_quick_start_learns_on_two_nodes(cluster: Cluster, tmp_path: Path) -
 
 def engine_hosts(place: Path) -> list[str]:
     """The hosts on which the engines of the run have been, from their activity records."""
-    found = []
-    for path in sorted((place / "run" / "activity").glob("engine[0-9].jsonl")):
-        found.append(json.loads(path.read_text().splitlines()[0])["host"])
-    return found
+    lives = read(place / "run" / "activity")
+    return [one.host for one in lives if re.fullmatch(r"engine\d", one.process)]
 
 
 def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:

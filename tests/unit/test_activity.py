@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from megarl.activity import overdue, spans, stacks, watcher
+import megarl.activity.report as reporting
 from megarl.activity import recording as recordings
 from megarl.activity.busy import Busy
-from megarl.activity.files import Life, SpanRecord, read
-from megarl.activity.process import descendants, machine, start_of, state_of
-from megarl.activity.recording import Recording
-from megarl.activity.spans import KINDS, activity, step_begins
-from megarl.activity.state import chain
+from megarl.activity.files import Life, chain, read
+from megarl.activity.process import below, condition, machine, start_of
+from megarl.activity.recording import POLL_S, Recording
+from megarl.activity.spans import KINDS, Event, activity, step_begins
 from megarl.apps.runs import report
 from megarl.apps.runs.lanes import COLOURS, idle, last_steps
 from megarl.apps.runs.lanes import cells as cells_of
 from megarl.apps.runs.status import main as status
-from megarl.apps.runs.timeline import lanes
 from megarl.apps.runs.timeline import main as timeline
 from megarl.errors import UserError
 from megarl.ledger.recorder import Recorder
@@ -40,6 +39,7 @@ from megarl.activity.spans import activity, step_begins
 close = Recording(sys.argv[1], "run").open(sys.argv[2])
 """
 """Beginning of the program of another process of a run."""
+Start = Callable[[str, str], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def opened(recording: Recording) -> Iterator[Path]:
 
 
 @pytest.fixture
-def other(recording: Recording) -> Iterator[Callable[[str, str], subprocess.Popen[str]]]:
+def other(recording: Recording) -> Iterator[Start]:
     """Starts another process of the run, which prints a line once it does what it does."""
     started = []
 
@@ -80,9 +80,22 @@ def other(recording: Recording) -> Iterator[Callable[[str, str], subprocess.Pope
         process.wait()
 
 
+def during(call: str, then: str = "time.sleep(600)") -> str:
+    """Program of a process that is in an activity."""
+    return f'with activity({call}):\n    print("ready", flush=True)\n    {then}\n'
+
+
 def mine(folder: Path) -> Life:
     """The newest life of rank0."""
     return next(life for life in read(folder, only_last=True) if life.process == "rank0")
+
+
+def is_stopped(process: int) -> bool:
+    return condition(process, start_of(process)) == "stopped by a signal"
+
+
+def names(spans: Iterable[Event]) -> list[str]:
+    return [one["name"] for one in spans]
 
 
 def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
@@ -100,23 +113,24 @@ def test_spans_nest_and_end(opened: Path) -> None:
     with activity("step 7", kind="train"):
         with activity("rollouts", kind="wait", of=["service", 0, 1], deadline_s=600):
             now = mine(opened).open
-            assert [one.what for one in now] == ["rollouts"]
-            assert now[0].of == ("service", "rank1") and now[0].deadline_s == 600
-            assert [one.what for one in mine(opened).around(now[0])] == ["step 7"]
-        assert [one.what for one in mine(opened).open] == ["step 7"]
+            assert names(now) == ["rollouts"]
+            assert now[0]["args"] == {"waits on": ["service", "rank1"], "deadline_s": 600}
+            assert names(mine(opened).around(now[0])) == ["step 7"]
+        assert names(mine(opened).open) == ["step 7"]
     life = mine(opened)
-    assert life.open == [] and life.is_alive and life.steps[0][1:] == (7, 6)
+    assert life.open == [] and life.is_alive
+    assert [one["args"] for one in life.steps] == [{"step": 7, "version": 6}]
     inner, outer = life.spans[2], life.spans[1]
-    assert outer.begin <= inner.begin <= life.ended_at(inner) <= life.ended_at(outer)
-    assert abs(life.ended_at(outer) - time.time()) < 60  # the clock is the world's
+    assert outer["ts"] <= inner["ts"] <= inner["end"] <= outer["end"]
+    assert abs(outer["end"] / 1e6 - time.time()) < 60  # the clock is the world's
 
 
 def test_an_error_ends_the_span(opened: Path) -> None:
     with pytest.raises(KeyError), activity("step", kind="train"):
         raise KeyError
     with activity("next", kind="train"):
-        assert [one.what for one in mine(opened).open] == ["next"]
-        assert mine(opened).open[0].parent == 0
+        assert names(mine(opened).open) == ["next"]
+        assert mine(opened).open[0]["in"] == 0
 
 
 def test_without_a_recorder_nothing_is_written(tmp_path: Path) -> None:
@@ -141,87 +155,111 @@ def test_a_process_that_cannot_write_goes_on(
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(
-    opened: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    opened: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(file: int, line: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(spans.os, "write", full)
-    for _ in range(3):
-        with activity("step", kind="train"):
-            pass
-    monkeypatch.undo()
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        recordings.RECORDERS[0]._file = full
+        for _ in range(3):
+            with activity("step", kind="train"):
+                pass
     assert capsys.readouterr().err.count("is recorded no more") == 1
 
 
 def test_a_killed_process_leaves_a_torn_line_and_the_next_goes_on(recording: Recording) -> None:
-    path = Path(recording.folder) / "rank0.jsonl"
+    path = Path(recording.folder) / "rank0.json"
     recording.open("rank0")()
-    path.write_bytes(path.read_bytes() + b'{"begin":1,"kind":"tra')
+    path.write_bytes(path.read_bytes() + b'{"name":"step","ph":"B","cat":"tra')
     close = recording.open("rank0")
     with activity("step", kind="train"):
         pass
     close()
-    lives = read(path.parent)
-    assert len(lives) == 1 and lives[0].closed  # the same process: one life
-    assert [one.what for one in lives[0].spans.values()] == ["step"]
-    heads = [line for line in path.read_text().splitlines() if line.startswith('{"process"')]
-    assert len(heads) == 2  # the second is a line of its own
+    (life,) = read(path.parent)  # the same process: one life
+    assert life.closed and names(life.spans.values()) == ["step"]
+    events = json.loads(path.read_text().rstrip(",\n") + "]")  # what a viewer reads
+    assert [one["ph"] for one in events] == ["M", "i", "M", "B", "E", "i"]
+
+
+def test_a_process_killed_at_any_time_leaves_whole_lines(
+    recording: Recording, other: Start
+) -> None:
+    body = """
+print("ready", flush=True)
+while True:
+    with activity("outer", kind="train"):
+        with activity("inner", kind="wait", of="service"):
+            pass
+"""
+    process = other("rank0", body)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    lines = (Path(recording.folder) / "rank0.json").read_bytes().split(b"\n")
+    assert lines[0] == b"[" and len(lines) > 100
+    assert all(json.loads(line.removesuffix(b",")) for line in lines[1:-1])
+    (life,) = read(Path(recording.folder))
+    assert life.condition == "gone" and len(life.spans) > 50
 
 
 def test_a_new_process_of_the_name_has_a_life_of_its_own(opened: Path) -> None:
     """A line of a process that was taken for dead is not its successor's."""
     own = mine(opened)
-    head = {
-        "process": "rank0",
-        "host": own.host,
-        "pid": 1,
-        "started": "9",
-        "machine": "",
-        "run": "b",
-    }
-    head |= {"signal": 0, "wall": 100.0, "t": 0.0}
-    path = opened / "rank0.jsonl"
-    with path.open("a") as file:
-        file.write(json.dumps(head) + "\n")
-        begin = {"begin": 1, "kind": "load", "what": "model", "t": 5.0}
-        file.write(json.dumps(begin | {"p": 1}) + "\n")
-        file.write(json.dumps(begin | {"begin": 2, "what": "late", "p": own.pid}) + "\n")
+    args = {"name": "rank0", "host": own.host, "started": "9", "machine": "", "run": "b"}
+    begin = {"name": "model", "cat": "load", "ph": "B", "span": 1, "in": 0, "tid": 0, "args": {}}
+    with (opened / "rank0.json").open("a") as file:
+        for event in (
+            {
+                "name": "process_name",
+                "ph": "M",
+                "ts": 100e6,
+                "args": args | {"signal": 0},
+                "pid": 1,
+            },
+            {**begin, "ts": 105e6, "pid": 1},
+            {**begin, "ts": 106e6, "span": 2, "name": "late", "pid": own.pid},
+        ):
+            file.write(json.dumps(event, separators=(",", ":")) + ",\n")
     newest = mine(opened)
-    assert newest.run == "b" and [one.what for one in newest.open] == ["model"]
-    assert newest.open[0].begin == 105.0 and newest.is_alive is None
+    assert newest.run == "b" and names(newest.open) == ["model"]
+    assert newest.open[0]["ts"] == 105e6 and newest.is_alive is None
     assert [life.run for life in read(opened)] == ["run", "b"]
+
+
+def test_events_of_others_are_passed_over(opened: Path) -> None:
+    with (opened / "rank0.json").open("a") as file:
+        file.write(f'{{}},\n[1],\n{{"ph":"B","pid":{os.getpid()}}},\n{{"ph":"M","args":3}},\n"x"\n')
+    with activity("step", kind="train"):
+        assert names(mine(opened).open) == ["step"]
 
 
 def test_the_file_is_bounded_and_keeps_what_is_open(
     opened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "MAX_BYTES", 5000)
+    monkeypatch.setattr(recordings, "MAX_BYTES", 5000)
     step_begins(3, 2)
     with activity("whole", kind="train"):
         for number in range(300):
             with activity(f"part {number}", kind="score"):
                 pass
-        assert [one.what for one in mine(opened).open] == ["whole"]
-        assert mine(opened).steps[-1][1:] == (3, 2)
-    sizes = {path.name: path.stat().st_size for path in opened.glob("*.jsonl")}
-    assert set(sizes) == {"rank0.jsonl", "rank0.1.jsonl"}
+        assert names(mine(opened).open) == ["whole"]
+        assert mine(opened).steps[-1]["args"] == {"step": 3, "version": 2}
+    sizes = {path.name: path.stat().st_size for path in opened.glob("*.json")}
+    assert set(sizes) == {"rank0.json", "rank0.1.json"}
     assert all(size <= 5000 + 1000 for size in sizes.values())
     (life,) = read(opened)
-    whole = next(one for one in life.spans.values() if one.what == "whole")
-    assert whole.end is not None and whole.number == 1
+    whole = next(one for one in life.spans.values() if one["name"] == "whole")
+    assert "end" in whole and whole["span"] == 1
 
 
 def test_a_quiet_span_is_written_only_if_it_lasts(
     opened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "QUIET_S", 0.05)
+    monkeypatch.setattr(recordings, "QUIET_S", 0.05)
     for _ in range(5):
         with activity("short", kind="wait", quiet=True):
             pass
     with activity("long", kind="wait", of=[1], quiet=True):
         until(lambda: mine(opened).open)
-    assert [one.what for one in mine(opened).spans.values()] == ["long"]
+    assert names(mine(opened).spans.values()) == ["long"]
     assert mine(opened).open == []
 
 
@@ -236,10 +274,20 @@ def test_many_requests_are_one_span_with_counts(opened: Path) -> None:
         await asyncio.gather(*(one() for _ in range(500)))
 
     asyncio.run(many())
-    until(lambda: any(span.end is not None for span in mine(opened).spans.values()))
+    until(lambda: any("end" in span for span in mine(opened).spans.values()))
     (span,) = mine(opened).spans.values()
-    assert span.done == 500 and span.what == "responses"
-    assert '"most":500' in (opened / "rank0.jsonl").read_text()
+    assert span["args"] == {"done": 500, "most": 500} and span["name"] == "responses"
+
+
+def test_requests_so_far_are_told(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.activity.busy.PROGRESS_S", 0.05)
+    busy = Busy("responses", kind="generate")
+    with busy.request():
+        with busy.request():
+            pass
+        until(lambda: "done" in mine(opened).open[0]["args"])
+        life = mine(opened)
+        assert "(1 open, 1 answered)" in life.doing(life.open[0], time.time())
 
 
 def test_tasks_of_an_event_loop_have_spans_of_their_own(opened: Path) -> None:
@@ -254,9 +302,12 @@ def test_tasks_of_an_event_loop_have_spans_of_their_own(opened: Path) -> None:
             await asyncio.gather(one("a"), one("b"))
 
     asyncio.run(both())
-    found = {span.what: span for span in mine(opened).spans.values()}
-    assert found["in a"].parent == found["a"].number and found["in b"].parent == found["b"].number
-    assert found["a"].parent == found["b"].parent == found["outer"].number
+    found = {span["name"]: span for span in mine(opened).spans.values()}
+    assert found["in a"]["in"] == found["a"]["span"] and found["in b"]["in"] == found["b"]["span"]
+    assert found["a"]["in"] == found["b"]["in"] == found["outer"]["span"]
+    # Spans of one lane lie in each other.
+    lane = {name: span["tid"] for name, span in found.items()}
+    assert lane == {"outer": 0, "a": 0, "in a": 0, "b": 1, "in b": 1}
 
 
 # ------------------------------------------------------------------------------------ overdue waits
@@ -275,15 +326,10 @@ def fail_in(context: AbstractContextManager[object], after_s: float) -> None:
 
 def test_an_overdue_wait_is_named_with_whom_it_waits_for(
     opened: Path,
-    other: Callable[[str, str], subprocess.Popen[str]],
+    other: Start,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    body = """
-with activity("responses of step 3", kind="generate"):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-    engine = other("engine0", body)
+    engine = other("engine0", during('"responses of step 3", kind="generate"'))
     with activity("weights 3", kind="publish", of="engines", deadline_s=0.3):
         until(lambda: reports(opened))
         until(lambda: "waits-" in (said := capsys.readouterr().err) and said)
@@ -294,13 +340,6 @@ with activity("responses of step 3", kind="generate"):
     assert "engine0: responses of step 3, for" in line
     assert f"process {engine.pid} on" in text and "time.sleep" not in line
     assert "test_an_overdue_wait" in text  # the stack of this thread
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_wait_is_watched(opened: Path, kind: spans.Kind) -> None:
-    with activity(f"a {kind}", kind=kind, of="service", deadline_s=0.05):
-        until(lambda: reports(opened))
-    assert f"for a {kind} (deadline" in reports(opened)[0].read_text()
 
 
 def test_an_error_at_the_deadline_is_held_back_for_the_report(opened: Path) -> None:
@@ -314,7 +353,7 @@ def test_no_report_before_the_deadline_and_none_without(opened: Path) -> None:
     with pytest.raises(RuntimeError, match="late"):
         fail_in(activity("a", kind="wait", of="service", deadline_s=60), 0.0)
     with pytest.raises(RuntimeError, match="late"):
-        fail_in(activity("b", kind="wait", of="service"), 2 * watcher.POLL_S)
+        fail_in(activity("b", kind="wait", of="service"), 2 * POLL_S)
     assert reports(opened) == []
 
 
@@ -339,40 +378,35 @@ def test_a_request_that_fails_at_its_deadline_is_named(opened: Path) -> None:
 
 
 def test_a_request_that_nobody_judges_is_named_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the event loop hangs that is to ask how long an engine was paused."""
-    now = [100.0]
-    monkeypatch.setattr("megarl.activity.busy.time.monotonic", lambda: now[0])
-    busy = Busy("responses", kind="wait", of="engine0", deadline_s=10.0, judge_s=3.0)
-    with busy.request():
-        assert busy.overdue(112.9) == (0, 0, 0)
-        assert busy.overdue(113.0) == (100, 13, 10)
-        now[0] = 111.0
-        busy.judged(11.0, 5.0)
-        assert busy.overdue(123.9) == (0, 0, 0)
-        assert busy.overdue(124.0) == (100, 24, 10)
-        now[0] = 116.0
-        busy.judged(16.0, 6.0)
-        assert busy.overdue(116.0) == (100, 16, 16)
+    """As where the event loop hangs that is to ask how long an engine was paused. (judged at, of
+    which seconds paused) and when it is late, with which deadline.
+    """
+    cases = {(0.0, 0.0): (113.0, 10.0), (111.0, 5.0): (124.0, 10.0), (116.0, 6.0): (116.0, 16.0)}
+    for (judged_at, paused_s), (late_at, deadline_s) in cases.items():
+        at = [100.0]
+        monkeypatch.setattr("megarl.activity.busy.now", lambda at=at: at[0])
+        busy = Busy("responses", kind="wait", of="engine0", deadline_s=10.0, judge_s=3.0)
+        with busy.request():
+            if judged_at:
+                at[0] = judged_at
+                busy.judged(judged_at - 100.0, paused_s)
+            else:
+                assert busy.look(late_at - 0.1) is None
+            found = busy.look(late_at)
+            assert found is not None
+            assert (found.moved_at, found.deadline_s) == (100.0, deadline_s)
 
 
-def test_several_processes_write_one_report(
-    opened: Path, other: Callable[[str, str], subprocess.Popen[str]]
-) -> None:
+def test_several_processes_write_one_report(opened: Path, other: Start) -> None:
     """Three ranks and this one wait for the same service, and pass their deadline together."""
-    body = """
-with activity("rollouts", kind="wait", of="service", deadline_s=float({at!r}) - time.monotonic()):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
     at = time.monotonic() + 4.0
+    wait = f'"rollouts", kind="wait", of="service", deadline_s={at!r} - time.monotonic()'
     for rank in (1, 2, 3):
-        other(f"rank{rank}", body.format(at=at))
+        other(f"rank{rank}", during(wait))
     with activity("rollouts", kind="wait", of="service", deadline_s=at - time.monotonic()):
         until(lambda: reports(opened))
-        time.sleep(2 * watcher.POLL_S)  # every watcher looks once more
+        time.sleep(2 * POLL_S)  # every watcher looks once more
         with (opened / ".lock").open() as lock:  # and none is writing
-            import fcntl
-
             fcntl.flock(lock, fcntl.LOCK_EX)
     (path,) = reports(opened)
     assert all(f"  rank{rank} " in path.read_text() for rank in range(4))
@@ -382,7 +416,7 @@ def test_a_wait_that_lasts_is_named_after_another_that_has_ended(
     opened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both began before the first report, which a report of the same waits would only repeat."""
-    monkeypatch.setattr(overdue, "AT_ONCE_S", 0.2)
+    monkeypatch.setattr(reporting, "PATIENCE_S", 0.2)
     with activity("verdicts", kind="wait", of="service", deadline_s=2.0):
         with activity("arrays", kind="wait", of="service", deadline_s=0.1):
             until(lambda: reports(opened))
@@ -391,58 +425,40 @@ def test_a_wait_that_lasts_is_named_after_another_that_has_ended(
     assert "for verdicts" in reports(opened)[1].read_text().splitlines()[0]
 
 
-def test_a_chain_of_waits_ends_at_who_is_stopped(
-    opened: Path, other: Callable[[str, str], subprocess.Popen[str]]
-) -> None:
-    body = """
-with activity({what!r}, kind={kind!r}, of={of!r}):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-    other("service", body.format(what="responses of engine1", kind="wait", of="engine1"))
-    other("engine0", body.format(what="responses", kind="generate", of=""))
-    stopped = other("engine1", body.format(what="responses", kind="generate", of=""))
+def chain_of_rank0(folder: Path) -> list[str]:
+    lives = {life.process: life for life in read(folder, only_last=True)}
+    return chain("rank0", lives["rank0"].open[0], lives, time.time())
+
+
+def test_a_chain_of_waits_ends_at_who_is_stopped(opened: Path, other: Start) -> None:
+    other("service", during('"responses of engine1", kind="wait", of="engine1"'))
+    other("engine0", during('"responses", kind="generate"'))
+    stopped = other("engine1", during('"responses", kind="generate"'))
     os.kill(stopped.pid, signal.SIGSTOP)
-    until(lambda: state_of(stopped.pid).startswith("stopped"))
+    until(lambda: is_stopped(stopped.pid))
     with activity("rollouts", kind="wait", of="service"):
-        lives = {life.process: life for life in read(opened, only_last=True)}
-        found = chain("rank0", lives["rank0"].open[0], lives, time.time())
+        found = chain_of_rank0(opened)
     assert len(found) == 2
     assert found[0].startswith("service: responses of engine1, for")
     assert found[1].startswith("engine1 is stopped by a signal: responses, for")
 
 
-def test_a_stopped_part_of_a_process_is_named(
-    opened: Path, other: Callable[[str, str], subprocess.Popen[str]]
-) -> None:
-    body = """
-with activity("responses", kind="generate"):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-    other("engine0", body)
+def test_a_stopped_part_of_a_process_is_named(opened: Path, other: Start) -> None:
+    other("engine0", during('"responses", kind="generate"'))
     core = other("engine0-core", 'print("ready", flush=True)\ntime.sleep(600)\n')
     os.kill(core.pid, signal.SIGSTOP)
-    until(lambda: state_of(core.pid).startswith("stopped"))
+    until(lambda: is_stopped(core.pid))
     with activity("responses of engine0", kind="wait", of="engine0"):
-        lives = {life.process: life for life in read(opened, only_last=True)}
-        found = chain("rank0", lives["rank0"].open[0], lives, time.time())
+        found = chain_of_rank0(opened)
     assert found[0].startswith("engine0: responses, for")
     assert found[1:] == ["engine0-core is stopped by a signal"]
 
 
-def test_a_circle_of_waits_is_said(opened: Path) -> None:
-    now = time.time()
-
-    def life(name: str, of: str) -> Life:
-        own = (os.getpid(), start_of(os.getpid()), machine())
-        made = Life(name, "here", own[0], own[1], own[2], "run", 0, now, now)
-        made.spans[1] = SpanRecord(1, 0, "wait", f"for {of}", (of,), 0.0, now)
-        return made
-
-    lives = {"rank0": life("rank0", "rank1"), "rank1": life("rank1", "rank0")}
-    found = chain("rank0", lives["rank0"].open[0], lives, now)
-    assert found[-1] == "rank0 again: a circle"
+def test_a_circle_of_waits_is_said(opened: Path, other: Start) -> None:
+    other("rank1", during('"orders", kind="wait", of=[0]'))
+    with activity("scores", kind="wait", of=[1]):
+        found = chain_of_rank0(opened)
+    assert len(found) == 2 and found[-1] == "rank0 again: a circle"
 
 
 # ------------------------------------------------------------------------------------------- stacks
@@ -451,26 +467,23 @@ def test_a_circle_of_waits_is_said(opened: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("def here_it_waits():\n    time.sleep(600)\n", "in here_it_waits"),
+        ("time.sleep(600)", "in here_it_waits"),
         # PyDLL keeps Python's lock while C code sleeps: no Python thread runs.
-        (
-            "def here_it_waits():\n    while True: ctypes.PyDLL(None).sleep(600)\n",
-            "answered only a signal",
-        ),
-        ("def here_it_waits():\n    os.kill(os.getpid(), signal.SIGSTOP)\n", "stopped by a signal"),
+        ("while True: ctypes.PyDLL(None).sleep(600)", "answered only a signal"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
     ],
 )
 def test_stacks_of_a_process_that_waits_is_stuck_or_stopped(
     body: str,
     expected: str,
     recording: Recording,
-    other: Callable[[str, str], subprocess.Popen[str]],
+    other: Start,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    call = 'with activity("step", kind="train"):\n    print("ready", flush=True)\n    here_it_waits()\n'
-    process = other("rank0", body + call)
+    waits = during('"step", kind="train"', "here_it_waits()")
+    process = other("rank0", f"def here_it_waits():\n    {body}\n{waits}")
     if "SIGSTOP" in body:
-        until(lambda: state_of(process.pid).startswith("stopped"))
+        until(lambda: is_stopped(process.pid))
     assert status([str(Path(recording.folder).parent), "--stacks"]) == 0
     shown = capsys.readouterr().out
     assert expected in shown
@@ -482,12 +495,11 @@ def test_a_signal_goes_only_to_the_process_that_recorded_it(recording: Recording
     """Process ids are used again, and an unhandled signal would end another program."""
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
-        here = machine()
         now = time.time()
-        life = Life("rank0", "here", sleeper.pid, "1", here, "run", stacks.SIGNAL, now, now)
-        (Path(recording.folder) / stacks.FOLDER / "rank0.signal").touch()
-        found = stacks.collect(Path(recording.folder) / stacks.FOLDER, [life])
-        assert found == {"rank0": "the process has ended"}
+        place = (machine(), "run", reporting.SIGNAL, now, now)
+        life = Life("rank0", "here", sleeper.pid, "1", *place)
+        found = reporting.stacks_of(Path(recording.folder), [life])
+        assert found == {"rank0": "none: the process is gone"}
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -495,25 +507,16 @@ def test_a_signal_goes_only_to_the_process_that_recorded_it(recording: Recording
 
 
 def test_descendants_without_other_processes_of_the_run() -> None:
-    # Popen returns once `sleep` has been executed, or a moment before.
-    code = """
-import pathlib, subprocess
-p = subprocess.Popen(["sleep", "600"])
-while not pathlib.Path(f"/proc/{p.pid}/cmdline").read_bytes().startswith(b"sleep"):
-    pass
-print(p.pid, flush=True)
-p.wait()
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid); p.wait()"
+    command = [sys.executable, "-u", "-c", code]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    below = int(child.stdout.readline())
+    inner, own = int(child.stdout.readline()), os.getpid()
     try:
-        found = {one.process: one for one in descendants(os.getpid())}
-        assert found[below].name == "sleep 600" and child.pid in found
-        without = descendants(os.getpid(), without=frozenset({child.pid}))
-        assert not {below, child.pid} & {one.process for one in without}
+        assert {inner, child.pid} <= {one.pid for one in below(own, frozenset())}
+        assert not {inner, child.pid} & {one.pid for one in below(own, frozenset({child.pid}))}
     finally:
-        os.kill(below, signal.SIGKILL)
+        os.kill(inner, signal.SIGKILL)
         child.kill()
         child.wait()
 
@@ -523,11 +526,10 @@ p.wait()
 
 def test_status_of_a_living_and_a_dead_process(
     opened: Path,
-    other: Callable[[str, str], subprocess.Popen[str]],
+    other: Start,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    body = 'with activity("model", kind="load"):\n    print("ready", flush=True)\n    time.sleep(600)\n'
-    dead = other("engine0", body)
+    dead = other("engine0", during('"model", kind="load"'))
     dead.kill()
     dead.wait()
     ledger = opened.parent / "ledger.jsonl"
@@ -592,32 +594,24 @@ def test_a_wrong_command_line_is_one_error(
         command([str(tmp_path / word) if word[0] != "-" else word for word in words])
 
 
-def span(number: int, begin: float, end: float | None, parent: int = 0, kind: str = "train"):
-    return SpanRecord(number, parent, kind, f"span {number}", (), 0.0, begin, end)
+def span(
+    number: int, begin: float, end: float | None, *, kind: str = "train", of: str = ""
+) -> Event:
+    args = {"waits on": [of]} if of else {}
+    made = {"name": f"span {number}", "cat": kind, "ts": round(1e6 * begin), "span": number}
+    made |= {"in": 0, "tid": 0, "args": args}
+    return made | ({} if end is None else {"end": round(1e6 * end)})
 
 
-def life_of(*found: SpanRecord, last: float = 10.0, name: str = "rank0") -> Life:
+def life_of(*found: Event, last: float = 10.0, name: str = "rank0") -> Life:
     made = Life(name, "there", 1, "1", "", "run", 0, 0.0, last)
-    made.spans = {one.number: one for one in found}
+    made.spans = {one["span"]: one for one in found}
     return made
-
-
-def test_lanes_hold_spans_that_nest_or_lie_apart() -> None:
-    made = life_of(
-        span(1, 0, 9), span(2, 1, 4, 1), span(3, 3, 6, 1), span(4, 4, 5, 2), span(5, 9, None)
-    )
-    lane = {one.number: number for one, number in lanes(made)}
-    assert lane == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0}
-    for a in made.spans.values():
-        for b in made.spans.values():
-            if a.number < b.number and lane[a.number] == lane[b.number]:
-                ends = made.ended_at(a), made.ended_at(b)
-                assert b.begin >= ends[0] or ends[1] <= ends[0]
 
 
 def test_the_timeline_is_a_trace_of_all_processes(
     opened: Path,
-    other: Callable[[str, str], subprocess.Popen[str]],
+    other: Start,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     other("engine0", 'activity("x", kind="load").__enter__(); print("ready", flush=True)\n')
@@ -627,11 +621,14 @@ def test_the_timeline_is_a_trace_of_all_processes(
     assert timeline([str(opened.parent)]) == 0
     path = Path(capsys.readouterr().out.strip())
     events = json.loads(path.read_text())["traceEvents"]
-    names = {one["args"]["name"] for one in events if one["name"] == "process_name"}
-    assert names == {"rank0", "engine0"}
+    heads = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert heads == ["rank0", "engine0"]
+    (left,) = [one for one in events if one["name"] == "x"]
+    assert left["args"]["has no end"] and left["dur"] >= 0 and left["pid"] == 1
     (drawn,) = [one for one in events if one["ph"] == "X" and one["cat"] == "wait"]
     assert drawn["name"] == "rollouts" and drawn["dur"] >= 1e4 and drawn["ts"] > 0
-    assert drawn["args"]["waits on"] == "service"
+    assert drawn["args"]["waits on"] == ["service"]
+    assert abs(drawn["ts"] - left["ts"]) < 60e6  # one clock
     assert [one["name"] for one in events if one["ph"] == "i"] == ["step 1"]
     assert timeline([str(opened.parent), "--out", str(opened / "t.json")]) == 0
     assert json.loads((opened / "t.json").read_text())["traceEvents"]
@@ -639,17 +636,17 @@ def test_the_timeline_is_a_trace_of_all_processes(
 
 def test_the_idle_share_names_its_cause() -> None:
     leader = life_of(span(1, 0, 6, kind="wait"), span(2, 6, 10))
-    leader.spans[1].what = "rollouts of step 7"
+    leader.spans[1]["name"] = "rollouts of step 7"
     engine = life_of(span(1, 0, 6, kind="generate"), name="engine0")
-    row, beside = (cells_of(one, 0.0, 10.0) for one in (leader, engine))
-    assert idle(row, row, "rank0") == "60% idle, waiting for rollouts"
-    assert idle(beside, row, "engine0") == "40% idle, while rank0 is at: span"
+    row, beside = (cells_of(one, 0, 10_000_000) for one in (leader, engine))
+    assert idle(row, row) == "60% idle, waiting for rollouts"
+    assert idle(beside, row) == "40% idle, while rank0 is at: span"
 
 
 def test_the_innermost_span_is_drawn() -> None:
-    outer, inner = span(1, 0, 10), span(2, 2, 4, 1, "wait")
-    row = cells_of(life_of(outer, inner), 0.0, 10.0)
-    held = [one.number for one in row if one is not None]
+    inner = span(2, 2, 4, kind="wait") | {"in": 1}
+    row = cells_of(life_of(span(1, 0, 10), inner), 0, 10_000_000)
+    held = [one["span"] for one in row if one is not None]
     assert len(held) == len(row) and held.count(2) == len(row) // 5
     assert held[: len(row) // 5] == [1] * (len(row) // 5)
 

@@ -21,32 +21,37 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
 
 
-def life(run: Path, process: str, lines: list[dict[str, Any]]) -> None:
-    """A file of a process that began at 1000 s, whose clock was 0 then."""
-    head = {"process": process, "host": "h", "pid": 7, "started": "1", "machine": "elsewhere"}
-    head |= {"run": "r", "signal": 0, "wall": 1000.0, "t": 0.0}
+def life(run: Path, process: str, events: list[dict[str, Any]]) -> None:
+    """A file of a process that began at 1000 s; `ts` of the events are seconds from then on."""
+    about = {"name": process, "host": "h", "started": "1", "machine": "elsewhere", "run": "r"}
+    head = {"name": "process_name", "ph": "M", "ts": 0.0, "args": about | {"signal": 0}}
     (run / "activity").mkdir(exist_ok=True)
-    text = "".join(json.dumps(one | {"p": 7}) + "\n" for one in lines)
-    (run / "activity" / f"{process}.jsonl").write_text(json.dumps(head) + "\n" + text)
+    text = "".join(
+        json.dumps({"args": {}, **one, "pid": 7, "ts": 1e9 + 1e6 * one["ts"]}) + ",\n"
+        for one in [head, *events]
+    )
+    (run / "activity" / f"{process}.json").write_text("[\n" + text)
 
 
 def test_the_phase_of_a_moment(tmp_path: Path) -> None:
     from chaos_run import Run
 
+    def begins(number: int, kind: str, what: str, begin: float) -> dict[str, Any]:
+        return {"ph": "B", "span": number, "cat": kind, "name": what, "ts": begin}
+
     def span(number: int, kind: str, what: str, begin: float, end: float) -> list[dict[str, Any]]:
-        begins = {"begin": number, "kind": kind, "what": what, "t": begin}
-        return [begins, {"end": number, "t": end}]
+        return [begins(number, kind, what, begin), {"ph": "E", "span": number, "ts": end}]
 
     rank = [
         *span(1, "load", "start of Ray", 0.5, 1.0),
-        {"step": 1, "version": 0, "t": 2.0},
+        {"name": "step 1", "ph": "i", "args": {"step": 1, "version": 0}, "ts": 2.0},
         *span(2, "wait", "rollouts of step 1", 2.0, 5.0),
         *span(3, "train", "training of step 1", 5.0, 6.0),
-        {"begin": 4, "kind": "publish", "what": "publication of weights 1", "t": 6.0},
+        begins(4, "publish", "publication of weights 1", 6.0),
         *span(5, "publish", "probe of weights 1", 6.5, 7.0),
-        {"end": 4, "t": 7.0},
+        {"ph": "E", "span": 4, "ts": 7.0},
         *span(6, "checkpoint", "checkpoint of step 1", 8.0, 9.0),
-        {"begin": 7, "kind": "evaluate", "what": "evaluation 'eval' after step 1", "t": 9.0},
+        begins(7, "evaluate", "evaluation 'eval' after step 1", 9.0),
     ]
     life(tmp_path, "rank0", rank)
     life(tmp_path, "engine0", span(1, "generate", "responses", 2.0, 3.0))

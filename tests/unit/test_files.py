@@ -34,7 +34,7 @@ OWNER = ".owner.000001.json"
 FILES = (
     *(OWNER, "ledger.jsonl", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"),
     *("transcripts.000001-000002.jsonl", "recipe.yaml", "run.log", "report.html"),
-    *("activity/rank0.jsonl", "activity/stacks/rank0.signal", "reference/0a.npy"),
+    *("activity/rank0.json", "activity/stacks/rank0.txt", "reference/0a.npy"),
 )
 FOLDERS = ("activity", "activity/stacks", "checkpoints", "reference", "tensorboard")
 
@@ -149,7 +149,7 @@ def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
     path.write_text(DEEP + "\n")
     with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
         Reader(path)
-    (tmp_path / "rank0.jsonl").write_text(DEEP + "\n")
+    (tmp_path / "rank0.json").write_text(DEEP + "\n")
     assert activity_files.read(tmp_path) == []
     (tmp_path / "digests.json").write_text(DEEP)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)

@@ -294,10 +294,10 @@ def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
     """With what to set; another place may be a folder."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    life = {"process": "rank0", "host": "h", "pid": 1, "started": "1", "machine": "m", "run": "r"}
-    life |= {"signal": 0, "wall": 1.0, "t": 1.0}
+    args = {"name": "rank0", "host": "h", "started": "1", "machine": "m", "run": "r", "signal": 0}
+    life = {"ph": "M", "pid": 1, "ts": 1, "args": args}
     (tmp_path / "activity").mkdir()
-    (tmp_path / "activity" / "rank0.jsonl").write_text(json.dumps(life) + "\n")
+    (tmp_path / "activity" / "rank0.json").write_text(json.dumps(life) + ",\n")
     command = cli.load(COMMANDS[name].run)
     for target in ("/dev/null/file", "/proc/file"):
         with pytest.raises(UserError, match=f"^{target} cannot be written: .*--out FILE$"):

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from megarl.activity.recording import Recording
-from megarl.activity.watcher import POLL_S
+from megarl.activity.recording import POLL_S, Recording
 from megarl.cluster import asking, remote_environment
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import MAX_BATCH, Mailbox, Pace, StoredArrays, fetch

@@ -227,7 +227,8 @@ def steps_begun(folder: Path) -> list[tuple[float, int, int]]:
     """(seconds since the epoch, step from 1, weights version) of each step that rank 0 began."""
     from megarl.activity.files import FOLDER, read
 
-    return next(life.steps for life in read(folder / FOLDER) if life.process == "rank0")
+    steps = next(life.steps for life in read(folder / FOLDER) if life.process == "rank0")
+    return [(one["ts"] / 1e6, one["args"]["step"], one["args"]["version"]) for one in steps]
 
 
 def intervals(times: list[float]) -> list[float]:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.activity import stacks
-from megarl.activity.files import FOLDER, Life, SpanRecord, of_run, read
-from megarl.activity.overdue import below, last_report, table
-from megarl.activity.state import condition
+from megarl.activity.files import FOLDER, Life, of_run, read, waits_on
+from megarl.activity.report import described, last_report, stacks_of
+from megarl.activity.spans import Event
 from megarl.checkpoints.lease import RUNS, Record, decode, is_here, lives, newest
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.files import parse_json
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.observe.observer import METRICS
 
 FLAGS = {"--json", "--stacks"}
 TAIL_BYTES = 2**18
 """Bytes at the end of a file in which the newest trained step is looked for."""
-SAYS_STEP = tuple(f'"event":"{name}"'.encode() for name in ("trained", "restored"))
-"""How lines of the ledger that tell the number of trained steps name their event. A run that was
-resumed has trained those of its checkpoint; what it had trained beyond counts no longer."""
+SAYS_STEP = {
+    LEDGER: rb'"event":"(?:trained|restored)",.*?"step":(\d+).*\}$',
+    METRICS: rb'^\{"step": (\d+).*\}$',
+}
+"""{file: pattern of lines that tell the number of trained steps}. A run that was resumed has trained
+those of its checkpoint; what it had trained beyond counts no longer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -45,130 +48,78 @@ def main(arguments: list[str]) -> int:
         found = of_run(read(folder, only_last=True))
         if not found:
             raise UserError(f"{folder} holds no whole line; the run was killed as it started")
-        wanted = "--stacks" in arguments
-        traces = stacks.collect(folder / stacks.FOLDER, found) if wanted else {}
+        stacks = stacks_of(folder, found) if "--stacks" in arguments else {}
     except OSError as error:
         what = f"{folder} cannot be used: {error.strerror or error}"
         fix = "; the processes are asked by a file there: leave --stacks out"
         raise UserError(what + (fix if "--stacks" in arguments else "")) from error
+    last = newest(run)
+    owner = decode(last[1].read_bytes()) if last is not None else None
+    told = summary(run, found, stacks, owner)
     if "--json" in arguments:
-        result(json.dumps(summary(run, found, traces)))
-    else:
-        result("\n".join([*heading(run, found), *lines(found, traces)]))
+        result(json.dumps(told))
+        return 0
+    step, version, done, steps = (told[key] for key in ("step", "version", "trained", "steps"))
+    said = f"step {step}, weights {version}" if step else "no step has begun"
+    if done is not None:
+        said += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
+        said += ": finished" if told["finished"] else ""
+    owned = "none" if owner is None else f"{owner}, {owner_state(owner)}"
+    lines = [f"{run}: {said}", f"owner: {owned}", *described(found, stacks, time.time())]
+    result("\n".join(lines))
     return 0
 
 
-def heading(run: Path, found: list[Life]) -> list[str]:
-    """The lines about the run as a whole."""
-    step, version = place(found)
-    done, owner = trained(run), owner_of(run)
-    version = max(version, done or 0)
-    said = f"{run}: "
-    said += f"step {step}, weights {version}" if step else "no step has begun"
-    if done is not None:
-        steps = planned_steps(run)
-        said += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
-        said += ": finished" if is_finished(done, steps) else ""
-    if owner is None:
-        return [said, "owner: none"]
-    return [said, f"owner: {owner}, {owner_state(owner)}"]
-
-
-def lines(found: list[Life], traces: dict[str, str]) -> list[str]:
-    """The lines about the processes, and their stacks."""
-    now, printed = time.time(), []
-    for life in found:
-        printed += table(life, now)
-    if traces:
-        known = frozenset(life.pid for life in found)
-        for life in found:
-            printed += ["", f"==== {life.process} (process {life.pid} on {life.host})"]
-            printed += below(life, known) if life.is_alive else []
-            printed += [traces.get(life.process, "").rstrip()]
-    return printed
-
-
-def summary(run: Path, found: list[Life], traces: dict[str, str]) -> dict[str, Any]:
-    """The same as JSON data. Times are seconds since the epoch."""
-    step, version = place(found)
+def summary(
+    run: Path, found: list[Life], stacks: dict[str, str], owner: Record | None
+) -> dict[str, Any]:
+    """What is known of a run as JSON data. Times are seconds since the epoch."""
+    begun = [life.steps[-1]["args"] for life in found if life.steps]
+    last = max(begun, key=lambda one: (one["step"], one["version"]), default={})
     done, steps = trained(run), planned_steps(run)
-    owner, report = owner_of(run), last_report(run / FOLDER)
-    owned = asdict(owner) | {"is": owner_state(owner)} if owner is not None else None
     return {
         "folder": str(run),
         "run": found[0].run,
-        "step": step,
-        "version": max(version, done or 0),
+        "step": last.get("step", 0),
+        "version": max(last.get("version", 0), done or 0),
         "trained": done,
         "steps": steps,
-        "finished": is_finished(done, steps),
-        "owner": owned,
-        "last_report": report[1] if report is not None else "",
+        "finished": done is not None and steps is not None and done >= steps,
+        "owner": owner and asdict(owner) | {"is": owner_state(owner)},
+        "last_report": last_report(run / FOLDER).line,
         "processes": [
             {
-                "process": life.process,
-                "host": life.host,
-                "pid": life.pid,
-                "condition": condition(life),
-                "alive": life.is_alive,
-                "last": life.last,
+                **{name: getattr(life, name) for name in ("process", "host", "pid", "condition")},
+                **{"alive": life.is_alive, "last": life.last},
                 "does": [as_data(life, span) for span in life.open],
             }
-            | ({"stacks": traces[life.process]} if life.process in traces else {})
+            | ({"stacks": stacks[life.process]} if stacks else {})
             for life in found
         ],
     }
 
 
-def as_data(life: Life, span: SpanRecord) -> dict[str, Any]:
-    """A span as JSON data."""
+def as_data(life: Life, span: Event) -> dict[str, Any]:
+    """What a process does as JSON data."""
+    args = span["args"]
+    counts = {name: args.get(name, 0) for name in ("open", "done")}
     return {
-        "what": span.what,
-        "in": [one.what for one in life.around(span)],
-        "kind": span.kind,
-        "waits_on": list(span.of),
-        "since": span.begin,
-        "deadline_s": span.deadline_s or None,
-        "open": span.open,
-        "done": span.done,
+        **{"what": span["name"], "in": [one["name"] for one in life.around(span)]},
+        **{"kind": span["cat"], "waits_on": waits_on(span), "since": span["ts"] / 1e6},
+        **{"deadline_s": args.get("deadline_s"), **counts},
     }
-
-
-def place(found: list[Life]) -> tuple[int, int]:
-    """(step that the run is in, from 1, weights version at its beginning); zeros before a step."""
-    steps = [life.steps[-1] for life in found if life.steps]
-    return max(((step, version) for _, step, version in steps), default=(0, 0))
-
-
-def is_finished(done: int | None, steps: int | None) -> bool:
-    """Whether a run has trained all `steps` of its recipe; False where either is not known."""
-    return done is not None and steps is not None and done >= steps
 
 
 def trained(run: Path) -> int | None:
     """Steps trained, as the end of the ledger tells, or of the metrics where there is no ledger, as
     of fine-tuning; None where they tell none.
     """
-    for name, says_step in ((LEDGER, SAYS_STEP), (METRICS, (b'{"step": ',))):
-        try:
-            with (run / name).open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-                tail = file.read().split(b"\n")
-        except OSError:
-            continue
-        for line in reversed(tail):
-            if line.endswith(b"}") and any(one in line for one in says_step):
-                try:
-                    return int(parse_json(line)["step"])
-                except (ValueError, KeyError, TypeError):
-                    continue
+    for name, says_step in SAYS_STEP.items():
+        with suppress(OSError), (run / name).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            if found := re.findall(says_step, file.read(), re.MULTILINE):
+                return int(found[-1])
     return None
-
-
-def owner_of(run: Path) -> Record | None:
-    """What the newest lease of the run folder says; None without one."""
-    last = newest(run)
-    return decode(last[1].read_bytes()) if last is not None else None
 
 
 def owner_state(owner: Record) -> str:

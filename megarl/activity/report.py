@@ -1,0 +1,203 @@
+"""The report of a wait that has passed its deadline: what every process of the run does, with the
+Python stacks of its threads, as `faulthandler` writes them.
+
+Each process has a file RUN/activity/stacks/<process>.txt for its stacks. It writes to it once the
+content of the file `request` there changes; where C code holds Python's lock, once it gets a
+signal. A stopped process answers neither.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from megarl.activity.files import Life, chain, content_of, of_run, read, seconds
+from megarl.activity.process import below
+from megarl.activity.spans import Span, now
+from megarl.console import say
+from megarl.files import read_json
+
+LAST = "last_report"
+"""Name of the file in RUN/activity that tells of the newest report."""
+STACKS, REQUEST = "stacks", "request"
+SIGNAL = getattr(signal, "SIGRTMIN", -8) + 8
+"""A real-time signal, which neither Python, torch, Ray nor vLLM uses. It is sent only to processes
+that say in their file that they answer it; 0 where there is none."""
+ANSWER_S = 1.5
+"""Seconds that processes have to answer the request, and those that do not to answer the signal."""
+PATIENCE_S = 5.0
+"""Seconds that a process waits for another one that writes a report, and in which no second report
+is written about waits that began before it."""
+SAME_S = 30.0
+"""The same, as long as a wait that the report names as overdue lasts."""
+
+
+class Stacks:
+    """The stacks of this process, which answers the signal once this is made."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        """`folder`: RUN/activity/stacks. Raises `OSError`."""
+        self._request, self._file = folder / REQUEST, (folder / f"{process}.txt").open("w")
+        self._asked = content_of(self._request)
+        if SIGNAL:
+            faulthandler.register(SIGNAL, self._file, all_threads=True)
+
+    def answer(self) -> None:
+        """Write the stacks if they are asked for anew."""
+        if (asked := content_of(self._request)) not in (b"", self._asked):
+            self._asked = asked
+            with suppress(OSError):  # such as a full disk
+                for one in threading.enumerate():
+                    self._file.write(f"thread {one.ident or 0:#018x} is {one.name}\n")
+                self._file.flush()
+                faulthandler.dump_traceback(self._file, all_threads=True)
+
+
+def stacks_of(
+    folder: Path, lives: Sequence[Life], own: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """{process: stacks, or why there are none} of `lives`. `folder`: RUN/activity. `own`: answers
+    requests for this process's own stacks; it is called again and again. Raises `OSError`.
+    """
+    found = {one.process: "none: the process did not answer" for one in lives}
+    found |= {one.process: f"none: the process is {one.condition}" for one in lives if one.is_out}
+    waiting = {one.process: one for one in lives if not one.is_out}
+    files = {name: folder / STACKS / f"{name}.txt" for name in waiting}
+    before, seen = {name: len(content_of(file)) for name, file in files.items()}, {}
+    (folder / STACKS / REQUEST).write_text(uuid.uuid4().hex)
+    for note in ("", "(the process answered only a signal: C code runs)\n"):
+        for one in waiting.values() if note else ():
+            if one.signal and one.is_alive:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(one.pid, one.signal)
+        until = time.monotonic() + ANSWER_S
+        while waiting and time.monotonic() < until:
+            own()
+            time.sleep(0.05)
+            for name in list(waiting):
+                text = content_of(files[name])[before[name] :]
+                if text and text == seen.get(name):  # it is whole
+                    found[name] = note + text.decode(errors="replace")
+                    del waiting[name]
+                seen[name] = text
+    return found
+
+
+class Last(NamedTuple):
+    """The newest report of a run."""
+
+    at: float = 0.0
+    """When it was written, in seconds since the epoch; 0 for none."""
+    line: str = ""
+    process: str = ""
+    """Whose waits it names as overdue."""
+    numbers: Sequence[int] = ()
+    """Numbers of the spans of these waits."""
+
+
+def last_report(folder: Path) -> Last:
+    """The newest report. `folder`: RUN/activity."""
+    with suppress(OSError, ValueError, TypeError):
+        return Last(*read_json(folder / LAST))
+    return Last()
+
+
+def report(
+    folder: Path, process: str, late: Sequence[Span], own: Callable[[], None] = lambda: None
+) -> None:
+    """Write RUN/waits-<time>.txt about waits of `process` that have passed their deadline, unless
+    the newest report has them too, as one of another process that writes it now. `folder`:
+    RUN/activity. `own`: see `stacks_of`. Raises `OSError`.
+    """
+    until = time.monotonic() + PATIENCE_S
+    with (folder / ".lock").open("w") as lock:
+        # A writer may be stopped, and a file system be without locks: two reports are better than
+        # none.
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                own()
+                time.sleep(0.05)
+            except OSError:
+                break
+        lives = {one.process: one for one in of_run(read(folder, only_last=True))}
+        if process in lives and not _has(last_report(folder), late, lives):
+            answered = stacks_of(folder, list(lives.values()), own)
+            _write(folder, process, late, lives, answered)
+
+
+def _has(last: Last, late: Sequence[Span], lives: Mapping[str, Life]) -> bool:
+    """Whether the newest report has the waits `late` too. `lives`: {process: its record}."""
+    spans = lives[last.process].spans if last.process in lives else {}
+    lasts = any("end" not in spans.get(number, {"end": 0}) for number in last.numbers)
+    age_s, began = now() - last.at, min(one.moved_at for one in late)
+    return last.at > began and age_s < (SAME_S if lasts else PATIENCE_S)
+
+
+def _write(
+    folder: Path,
+    process: str,
+    late: Sequence[Span],
+    lives: Mapping[str, Life],
+    answered: Mapping[str, str],
+) -> None:
+    at, name = now(), time.strftime("waits-%Y%m%d-%H%M%S")
+    names = (f"{name}{f'-{number}' if number > 1 else ''}.txt" for number in itertools.count(1))
+    path = next(path for one in names if not (path := folder.parent / one).exists())
+    span = late[0].event(process)
+    around = "".join(f", in {one['name']}" for one in lives[process].around(span))
+    keeps = "; ".join(chain(process, span, lives, at)) or "who that is, is not recorded"
+    line = (
+        f"megarl: {process} has waited {seconds(at - late[0].moved_at)} for {late[0].what}{around}"
+        f" (deadline {seconds(late[0].deadline_s)}): {keeps};"
+        f" all processes and their stacks: {path}"
+    )
+    lines = [line, "", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, written by {process}", ""]
+    for one in late:
+        waited = f"{seconds(at - one.moved_at)} of {seconds(one.deadline_s)}"
+        lines.append(f"overdue: {process}: {one.what}, {waited}")
+    lines += ["", "processes:", *described(list(lives.values()), answered, at), ""]
+    last = json.dumps(Last(at, line, process, [one.number for one in late]))
+    for target, text in ((path, "\n".join(lines)), (folder / LAST, last)):
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        aside.write_text(text)
+        aside.replace(target)
+    if "rank0" not in lives or lives["rank0"].condition != "alive":
+        say(line)  # otherwise rank 0 does: its standard error is the user's
+
+
+def described(lives: Sequence[Life], answered: Mapping[str, str], at: float) -> Iterator[str]:
+    """The lines about processes: what each does at `at`, one line for each thing; then, if there is
+    anything in `answered`, its child processes and its stacks.
+    """
+    for one in lives:
+        head = f"  {one.process:12} {one.condition:20} "
+        last = f"idle, last line {seconds(at - one.last)} ago"
+        idle = last if one.spans else "only its stacks are recorded"
+        for does in [one.doing(span, at) for span in one.open] or [idle]:
+            yield head + does
+            head = " " * len(head)
+    known = frozenset(one.pid for one in lives)
+    for one in lives if answered else ():
+        yield from ("", f"==== {one.process} (process {one.pid} on {one.host}), {one.condition}")
+        for child in below(one.pid, known) if one.is_alive else ():
+            with suppress(psutil.Error):
+                used_s, words = sum(child.cpu_times()[:2]), " ".join(child.cmdline())
+                about = f"{child.status()}, {used_s:.1f} s of CPU: {words[:80]}"
+                yield f"  below it: process {child.pid}, {about}"
+        yield from ("", answered.get(one.process, "").rstrip())
