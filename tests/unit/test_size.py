@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import count_lines
 import pytest
 
-LIMITS = {"core": 33_608, "apps": 9_987}
+LIMITS = {"core": 33_146, "apps": 9_178}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 
@@ -14,6 +16,20 @@ def test_sum_of_lines_stays(name: str) -> None:
     found = count_lines.by_package()
     lines = count_lines.sums(found)[name]
     assert lines <= LIMITS[name], f"{name}: {lines}\n{count_lines.table(found)}"
+
+
+def test_small_files_have_a_reason() -> None:
+    """docs/design.md names every file of less than 40 lines of code, and no other."""
+    text = (count_lines.ROOT / "docs" / "design.md").read_text()
+    section = text.partition("### Small files\n")[2].partition("\n## ")[0]
+    small = {
+        str(path.relative_to(count_lines.ROOT))
+        for base in count_lines.CORE
+        for path in (count_lines.ROOT / base).rglob("*.py")
+        if path.name != "__init__.py" and count_lines.code_lines(path.read_text()) < 40
+    }
+    small = {one for one in small if not one.startswith(("megarl/kernels/", "megarl/parallel/"))}
+    assert small == set(re.findall(r"`([\w/]+\.py)`", section))
 
 
 def test_what_is_counted() -> None:
